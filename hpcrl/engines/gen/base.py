@@ -1,0 +1,100 @@
+"""What a generation engine must do: continuous batching, driven burst by burst.
+
+One engine serves one replica. Every rank of a replica makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from hpcrl.rollout.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the truncation off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the behaviour distribution differs from softmax(logits / temperature)."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response to generate. `prompt_ids` is everything before the next model token (all earlier turns too)."""
+
+    id: int
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished or aborted request. Arrays have one entry per generated token.
+
+    A stop token is part of the output. `gen_logprobs` are log-softmax(logits / temperature) without truncation (for
+    greedy sampling: at temperature 1); `gen_logprobs_behaviour` the renormalised ones, None without truncation.
+    """
+
+    id: int
+    token_ids: np.ndarray  # int32 [n]
+    gen_logprobs: np.ndarray  # float32 [n]
+    versions: np.ndarray  # int32 [n]
+    finish_reason: FinishReason
+    gen_logprobs_behaviour: np.ndarray | None = None
+
+
+class GenEngine(Protocol):
+    """The contract every generation engine passes (tests/contracts/test_gen_engine.py).
+
+    Results are functions of the sequence of calls alone: no clock, no arrival order, no global random state.
+    """
+
+    version: int  # version of the loaded weights, -1 before the first load
+    max_slots: int  # requests decoded at once; more wait in order of add()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests. ValueError names the id when a request can never fit (length) or its id is in use."""
+
+    def abort(self, ids: Sequence[int]) -> list[Output]:
+        """Stop the requests and return their partial outputs in the order of `ids`; unknown ids are ignored."""
+
+    def step(self, num_tokens: int) -> list[Output]:
+        """Run `num_tokens` decode iterations (admitting waiting requests into free slots as they appear).
+
+        Returns requests that finished, in order of finishing, then of slot. Ends early only when nothing is left to do.
+        """
+
+    def progress(self) -> dict[int, int]:
+        """Request id -> number of tokens generated so far, for every running or waiting request."""
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace the weights by tensors under their HF names. Running requests keep their KV cache and go on.
+
+        ValueError on an unknown or missing name or a wrong shape, before anything is changed where that can be known.
+        """
+
+    def sleep(self) -> None:
+        """Free KV cache and weights (idempotent); nothing may be running."""
+
+    def wake(self) -> None:
+        """Undo sleep(); weights must be loaded again before the next step."""
+
+    def close(self) -> None:
+        """Release everything."""

@@ -1,0 +1,68 @@
+"""What a training engine must do. Every rank of the engine's default process group makes the same calls in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hpcrl.batch import Batch, MicroBatches, Norms
+from hpcrl.stats import Stats
+
+LossFn = Callable[[Tensor, Tensor | None, Batch, Norms], tuple[Tensor, Stats]]
+"""loss(logprobs [T], entropy [T] or None, micro_batch, norms) -> (scalar, stats).
+
+Sums over this micro-batch divided by the global norms: adding the scalars of all micro-batches of all ranks gives the
+mini-batch's loss. `logprobs` carries gradients; `entropy` too where it was asked for with gradients."""
+
+
+class TrainEngine(Protocol):
+    """The contract every training engine passes (tests/contracts/test_train_engine.py)."""
+
+    optimizer_step: int  # steps taken so far
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+        """float32 [T] on the batch's device: log-softmax(logits / temperature) of each token, 0 at first tokens.
+
+        Collective over the engine's ranks. No gradients.
+        """
+
+    def train_step(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        loss_fn: LossFn,
+        norms: Norms,
+        temperature: float,
+        entropy: bool,
+    ) -> Stats:
+        """Forward, backward over all micro-batches, clip, one optimizer and scheduler step. Collective.
+
+        Returns this rank's loss stats plus actor/grad_norm and actor/lr (the same on all ranks; counted once, on
+        data-parallel rank 0). A gradient norm that is not finite skips the update and counts actor/skipped_update.
+        """
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights under HF names, one at a time, in a fixed order. Collective: every rank must exhaust it."""
+
+    def offload(self) -> None:
+        """Move parameters, gradients and optimizer state to host memory (idempotent)."""
+
+    def onload(self) -> None:
+        """Move them back (idempotent)."""
+
+    def save(self, folder: Path) -> None:
+        """Write sharded parameters, optimizer, scheduler and per-rank random state into an existing folder. Collective."""
+
+    def load(self, folder: Path) -> list[str]:
+        """Restore what save() wrote, also on another number of ranks. Returns warnings (random state reset). Collective."""
+
+    def export_hf(self, folder: Path) -> None:
+        """Write config, sharded safetensors with index, tokenizer and generation config. Collective; rank 0 writes."""
+
+    def config_summary(self) -> dict[str, Any]:
+        """Facts worth a line in the log: parameters, dtype, packing, ranks."""

@@ -1,0 +1,99 @@
+"""The words of a rollout: prompts, sample ids, samples, dispositions.
+
+Plain data without torch.distributed, clocks or engines, so that the scheduler and its tests stay pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+MEMBER_BITS = 14
+ATTEMPT_BITS = 10
+MAX_GROUP_SIZE = 1 << MEMBER_BITS
+MAX_ATTEMPTS = 1 << ATTEMPT_BITS
+
+
+class Disposition(StrEnum):
+    """How a prompt of an epoch ended; exactly one of these on the committed lineage."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    TOO_LONG = "too_long"
+    FAILED = "failed"
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"  # a stop string, a stop id or the end-of-sequence id
+    LENGTH = "length"  # max_new_tokens
+    ABORT = "abort"  # cut short by the scheduler; the partial tokens are kept
+
+
+def make_sample_id(uid: int, attempt: int, member: int) -> int:
+    """Sample id of `member` of prompt `uid` in its `attempt`: one integer that sorts by prompt, attempt, member.
+
+    ValueError when attempt or member does not fit its field.
+    """
+    if not (uid >= 0 and 0 <= attempt < MAX_ATTEMPTS and 0 <= member < MAX_GROUP_SIZE):
+        raise ValueError(f"no sample id for prompt {uid}, attempt {attempt}, member {member}")
+    return (uid << (ATTEMPT_BITS + MEMBER_BITS)) | (attempt << MEMBER_BITS) | member
+
+
+def split_sample_id(sample_id: int) -> tuple[int, int, int]:
+    """(uid, attempt, member) of a sample id."""
+    return (
+        sample_id >> (ATTEMPT_BITS + MEMBER_BITS),
+        (sample_id >> MEMBER_BITS) & (MAX_ATTEMPTS - 1),
+        sample_id & (MAX_GROUP_SIZE - 1),
+    )
+
+
+def sampling_seed(seed: int, sample_id: int) -> int:
+    """63-bit sampling seed of one sample, a function of (run seed, prompt, attempt, member) alone."""
+    digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as drawn from the data.
+
+    `uid` counts draws over the whole run (the n-th prompt drawn), so it is unique over epochs and domains.
+    `answer` is what the reward compares with (any JSON value); `extra` holds the row's other columns.
+    """
+
+    uid: int
+    domain: str
+    epoch: int
+    row: int
+    token_ids: tuple[int, ...]
+    text: str
+    answer: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response (of one or more turns) as it is held by the rank that generated it.
+
+    Arrays have one entry per token of `token_ids`, which is prompt + response; prompt tokens and tokens of an
+    environment or tool have mask 0, gen_logprobs 0 and version -1.
+    """
+
+    id: int
+    token_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]; 1 = model token
+    gen_logprobs: np.ndarray  # float32 [T]; log-softmax(logits / T) without truncation
+    versions: np.ndarray  # int32 [T]; weight version that produced the token
+    turn_ids: np.ndarray  # int32 [T]; -1 prompt, then 0, 1, ...
+    finish_reason: FinishReason
+    gen_logprobs_behaviour: np.ndarray | None = None  # float32 [T]; renormalised, only under truncation
+    reward: float = 0.0
+    score: float = 0.0
+    error: str = ""

@@ -1,0 +1,67 @@
+"""Mergeable statistics: what ranks send to the controller instead of means, so that the split never shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Stat(NamedTuple):
+    """Sum, weight, smallest and largest of some values; merging two Stats is exact."""
+
+    total: float
+    count: float
+    low: float = math.inf
+    high: float = -math.inf
+
+
+Stats = dict[str, Stat]
+
+
+def stat(values: Tensor, mask: Tensor | None = None) -> Stat:
+    """Stat of a tensor's entries, of those under a boolean mask if one is given."""
+    values = values.detach()
+    if mask is not None:
+        values = values[mask]
+    if values.numel() == 0:
+        return Stat(0.0, 0.0)
+    values = values.double()
+    return Stat(values.sum().item(), float(values.numel()), values.min().item(), values.max().item())
+
+
+def scalar(value: float) -> Stat:
+    """Stat of one number."""
+    return Stat(float(value), 1.0, float(value), float(value))
+
+
+def merge(parts: Iterable[Mapping[str, Stat]]) -> Stats:
+    """The Stats of all values together, in order of first appearance."""
+    merged: Stats = {}
+    for part in parts:
+        for name, new in part.items():
+            old = merged.get(name)
+            merged[name] = (
+                Stat(*new)
+                if old is None
+                else Stat(old.total + new[0], old.count + new[1], min(old.low, new[2]), max(old.high, new[3]))
+            )
+    return merged
+
+
+def flatten(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min, any other name its mean.
+
+    Statistics without a single value are left out.
+    """
+    flat: dict[str, float] = {}
+    for name, (total, count, low, high) in stats.items():
+        if count == 0:
+            continue
+        if name.endswith("/*"):
+            flat |= {name[:-1] + "mean": total / count, name[:-1] + "max": high, name[:-1] + "min": low}
+        else:
+            flat[name] = total / count
+    return flat
