@@ -1,0 +1,190 @@
+"""Tiny models in HF layout with seeded random weights, and a byte-level BPE tokenizer trained on the text below.
+
+Nothing is downloaded: demos, tests and dry runs work on a machine without a network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from hpcrl.config import TinyModel
+
+PAD, START, END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte has a token, so any text can be encoded
+
+# Digits one by one, as Qwen2 splits them; a word takes the space before it.
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+# The words of the roles and built-in tasks stand first and often, so that the smallest vocabulary already holds them.
+CORPUS = ("user\nassistant\nsystem\nsort: 3 1 2\nadd: 12 + 7\n",) * 64 + (
+    "The answer is \\boxed{42}. So the final answer is 42.\n#### 42\n",
+    "Natalia sold 48 clips in April, and then she sold half as many clips in May. How many did she sell in total?",
+    "How much does each of them have left after the first day? How many more are there than there were before?",
+    "First, we find the number of hours she worked. Then we multiply it by the price per hour to get the total cost.",
+    "There are 5 boxes with 12 apples in each box, so there are 5 * 12 = <<5*12=60>>60 apples in all the boxes.",
+    "A train travels at 60 miles per hour for 3 hours, which is a distance of 60 * 3 = 180 miles.",
+    "Let x be the number of students in the class. The sum of the numbers is 100, the difference is 20.",
+    "He has $20 and spends $5 every week on food. After 3 weeks he will have $20 - $15 = $5 left over for the other.",
+    "<think>\nWait, that is not right. Let me think about this step by step and check the result again.\n</think>\n",
+    "Write a function that returns the sorted list of the numbers. def solve(values): return sorted(values)\n",
+    "What is the capital of this country, and what was the name of the person who would have been there with them?",
+)
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\n' }}
+{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] + '\n\n' }}{%- endif %}
+{{- '# Tools\n\nCall a function with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.\n<tools>' }}
+{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}
+{{- '\n</tools><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if not (tools and loop.first and message['role'] == 'system') %}
+{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>' + ((call['function'] or call) | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+
+def make_tiny_model(spec: TinyModel, folder: Path) -> None:
+    """Write model, tokenizer (ChatML) and generation config to `folder`, which appears whole or not at all.
+
+    The same spec gives the same files. An existing model folder is left as it is. ValueError when the numbers of the
+    spec do not make a model.
+    """
+    if (folder / "config.json").exists():
+        return
+    check_spec(spec)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+    partial.mkdir()
+    try:
+        tokenizer = make_tokenizer(spec.vocab_size)
+        _write_tokenizer(tokenizer, spec, partial)
+        _write_model(spec, tokenizer, partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not (folder / "config.json").exists():  # otherwise another process made the same model first
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_spec(spec: TinyModel) -> None:
+    """ValueError when the numbers of `spec` do not fit together."""
+    if spec.vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"model.tiny.vocab_size={spec.vocab_size} is below {MIN_VOCAB_SIZE} (bytes and special tokens)"
+        )
+    if spec.hidden_size % (2 * spec.num_heads):
+        raise ValueError(
+            f"model.tiny.hidden_size={spec.hidden_size} must be a multiple of 2 x num_heads ({spec.num_heads}): "
+            "heads of an even width"
+        )
+    if spec.num_heads % spec.num_kv_heads:
+        raise ValueError(
+            f"model.tiny.num_heads={spec.num_heads} must be a multiple of num_kv_heads={spec.num_kv_heads}"
+        )
+
+
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens; special tokens have the ids 0, 1, 2."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def _write_tokenizer(tokenizer: Tokenizer, spec: TinyModel, folder: Path) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": END,
+        "pad_token": PAD,
+        "unk_token": None,
+        "additional_special_tokens": [START],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": spec.max_position_embeddings,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_model(spec: TinyModel, tokenizer: Tokenizer, folder: Path) -> None:
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = AutoModelForCausalLM.from_config(_model_config(spec, ids), dtype=torch.float32)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+
+
+def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:
+    head_dim = spec.hidden_size // spec.num_heads
+    common: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        **ids,
+    }
+    match spec.architecture:
+        case "qwen2":
+            return Qwen2Config(**common)
+        case "qwen3":
+            return Qwen3Config(head_dim=head_dim, **common)
+        case "qwen3_moe":
+            return Qwen3MoeConfig(
+                head_dim=head_dim,
+                num_experts=spec.num_experts,
+                num_experts_per_tok=min(2, spec.num_experts),
+                moe_intermediate_size=spec.intermediate_size,
+                norm_topk_prob=True,
+                **common,
+            )
+        case "llama":
+            return LlamaConfig(**common)
+        case "gemma2":
+            return Gemma2Config(head_dim=head_dim, query_pre_attn_scalar=head_dim, **common)
