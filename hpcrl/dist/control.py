@@ -1,0 +1,165 @@
+"""Signed, ordered, schema-checked messages over the queues of a TCPStore.
+
+A message is HMAC-SHA256 over (queue name, frame), then the frame: msgpack of (sender, seq, body). The per-job key is
+never sent. This gives integrity and order, not secrecy: any process that reaches the port can list and read the
+queues. See docs/control_plane.md.
+
+Per queue and sender the sequence number rises by one. What is forged (wrong MAC), replayed (old number), malformed or
+too large is refused and named in `Inbox.refused` and on stderr; a gap means that a message was stolen or lost and
+raises `ControlError`, because commands may then be missing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import sys
+import threading
+import time
+from collections import defaultdict
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import DistError, DistNetworkError, DistStoreError, QueueEmptyError, TCPStore
+
+MAX_MESSAGE_BYTES = 4 << 20  # the server drops a client at 8 MiB
+MAC_BYTES = 32
+POLL_BELOW_S = 1.0
+POLL_EVERY_S = 0.0005
+
+
+class ControlError(RuntimeError):
+    """The control plane cannot be trusted or used any more; the message says which part and why."""
+
+
+class StoreLost(ControlError):
+    """The store does not answer: its process ended or the network is gone."""
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is signed next to the queue's name."""
+
+    sender: int
+    seq: int
+    body: msgspec.Raw
+
+
+def connect(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A new client of the store at host:port. StoreLost names the address when it does not answer in time."""
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except (DistError, RuntimeError) as error:
+        raise StoreLost(f"no control store at {host}:{port} within {timeout_s:g} s") from error
+
+
+def serve(host: str, timeout_s: float) -> TCPStore:
+    """A new store bound to a free port of this process, with a client to it."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _mac(key: bytes, name: str, frame: bytes) -> bytes:
+    return hmac.digest(key, name.encode() + b"\0" + frame, "sha256")
+
+
+class Sender:
+    """Pushes messages to named queues of one store as one sender; safe to use from several threads."""
+
+    def __init__(self, store: TCPStore, key: bytes, sender: int):
+        self._store, self._key, self.sender = store, key, sender
+        self._seq: dict[str, int] = defaultdict(int)
+        self._lock = threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, name: str, message: Any) -> int:
+        """Push `message` to queue `name`; returns its sequence number, counted from 1 per queue.
+
+        ValueError with the size when it is larger than 4 MiB; StoreLost when the store is gone.
+        """
+        body = self._encoder.encode(message)
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"{type(message).__name__} to {name} has {len(body)} bytes, over the limit of {MAX_MESSAGE_BYTES}: "
+                "send it in parts"
+            )
+        with self._lock:
+            seq = self._seq[name] + 1
+            frame = self._encoder.encode(Frame(self.sender, seq, msgspec.Raw(body)))
+            try:
+                self._store.queue_push(name, _mac(self._key, name, frame) + frame)
+            except (DistError, RuntimeError) as error:
+                raise StoreLost(f"the control store is gone: {type(message).__name__} to {name} not sent") from error
+            self._seq[name] = seq
+        return seq
+
+
+class Inbox:
+    """The one reader of a queue. It owns its store client: a blocked pop would block every other call on it."""
+
+    def __init__(self, store: TCPStore, name: str, key: bytes, types: Any):
+        self.name, self._key, self._store = name, key, store
+        self.refused: list[str] = []
+        self._decoder = msgspec.msgpack.Decoder(types)
+        self._frames = msgspec.msgpack.Decoder(Frame)
+        self._last: dict[int, int] = defaultdict(int)
+
+    def get(self, timeout_s: float = 0.0) -> tuple[int, int, Any] | None:
+        """The next good message as (sender, seq, message), None when there is none within timeout_s.
+
+        StoreLost when the store is gone, ControlError on a gap in a sender's sequence.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            raw = self._pop(deadline)
+            if raw is None:
+                return None
+            message = self._open(raw)
+            if message is not None:
+                return message
+
+    def _pop(self, deadline: float) -> bytes | None:
+        # A blocked pop that times out can take seconds to be cancelled (seen with torch 2.13), so short waits poll.
+        while True:
+            wait = deadline - time.monotonic()
+            try:
+                if wait > POLL_BELOW_S:
+                    self._store.set_timeout(timedelta(seconds=wait))
+                    return self._store.queue_pop(self.name)
+                return self._store.queue_pop(self.name, block=False)
+            except QueueEmptyError:
+                if wait <= 0:
+                    return None
+                time.sleep(min(wait, POLL_EVERY_S))
+            except DistNetworkError as error:
+                raise StoreLost(f"the control store is gone (queue {self.name})") from error
+            except DistStoreError:
+                if time.monotonic() < deadline:
+                    raise
+                return None
+
+    def _open(self, raw: bytes) -> tuple[int, int, Any] | None:
+        mac, frame = raw[:MAC_BYTES], raw[MAC_BYTES:]
+        if len(raw) > MAX_MESSAGE_BYTES + 256:
+            return self._refuse(f"a message of {len(raw)} bytes, over the limit")
+        if not hmac.compare_digest(mac, _mac(self._key, self.name, frame)):
+            return self._refuse(f"a message of {len(raw)} bytes with a wrong signature")
+        try:
+            opened = self._frames.decode(frame)
+        except msgspec.MsgspecError as error:
+            return self._refuse(f"a signed message that is no frame: {error}")
+        expected = self._last[opened.sender] + 1
+        if opened.seq < expected:
+            return self._refuse(f"message {opened.seq} of sender {opened.sender}, replayed (expected {expected})")
+        if opened.seq > expected:
+            raise ControlError(
+                f"queue {self.name}: message {opened.seq} of sender {opened.sender} came where {expected} was due; "
+                "messages were lost or taken by another reader"
+            )
+        self._last[opened.sender] = opened.seq
+        try:
+            return opened.sender, opened.seq, self._decoder.decode(opened.body)
+        except msgspec.MsgspecError as error:
+            return self._refuse(f"message {opened.seq} of sender {opened.sender} does not fit the schema: {error}")
+
+    def _refuse(self, what: str) -> None:
+        self.refused.append(what)
+        print(f"hpcrl control: refused on queue {self.name}: {what}", file=sys.stderr, flush=True)

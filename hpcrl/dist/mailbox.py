@@ -1,0 +1,74 @@
+"""Rank to rank: finished text, turns and observations, past the controller.
+
+The receiving rank hosts the queue, so the load spreads over the ranks that work on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import TCPStore
+
+from hpcrl.dist import control
+from hpcrl.dist.messages import Post, Response, TurnDelta
+
+CHUNK_BYTES = 1 << 20
+Item = Response | TurnDelta
+
+
+def _mail_queue(rank: int) -> str:
+    return f"mail/{rank}"
+
+
+class Mailbox:
+    """Sends to the mailboxes of other ranks; hosts its own after open()."""
+
+    def __init__(self, store: TCPStore, key: bytes, rank: int, host: str, timeout_s: float):
+        self._store, self._key, self._rank, self._host, self._timeout_s = store, key, rank, host, timeout_s
+        self._server: TCPStore | None = None
+        self._inbox: control.Inbox | None = None
+        self._senders: dict[int, control.Sender] = {}
+        self._own: list[Item] = []
+
+    def open(self) -> None:
+        """Start to receive (idempotent); publishes the address in the control store."""
+        if self._server is None:
+            self._server = control.serve(self._host, self._timeout_s)
+            client = control.connect(self._host, self._server.port, self._timeout_s)
+            self._inbox = control.Inbox(client, _mail_queue(self._rank), self._key, Post)
+            self._store.set(f"mailbox/{self._rank}", f"{self._host}:{self._server.port}")
+
+    def send(self, rank: int, items: Sequence[Item]) -> None:
+        """Send items in chunks of about 1 MiB; to itself without a detour. StoreLost when the receiver is gone.
+
+        An item larger than a message may be is refused with its size (ValueError).
+        """
+        if rank == self._rank:
+            self._own.extend(items)
+            return
+        if rank not in self._senders:
+            host, port = self._store.get(f"mailbox/{rank}").decode().rsplit(":", 1)
+            self._senders[rank] = control.Sender(
+                control.connect(host, int(port), self._timeout_s), self._key, self._rank
+            )
+        chunk: list[Item] = []
+        size = 0
+        for item in items:
+            weight = len(item.text) * 4 + len(item.meta) if isinstance(item, Response) else len(item.token_ids)
+            if chunk and size + weight > CHUNK_BYTES:
+                self._senders[rank].send(_mail_queue(rank), Post(chunk))
+                chunk, size = [], 0
+            chunk.append(item)
+            size += weight
+        if chunk:
+            self._senders[rank].send(_mail_queue(rank), Post(chunk))
+
+    def receive(self, timeout_s: float = 0.0) -> list[Item]:
+        """Everything that has arrived, in order per sender; waits up to timeout_s for the first."""
+        items, self._own = self._own, []
+        while self._inbox is not None:
+            arrived = self._inbox.get(0.0 if items else timeout_s)
+            if arrived is None:
+                break
+            items.extend(arrived[2].items)
+        return items

@@ -1,0 +1,360 @@
+"""Every message of the control plane, typed. What does not decode into one of these is refused.
+
+Commands go from the controller to one rank's inbox and are executed in order; events go to the controller's inbox.
+A command that is answered gets exactly one `Done` or `Failed`. Bulk (tokens, log-probs, weights) never travels here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
+    """Base of all messages: immutable, tagged by class name, no unknown fields."""
+
+
+# -- commands: world ---------------------------------------------------------------------------------------------
+
+
+class BuildRole(Message):
+    """Build the engine or pool of a role. `ranks` share the engine's default group, made from epoch `epoch`."""
+
+    role: str
+    ranks: list[int]
+    epoch: int = 0
+
+
+class BuildGroup(Message):
+    """Join the explicit group `name` between roles; all of `ranks` get this command."""
+
+    name: str
+    ranks: list[int]
+    epoch: int = 0
+
+
+class Leave(Message):
+    """End the rank's loop; the last command it gets."""
+
+
+# -- commands: rollout -------------------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the samples of one admission are drawn."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: list[str]
+
+
+class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt as the ranks need it: int32 token ids, and what rewards and environments read, as JSON."""
+
+    uid: int
+    domain: str
+    token_ids: bytes
+    meta: bytes
+
+
+class Admit(Message):
+    """Start samples (id, seed) of the given prompts; a sample that is already held continues with its next turn."""
+
+    prompts: list[PromptPayload]
+    samples: list[tuple[int, int]]
+    sampling: Sampling
+
+
+class Burst(Message):
+    """Decode `num_tokens` iterations; answered by BurstDone. Finished samples go to scorers[uid % len(scorers)],
+    finished turns to envs[uid % len(envs)]."""
+
+    num_tokens: int
+    scorers: list[int]
+    envs: list[int]
+
+
+class AbortSamples(Message):
+    """Stop these samples and drop what they have."""
+
+    samples: list[int]
+
+
+class Rescore(Message):
+    """Send held, finished samples to a scorer again (their scorer was lost)."""
+
+    samples: list[int]
+    scorers: list[int]
+
+
+class Forget(Message):
+    """Drop held samples."""
+
+    samples: list[int]
+
+
+class Peek(Message):
+    """Answer with the text of held samples."""
+
+    samples: list[int]
+
+
+# -- commands: training ------------------------------------------------------------------------------------------
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """Samples that rank `source` holds and rank `dest` gets, in this order."""
+
+    source: int
+    dest: int
+    samples: list[int]
+    lengths: list[int]
+
+
+class HandOver(Message):
+    """Form batch `batch` on the destination ranks of `moves`; `truncated`: behaviour log-probs travel too.
+
+    Sent to every source and destination. Rewards and scores of all samples of the step come along (float32 bytes in
+    the order of `samples`, sorted), since group statistics need all of them.
+    """
+
+    batch: int
+    group: str
+    moves: list[Move]
+    samples: list[int]
+    rewards: bytes
+    scores: bytes
+    truncated: bool
+
+
+class LoadRows(Message):
+    """Form batch `batch` from rows of the supervised training data."""
+
+    batch: int
+    rows: list[int]
+
+
+class Logprobs(Message):
+    """Fill `into` (old_logprobs or ref_logprobs) of the batch with the log-probs of `role`'s policy."""
+
+    batch: int
+    role: str
+    into: str
+    micro_batches: list[list[int]]
+
+
+class SendTokens(Message):
+    """Give one token field of a batch to the ranks that train on it: per Move, the samples in order."""
+
+    batch: int
+    group: str
+    field: str
+    moves: list[Move]
+
+
+class Advantages(Message):
+    """Fill advantages and returns of the batch."""
+
+    batch: int
+
+
+class TrainStep(Message):
+    """One optimizer step on these rows of the batch; tokens and sequences are the global norms."""
+
+    batch: int
+    micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
+
+
+class DropBatch(Message):
+    """Forget the batch."""
+
+    batch: int
+
+
+class WriteRollouts(Message):
+    """Write this rank's part of the batch into the rollout store."""
+
+    batch: int
+    folder: str
+    facts: dict[str, str | int | float]
+
+
+# -- commands: weights and checkpoints ---------------------------------------------------------------------------
+
+
+class Stage(Message):
+    """Gather the weights and keep a copy of this version on the ranks that publish from it."""
+
+    version: int
+    sources: list[int]
+
+
+class Pull(Message):
+    """Load staged weights into a generator replica: `source` sends over `group`, or copies where it is the replica."""
+
+    version: int
+    source: int
+    ranks: list[int]
+    group: str
+
+
+class SaveState(Message):
+    """Write this rank's part of the checkpoint into the folder, make it durable, answer with its files."""
+
+    folder: str
+    role: str
+
+
+class LoadState(Message):
+    """Restore this rank's part."""
+
+    folder: str
+    role: str
+
+
+class Export(Message):
+    """Write the policy in HF layout."""
+
+    folder: str
+
+
+Command = (
+    BuildRole
+    | BuildGroup
+    | Leave
+    | Admit
+    | Burst
+    | AbortSamples
+    | Rescore
+    | Forget
+    | Peek
+    | HandOver
+    | LoadRows
+    | Logprobs
+    | SendTokens
+    | Advantages
+    | TrainStep
+    | DropBatch
+    | WriteRollouts
+    | Stage
+    | Pull
+    | SaveState
+    | LoadState
+    | Export
+)
+
+
+# -- events ------------------------------------------------------------------------------------------------------
+
+
+class Joined(Message):
+    """A rank is in the world and reads its inbox."""
+
+    host: str
+    pid: int
+
+
+class Done(Message):
+    """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash)."""
+
+    seq: int
+    stats: dict[str, tuple[float, float, float, float]] = {}
+    files: list[tuple[str, int, str]] = []
+    texts: list[str] = []
+
+
+class Failed(Message):
+    """The command `seq` raised."""
+
+    seq: int
+    command: str
+    error: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """A finished response: its number of tokens with the prompt, of model tokens, the reason."""
+
+    sample: int
+    total_tokens: int
+    model_tokens: int
+    reason: str
+
+
+class BurstDone(Message):
+    """A burst ended: finished samples, samples whose turn ended, tokens decoded, live samples left, seconds."""
+
+    seq: int
+    finished: list[Ended]
+    turns: list[Ended]
+    tokens: int
+    live: int
+    seconds: float
+
+
+class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
+    """Reward and score of a sample; `error` says why it has none."""
+
+    sample: int
+    reward: float
+    score: float
+    error: str = ""
+    metrics: dict[str, float] = {}
+
+
+class Scored(Message):
+    """Samples a reward rank scored."""
+
+    samples: list[ScoredSample]
+
+
+class Observed(Message):
+    """An environment answered the turn of a sample; the tokens went to its generator rank.
+
+    `ended`: the episode is over, reward and score in `result`.
+    """
+
+    sample: int
+    new_tokens: int
+    ended: bool
+    result: ScoredSample
+
+
+class Lost(Message):
+    """A rank's process ended or stopped answering, as its node agent saw it."""
+
+    rank: int
+    cause: str
+
+
+Event = Joined | Done | Failed | BurstDone | Scored | Observed | Lost
+
+
+# -- mailbox: rank to rank, finished text and turns ---------------------------------------------------------------
+
+
+class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A finished response (or turn) on its way to a reward or env rank; `meta` is the prompt's JSON."""
+
+    sample: int
+    domain: str
+    text: str
+    meta: bytes
+    reason: str
+    reply_to: int
+
+
+class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """An observation as int32 token ids on its way to the generator rank that holds the sample."""
+
+    sample: int
+    token_ids: bytes
+
+
+class Post(Message):
+    """A batch of mailbox items."""
+
+    items: list[Response | TurnDelta]

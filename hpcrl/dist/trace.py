@@ -1,0 +1,62 @@
+"""What a rank is doing right now, readable by its node agent even when the rank is stuck or dead.
+
+Each rank maps a small file. Its main thread notes the command it executes, a daemon thread beats once a second.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_LAYOUT = struct.Struct("<ddq64s")  # beat, since, seq, activity
+BEAT_EVERY_S = 1.0
+
+
+class Activity(NamedTuple):
+    """What a trace file says: seconds since the last beat and since the activity began, its number and name."""
+
+    beat_age_s: float
+    age_s: float
+    seq: int
+    name: str
+
+
+class Trace:
+    """The writing side; one per rank process."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(_LAYOUT.size))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self.enter("start")
+        self._beat()
+        threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True).start()
+
+    def enter(self, activity: str, seq: int = 0) -> None:
+        """Note what the main thread does from now on."""
+        struct.pack_into("<dq64s", self._map, 8, time.time(), seq, activity.encode()[:64])
+
+    def _beat(self) -> None:
+        struct.pack_into("<d", self._map, 0, time.time())
+
+    def _beat_forever(self) -> None:
+        while True:
+            time.sleep(BEAT_EVERY_S)
+            self._beat()
+
+
+def read_trace(path: Path) -> Activity | None:
+    """The reading side; None when the rank has not written one yet."""
+    if not path.exists():
+        return None
+    raw = path.read_bytes()
+    if len(raw) != _LAYOUT.size:
+        return None
+    beat, since, seq, name = _LAYOUT.unpack(raw)
+    now = time.time()
+    return Activity(now - beat, now - since, seq, name.rstrip(b"\0").decode(errors="replace"))

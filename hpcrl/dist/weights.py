@@ -1,0 +1,90 @@
+"""Weights from trainers to generators: staged once per version in buckets, pulled by one replica after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+BUCKET_BYTES = 256 << 20
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a bucket: HF name, dtype as torch names it, shape."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class Bucket:
+    """Tensors packed into one byte tensor in host memory."""
+
+    def __init__(self, entries: list[Entry], data: torch.Tensor):
+        self.entries, self.data = entries, data
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, view into the bucket) in order."""
+        at = 0
+        for entry in self.entries:
+            dtype = getattr(torch, entry.dtype)
+            size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
+            yield entry.name, self.data[at : at + size].view(dtype).view(entry.shape)
+            at += -(-size // 16) * 16  # 16-byte alignment, so that every dtype can be viewed
+
+
+def stage(named: Iterable[tuple[str, torch.Tensor]], keep: bool) -> list[Bucket]:
+    """Exhaust `named` (a collective on the trainers); ranks that publish keep copies in buckets of about 256 MiB."""
+    buckets: list[Bucket] = []
+    pending: list[tuple[Entry, torch.Tensor]] = []
+    size = 0
+
+    def flush() -> None:
+        data = torch.empty(size, dtype=torch.uint8)
+        bucket = Bucket([entry for entry, _ in pending], data)
+        for (_, view), (_, tensor) in zip(bucket.tensors(), pending, strict=True):
+            view.copy_(tensor)
+        buckets.append(bucket)
+
+    for name, tensor in named:
+        if not keep:
+            continue
+        pending.append((Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)), tensor.detach()))
+        size += -(-tensor.numel() * tensor.element_size() // 16) * 16
+        if size >= BUCKET_BYTES:
+            flush()
+            pending, size = [], 0
+    if pending:
+        flush()
+    return buckets
+
+
+def send_buckets(group: dist.ProcessGroupGloo, buckets: list[Bucket], root: int) -> None:
+    """Broadcast the buckets over a replica's weights group from group rank `root`; called by that rank."""
+    header = torch.frombuffer(bytearray(msgspec.msgpack.encode([b.entries for b in buckets])), dtype=torch.uint8)
+    _broadcast(group, torch.tensor([header.numel()]), root)
+    _broadcast(group, header, root)
+    for bucket in buckets:
+        _broadcast(group, bucket.data, root)
+
+
+def receive_buckets(group: dist.ProcessGroupGloo, root: int) -> Iterator[Bucket]:
+    """What send_buckets sends, bucket by bucket; called by every other rank of the group."""
+    size = torch.zeros(1, dtype=torch.int64)
+    _broadcast(group, size, root)
+    header = torch.empty(int(size), dtype=torch.uint8)
+    _broadcast(group, header, root)
+    for entries in msgspec.msgpack.decode(header.numpy().tobytes(), type=list[list[Entry]]):
+        nbytes = [int(np.prod(e.shape, dtype=np.int64)) * getattr(torch, e.dtype).itemsize for e in entries]
+        data = torch.empty(sum(-(-n // 16) * 16 for n in nbytes), dtype=torch.uint8)
+        _broadcast(group, data, root)
+        yield Bucket(entries, data)
+
+
+def _broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor, root: int) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    group.broadcast([tensor], options).wait()

@@ -1,0 +1,112 @@
+"""The world: a store and a rank table, not one process group.
+
+Every rank has an inbox, a sender and a mailbox. Process groups are made when a command asks for them, over exactly
+the ranks named: an engine's default group, or an explicit group between roles.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpcrl.dist import control
+from hpcrl.dist.bootstrap import Place, make_key_file, share_endpoint
+from hpcrl.dist.mailbox import Mailbox
+from hpcrl.dist.messages import Command, Event
+from hpcrl.dist.trace import Trace
+
+CONTROLLER_QUEUE = "controller"
+
+
+def rank_queue(rank: int) -> str:
+    """Name of a rank's command queue."""
+    return f"rank/{rank}"
+
+
+@dataclass
+class World:
+    """What a rank process has of the world. `events` is the controller's inbox (rank 0 only)."""
+
+    rank: int
+    size: int
+    host: str
+    place: Place
+    store: dist.TCPStore
+    sender: control.Sender
+    commands: control.Inbox
+    events: control.Inbox | None
+    mailbox: Mailbox
+    trace: Trace
+    timeout_s: float
+
+    def group(self, name: str, ranks: Sequence[int], epoch: int) -> dist.ProcessGroupGloo:
+        """An explicit group between roles. Collective over `ranks`, in which this rank must be.
+
+        Pairs connect when they first talk, so a large group is no full mesh. A higher epoch makes a fresh group.
+        """
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host, lazy_init=True)]
+        options._timeout = timedelta(seconds=self.timeout_s)
+        return dist.ProcessGroupGloo(store, list(ranks).index(self.rank), len(ranks), options)
+
+    def default_group(self, name: str, ranks: Sequence[int], epoch: int) -> None:
+        """Make the process's default group over `ranks` for an engine. Collective over them."""
+        if dist.is_initialized():
+            raise RuntimeError(f"rank {self.rank} has a default group already; {name} cannot have another")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.PrefixStore(f"default/{name}/{epoch}", self.store),
+            rank=list(ranks).index(self.rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
+
+def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: float, command_s: float) -> World:
+    """Join the world of `size` ranks whose attempt lives in `folder`. Called by every rank; waits for rank 0's store.
+
+    StoreLost or TimeoutError when rank 0 is not there within start_s.
+    """
+    rank = place.index
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = Trace(folder / f"trace_{rank}")
+    host = "127.0.0.1" if place.num_nodes == 1 else socket.gethostname()
+    server = None
+    endpoint: dict[str, Any] | None = None
+    if rank == 0:
+        server = control.serve(host, store_s)
+        endpoint = {"host": host, "port": server.port, "key_file": str(make_key_file(folder))}
+    endpoint = share_endpoint(place, folder, endpoint, start_s)
+    key = Path(endpoint["key_file"]).read_bytes()
+    address = (endpoint["host"], int(endpoint["port"]))
+    store = server if server is not None else control.connect(*address, start_s)
+    store.set_timeout(timedelta(seconds=store_s))
+    events = control.Inbox(control.connect(*address, start_s), CONTROLLER_QUEUE, key, Event) if rank == 0 else None
+    return World(
+        rank=rank,
+        size=size,
+        host=host,
+        place=place,
+        store=store,
+        sender=control.Sender(store, key, rank),
+        commands=control.Inbox(control.connect(*address, start_s), rank_queue(rank), key, Command),
+        events=events,
+        mailbox=Mailbox(store, key, rank, host, store_s),
+        trace=trace,
+        timeout_s=command_s,
+    )
+
+
+def pin_threads(threads: int) -> None:
+    """Threads of this process; one per rank is fastest where ranks fill the cores."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
