@@ -1,0 +1,232 @@
+"""The commit protocol: a checkpoint is whole and verifiable under its final name, or it is not there.
+
+Filesystem only, no collectives. One save is
+
+    begin (rank 0) -> every rank writes its files -> seal_files (every rank, the files it wrote itself)
+    -> the entries travel to rank 0 -> commit (rank 0)
+
+A kill at any point leaves the checkpoints before it untouched, and the new one either complete or ignored. Writing into
+an existing folder instead would mix two saves: it loads without an error and is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcrl.checkpoint.failpoint import failpoint
+from hpcrl.files import fsync_path, rename_durably, step_name, steps_in, write_durably
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LATEST = "LATEST"
+LEFTOVER = re.compile(r"step_(\d{6,})\.(tmp|abandoned)-.+")
+HASH_THREADS = 4  # hashlib releases the GIL; sha256 runs at 1-2 GB/s per core where the CPU has the instructions
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of a checkpoint as it was when sealed. `path` is relative to the checkpoint, with forward slashes."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint says about itself. `world` is the layout that wrote it, free in form but JSON."""
+
+    config_hash: str
+    weight_version: int
+    attempt: int
+    world: dict[str, Any]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of manifest.json."""
+
+    format: int
+    step: int
+    facts: Facts
+    files: list[FileEntry]
+
+
+class Latest(NamedTuple):
+    """What find_latest found: `path` and `manifest` are None in a run without checkpoints; `problems` explains."""
+
+    path: Path | None
+    manifest: Manifest | None
+    problems: list[str]
+
+
+def begin(root: Path, step: int, attempt: int) -> Path:
+    """Make and return the folder `step_NNNNNN.tmp-<attempt>` that all ranks write into. Called by rank 0.
+
+    Removes what killed attempts left of the same step. ValueError when the step is already committed.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    if (root / step_name(step)).exists():
+        raise ValueError(f"{root / step_name(step)} is already committed; a checkpoint is never written twice")
+    for stale in root.glob(f"{step_name(step)}.tmp-*"):
+        shutil.rmtree(stale)
+    folder = root / f"{step_name(step)}.tmp-{attempt}"
+    folder.mkdir()
+    return folder
+
+
+def list_files(folder: Path) -> list[str]:
+    """Relative paths of all files under `folder` but the manifest, sorted."""
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in files if name != MANIFEST)
+
+
+def seal_files(folder: Path, names: Iterable[str]) -> list[FileEntry]:
+    """Push the files a rank wrote to the disk and return their sizes and hashes, in the order given.
+
+    Every rank calls it for the files it wrote itself: only the writer's own fsync reaches the disk on a network
+    filesystem. ValueError for a name that is missing or outside `folder`.
+    """
+    failpoint("shards_written")
+    names = list(names)
+    for name in names:
+        if not _inside(name) or not (folder / name).is_file():
+            raise ValueError(f"{name!r} is no file of the checkpoint {folder}")
+
+    def seal(name: str) -> FileEntry:
+        fsync_path(folder / name)
+        return FileEntry(name, (folder / name).stat().st_size, _sha256(folder / name))
+
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        entries = list(threads.map(seal, names))
+    for part in {part for name in names for part in PurePosixPath(name).parents}:
+        fsync_path(folder / part)
+    failpoint("sealed")
+    return entries
+
+
+def commit(
+    root: Path,
+    step: int,
+    tmp: Path,
+    entries: Sequence[FileEntry],
+    facts: Facts,
+    *,
+    keep: int,
+    fence: Callable[[], None] | None = None,
+) -> Path:
+    """Turn a sealed folder into the checkpoint `step_NNNNNN` and return its path. Called by rank 0.
+
+    Manifest, rename, LATEST, then the oldest are deleted until `keep` remain. `fence` raises when another attempt has
+    taken the run over; it is asked last before the rename. ValueError when the entries of the ranks do not make up
+    exactly the folder's files: a shard without an entry would never be verified.
+    """
+    assert keep >= 2, f"keep={keep}: the previous checkpoint is what a damaged one falls back to"
+    files = sorted(entries, key=lambda entry: entry.path)
+    sealed, present = [entry.path for entry in files], list_files(tmp)
+    if sealed != present:
+        odd = sorted(set(sealed) ^ set(present)) or sorted({name for name in sealed if sealed.count(name) > 1})
+        raise ValueError(f"{tmp.name}: sealed files and files in the folder differ in {', '.join(odd[:5])}")
+    manifest = Manifest(format=FORMAT, step=step, facts=facts, files=files)
+    write_durably(tmp / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+    failpoint("manifest_written")
+    if fence is not None:
+        fence()
+    final = root / step_name(step)
+    rename_durably(tmp, final)
+    failpoint("renamed")
+    set_latest(root, step)
+    failpoint("latest_replaced")
+    _prune(root, step, keep)
+    failpoint("pruned")
+    return final
+
+
+def set_latest(root: Path, step: int) -> None:
+    """Let LATEST name this step's checkpoint."""
+    write_durably(root / LATEST, f"{step_name(step)}\n".encode())
+
+
+def find_latest(root: Path) -> Latest:
+    """The newest checkpoint whose every file has the size and hash it was committed with. Writes nothing.
+
+    A damaged one is passed over for the one before it; `problems` says in plain words what was passed over and why. A
+    committed folder that LATEST does not name yet (killed in between) counts. ValueError when there are checkpoints
+    but none is usable: starting over in silence would throw the run away.
+    """
+    steps = steps_in(root)
+    problems: list[str] = []
+    named = (root / LATEST).read_text().strip() if (root / LATEST).is_file() else ""
+    if steps and named != step_name(steps[-1]):
+        problems.append(f"LATEST names {named or 'nothing'}, the newest committed folder is {step_name(steps[-1])}")
+    for step in reversed(steps):
+        path = root / step_name(step)
+        manifest, problem = _verify(path, step)
+        if manifest is None:
+            problems.append(f"{path.name} is passed over: {problem}")
+            continue
+        extra = sorted(set(list_files(path)) - {entry.path for entry in manifest.files})
+        if extra:
+            problems.append(f"{path.name} holds files that are not part of it, ignored: {', '.join(extra[:5])}")
+        return Latest(path, manifest, problems)
+    if steps:
+        raise ValueError(
+            f"no checkpoint in {root} is usable ({'; '.join(problems)}); restore one, or start over with resume=fresh"
+        )
+    return Latest(None, None, problems)
+
+
+def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint that is whole, or None and what is wrong with it."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return None, f"it has no {MANIFEST}"
+    except (OSError, msgspec.MsgspecError) as error:
+        return None, f"{MANIFEST} cannot be read ({error})"
+    if manifest.format != FORMAT or manifest.step != step:
+        return None, f"{MANIFEST} says format {manifest.format}, step {manifest.step}; expected {FORMAT} and {step}"
+    for entry in manifest.files:
+        file = path / entry.path
+        if not _inside(entry.path) or not file.is_file():
+            return None, f"{entry.path} is missing"
+        if file.stat().st_size != entry.size:
+            return None, f"{entry.path} has {file.stat().st_size} bytes, {entry.size} were committed"
+
+    def wrong(entry: FileEntry) -> str:
+        try:
+            same = _sha256(path / entry.path) == entry.sha256
+        except OSError as error:
+            return f"{entry.path} cannot be read ({error})"
+        return "" if same else f"{entry.path} is not what was committed (damaged, or from another save)"
+
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        problem = next(filter(None, threads.map(wrong, manifest.files)), "")
+    return (None, problem) if problem else (manifest, "")
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what killed or abandoned saves left."""
+    for old in steps_in(root)[:-keep]:
+        # Renamed first: half a deleted checkpoint must not look like a committed one.
+        os.rename(root / step_name(old), root / f"{step_name(old)}.tmp-pruned")
+    for entry in list(root.iterdir()):
+        match = LEFTOVER.fullmatch(entry.name)
+        if match and entry.is_dir() and (match[2] == "abandoned" or int(match[1]) <= step):
+            shutil.rmtree(entry)
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and name != MANIFEST
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

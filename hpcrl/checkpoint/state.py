@@ -1,0 +1,67 @@
+"""The run's small state in a checkpoint: one JSON file, written and sealed like every other file of the commit.
+
+Every section is a dict that its owner makes and reads (state_dict / load_state_dict): the data cursor at the trained
+frontier, dispositions of prompts, the rollout scheduler, counters. Whoever has more to keep adds a section.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from hpcrl.files import write_durably
+
+FORMAT = 1
+STATE = "state.json"
+SECTIONS = ("cursor", "dispositions", "scheduler", "counters")
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> str:
+    """Write state.json into a checkpoint that is being made and return its name for seal_files.
+
+    Tuples come back as lists; everything else comes back equal. ValueError names the entry that JSON would change
+    (numbers that are not finite, keys that are no strings, arrays) or the section that is missing.
+    """
+    _check_sections(state, folder / STATE)
+    _check_plain(state, "state")
+    text = json.dumps({"format": FORMAT, **state}, allow_nan=False, indent=1)
+    write_durably(folder / STATE, text.encode())
+    return STATE
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The sections of a checkpoint's state.json. ValueError when it is missing, unreadable or of another format."""
+    path = folder / STATE
+    try:
+        state = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    found = state.pop("format", None) if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found}, this version reads {FORMAT}")
+    _check_sections(state, path)
+    return state
+
+
+def _check_sections(state: dict[str, Any], path: Path) -> None:
+    missing = [name for name in SECTIONS if name not in state]
+    wrong = [name for name, section in state.items() if not isinstance(section, dict) or name == "format"]
+    if missing or wrong:
+        raise ValueError(f"{path}: missing sections {missing}, sections that are no dicts {wrong}")
+
+
+def _check_plain(value: Any, place: str) -> None:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if type(key) is not str:
+                raise ValueError(f"{place} has the key {key!r}, which JSON would turn into a string")
+            _check_plain(entry, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            _check_plain(entry, f"{place}[{index}]")
+    elif type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{place} is {value}, which JSON cannot hold")
+    elif value is not None and type(value) not in (str, int, float, bool):
+        raise ValueError(f"{place} is a {type(value).__name__}, which JSON cannot hold")

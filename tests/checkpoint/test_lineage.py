@@ -1,0 +1,63 @@
+"""What a killed attempt did past its checkpoint is set aside whole, and the rest stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hpcrl.checkpoint.commit import find_latest
+from hpcrl.checkpoint.lineage import abandon_after
+from hpcrl.files import steps_in
+from tests.checkpoint.test_commit import flip, save
+
+
+def make_run(run: Path) -> None:
+    for step in (2, 4):
+        save(run / "checkpoints", step)
+    for step in range(1, 7):
+        (run / "rollouts" / f"step_{step:06d}").mkdir(parents=True)
+        (run / "rollouts" / f"step_{step:06d}" / "rank_00001.h5").write_text(str(step))
+    rows = [json.dumps({"step": step}) + "\n" for step in range(7)]
+    (run / "metrics.jsonl").write_text("".join(rows) + '{"step": 3, "torn')
+
+
+def metric_steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def test_everything_past_the_checkpoint_moves(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    moved = abandon_after(tmp_path, 4, attempt=2)
+    aside = tmp_path / "abandoned/2"
+    assert steps_in(tmp_path / "rollouts") == [1, 2, 3, 4] and steps_in(aside / "rollouts") == [5, 6]
+    assert metric_steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4]
+    assert metric_steps(aside / "metrics.jsonl") == [5, 6]
+    assert (aside / "metrics.jsonl").read_text().endswith('"torn')
+    assert steps_in(tmp_path / "checkpoints") == [2, 4]
+    assert [line.split(" moved")[0] for line in moved] == [
+        "rollouts of steps 5 to 6",
+        "3 lines of metrics.jsonl past step 4",
+    ]
+    assert abandon_after(tmp_path, 4, attempt=3) == [] and not (tmp_path / "abandoned/3").exists()
+
+
+def test_a_damaged_checkpoint_leaves_the_lineage_before_anything_else(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    flip(tmp_path / "checkpoints/step_000004/state.json")
+    latest = find_latest(tmp_path / "checkpoints")
+    assert latest.manifest is not None and latest.manifest.step == 2
+    moved = abandon_after(tmp_path, 2, attempt=2)
+    assert moved[0].startswith("checkpoint step_000004 set aside as step_000004.abandoned-2")
+    assert steps_in(tmp_path / "checkpoints") == [2] and steps_in(tmp_path / "rollouts") == [1, 2]
+    assert (tmp_path / "checkpoints/LATEST").read_text() == "step_000002\n"
+    assert find_latest(tmp_path / "checkpoints").problems == []
+    save(tmp_path / "checkpoints", 4, attempt=2)  # the same step again, and the damaged one goes
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["LATEST", "step_000002", "step_000004"]
+
+
+def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    abandon_after(tmp_path, -1, attempt=2)
+    assert steps_in(tmp_path / "rollouts") == [] and (tmp_path / "metrics.jsonl").read_text() == ""
+    assert metric_steps(tmp_path / "abandoned/2/metrics.jsonl") == [0, 1, 2, 3, 4, 5, 6]
+    assert abandon_after(tmp_path / "fresh", -1, attempt=1) == []
