@@ -1,0 +1,192 @@
+"""What the types cannot say: combinations that cannot work, and keys that the chosen parts do not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hpcrl.config.problems import Path, Problem, dotted
+from hpcrl.config.schema import Config, Reinforce
+
+SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+"""The keys of rollout that evaluation reads too."""
+
+
+def check(config: Config) -> list[Problem]:
+    """Every impossible combination of values."""
+    return [
+        *_not_built(config),
+        *_reinforcement(config),
+        *_filters(config),
+        *_evaluation(config),
+        *_optimizer(config),
+        *_model(config),
+        *_user_code(config),
+    ]
+
+
+def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
+    """Keys set explicitly that this run does not read.
+
+    `given` maps their paths to whether they were set on the command line. A key of the experiment's file is not held
+    against the user where the command line itself made the choice that leaves it unread.
+    """
+    by_hand = [path for path, on_command_line in given.items() if on_command_line]
+    problems = []
+    for path, on_command_line in given.items():
+        for prefix, cause, why in _unread(config):
+            if path[: len(prefix)] == prefix and path != cause:
+                if on_command_line or not Problem(cause, "").touches(by_hand):
+                    problems.append(Problem(path, f"{dotted(path)}: not read here, {why}", (cause,)))
+                break
+    return problems
+
+
+def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    """(prefix of unread keys, key whose value makes them so, why)."""
+    if config.pipeline == "sft":
+        for section in ("algorithm", "env"):
+            yield (section,), ("pipeline",), "the sft pipeline has none"
+        for key in type(config.rollout).model_fields:
+            if key not in SAMPLING_KEYS:
+                yield ("rollout", key), ("pipeline",), "the sft pipeline generates for evaluation only"
+    else:
+        yield ("sft",), ("pipeline",), f"the pipeline is {config.pipeline}"
+        if not config.algorithm.uses_reference:
+            yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
+    if config.model.path is not None:
+        yield ("model", "tiny"), ("model", "path"), "model.path is given"
+    if config.model.tiny.architecture != "qwen3_moe":
+        yield ("model", "tiny", "num_experts"), ("model", "tiny", "architecture"), "the model has no experts"
+    if config.data.val is None:
+        yield ("eval",), ("data", "val"), "data.val is null"
+    if config.trainer.lr_schedule == "constant":
+        yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
+    for role in ("trainer", "generator", "reference"):
+        yield ("layout", role, "min_ranks"), (), "only reward and env go on with fewer ranks"
+
+
+def _not_built(config: Config) -> Iterator[Problem]:
+    if config.cluster.name == "slurm":
+        yield Problem(("cluster", "name"), "cluster=slurm: not built yet (issue 3); use cluster=local")
+    if config.rollout.max_lag > 0:
+        path = ("rollout", "max_lag")
+        yield Problem(path, f"rollout.max_lag: {config.rollout.max_lag:g} is not built yet (issue 4); use 0")
+
+
+def _reinforcement(config: Config) -> Iterator[Problem]:
+    if config.pipeline != "rlvr":
+        return
+    algorithm, rollout = config.algorithm, config.rollout
+    by_group = algorithm.name == "grpo" or (
+        isinstance(algorithm, Reinforce) and "group" in (algorithm.norm_mean_type, algorithm.norm_std_type)
+    )
+    if by_group and rollout.group_size == 1:
+        text = f"rollout.group_size: {algorithm.name} compares the responses of a group and needs at least 2, got 1"
+        yield Problem(("rollout", "group_size"), text, (("algorithm",),))
+    samples, parts = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches
+    if samples % parts:
+        text = (
+            f"algorithm.num_mini_batches: {parts} does not divide {rollout.num_prompts} prompts x "
+            f"{rollout.group_size} = {samples} responses"
+        )
+        yield Problem(("algorithm", "num_mini_batches"), text, (("rollout", "num_prompts"), ("rollout", "group_size")))
+
+
+def _filters(config: Config) -> Iterator[Problem]:
+    if config.pipeline != "rlvr":
+        return
+    rollout = config.rollout
+    low, high = rollout.filter_mean_low, rollout.filter_mean_high
+    if low is not None and high is not None and low >= high:
+        text = f"rollout.filter_mean_low: {low:g} must be below rollout.filter_mean_high, which is {high:g}"
+        yield Problem(("rollout", "filter_mean_low"), text, (("rollout", "filter_mean_high"),))
+    active = [
+        name
+        for name in ("filter_mean_low", "filter_mean_high", "filter_std")
+        if getattr(rollout, name) not in (None, False)
+    ]
+    if active and rollout.group_size == 1:
+        text = f"rollout.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
+        yield Problem(("rollout", active[0]), text, (("rollout", "group_size"),))
+    wanted, limit = rollout.num_prompts + rollout.over_sampling, rollout.max_generated_groups
+    if limit is not None and limit < wanted:
+        text = (
+            f"rollout.max_generated_groups: {limit} is less than num_prompts + over_sampling = {wanted}, "
+            "which a step always starts"
+        )
+        involved = (("rollout", "num_prompts"), ("rollout", "over_sampling"))
+        yield Problem(("rollout", "max_generated_groups"), text, involved)
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    if config.pipeline == "sft" and config.sft.stop_score is not None and not config.evaluates:
+        text = "sft.stop_score: needs held-out evaluation; give data.val and eval_every above 0"
+        yield Problem(("sft", "stop_score"), text, (("data", "val"), ("eval_every",)))
+    for domain, share in config.data.domain_interleave_probs.items():
+        if not share:
+            text = f"data.domain_interleave_probs.{domain}: a share of 0; leave the source out of data.train"
+            yield Problem(("data", "domain_interleave_probs", domain), text)
+    total = sum(config.data.domain_interleave_probs.values())
+    if config.data.domain_interleave_probs and abs(total - 1) > 1e-6:
+        text = f"data.domain_interleave_probs: the shares must add up to 1, got {total:g}"
+        yield Problem(("data", "domain_interleave_probs"), text)
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.lr_schedule != "constant" and trainer.min_lr > trainer.lr:
+        text = f"trainer.min_lr: {trainer.min_lr:g} is above trainer.lr, which is {trainer.lr:g}"
+        yield Problem(("trainer", "min_lr"), text, (("trainer", "lr"),))
+    for index, beta in enumerate(trainer.betas):
+        if beta == 1:
+            yield Problem(("trainer", "betas", index), f"trainer.betas.{index}: must be below 1, got 1")
+    if config.model.dtype == "bfloat16" and trainer.param_dtype == "float32":
+        text = "trainer.param_dtype: float32 gains nothing on bfloat16 weights (model.dtype); set bfloat16"
+        yield Problem(("trainer", "param_dtype"), text, (("model", "dtype"),))
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    if config.model.path is not None:
+        return  # read from the folder by hpcrl.launch.model_folder
+    tiny, at = config.model.tiny, ("model", "tiny")
+    if tiny.num_heads % tiny.num_kv_heads:
+        text = f"model.tiny.num_kv_heads: {tiny.num_kv_heads} does not divide num_heads, which is {tiny.num_heads}"
+        yield Problem((*at, "num_kv_heads"), text, ((*at, "num_heads"),))
+    if tiny.hidden_size % (2 * tiny.num_heads):
+        text = (
+            f"model.tiny.hidden_size: {tiny.hidden_size} must be a multiple of 2 x num_heads = {2 * tiny.num_heads} "
+            "(rotary embeddings need an even head size)"
+        )
+        yield Problem((*at, "hidden_size"), text, ((*at, "num_heads"),))
+    yield from check_length(config, tiny.max_position_embeddings, "model.tiny.max_position_embeddings")
+
+
+def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
+    """Whether the longest prompt and response fit into the model's `limit` positions, which are called `name`."""
+    prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
+    if prompt + response > limit:
+        text = (
+            f"data.max_prompt_tokens: prompt {prompt} + response {response} = {prompt + response} tokens exceed "
+            f"{name} = {limit}"
+        )
+        yield Problem(
+            ("data", "max_prompt_tokens"), text, (("rollout", "max_new_tokens"), ("eval", "max_new_tokens"), ("model",))
+        )
+
+
+def _user_code(config: Config) -> Iterator[Problem]:
+    for domain, reward in config.reward.items():
+        at = ("reward", domain)
+        if reward.name == "function" and reward.function is None:
+            text = f"reward.{domain}.function: name=function needs an import path, package.module:callable"
+            yield Problem((*at, "function"), text, ((*at, "name"),))
+        elif reward.name != "function" and reward.function is not None:
+            text = f"reward.{domain}.function: read with name=function only, and name is {reward.name}"
+            yield Problem((*at, "function"), text, ((*at, "name"),))
+    if config.env is not None:
+        if config.env.name == "class" and config.env.class_path is None:
+            text = "env.class_path: name=class needs an import path, package.module:Class"
+            yield Problem(("env", "class_path"), text, (("env", "name"),))
+        elif config.env.name != "class" and config.env.class_path is not None:
+            text = f"env.class_path: read with name=class only, and name is {config.env.name}"
+            yield Problem(("env", "class_path"), text, (("env", "name"),))

@@ -1,0 +1,209 @@
+"""From command-line words to one plain dict, through Hydra's compose API; remembers where every value came from.
+
+Groups go through Hydra's defaults list. Values are applied one by one afterwards, with Hydra's own grammar, so that a
+bad one does not hide the next. Hydra changes no folder and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path as FilePath
+from typing import Any
+
+from hpcrl.config.problems import Path, Problem, dotted
+
+PRIMARY = "config"
+
+
+def conf_dir() -> FilePath:
+    """The folder of the Hydra groups: beside the package in a checkout, inside it where it is installed."""
+    package = FilePath(__file__).resolve().parents[1]
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def groups() -> dict[str, list[str]]:
+    """Every group of conf/ and its options."""
+    root = conf_dir()
+    return {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in sorted(root.iterdir()) if d.is_dir()}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One value from the command line: `text` is the word as it was typed; delete: `~key`."""
+
+    path: Path
+    text: str
+    value: Any = None
+    delete: bool = False
+
+
+@dataclass
+class Composition:
+    """The composed values, the chosen option of each group, the overrides, and what went wrong on the way."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
+    overrides: list[Override] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def source(self, path: Path) -> str:
+        """Where the value at `path` was set: the override as typed or the conf file, empty for a default."""
+        for override in reversed(self.overrides):
+            shared = min(len(override.path), len(path))
+            if shared and override.path[:shared] == path[:shared]:
+                return f"override {override.text!r}"
+        for group in ("experiment", *(g for g in self.choices if g != "experiment")):
+            if group in self.choices:
+                name = f"{group}/{self.choices[group]}.yaml"
+                inner = path if group == "experiment" else path[1:] if path and path[0] == group else None
+                if inner is not None and _holds(read_yaml(name), inner):
+                    return f"conf/{name}"
+        return ""
+
+    def given(self) -> dict[Path, bool]:
+        """Keys the user set explicitly: path -> whether on the command line (else in the experiment's file)."""
+        keys: dict[Path, bool] = {}
+        if name := self.choices.get("experiment"):
+            keys |= dict.fromkeys(_leaves(read_yaml(f"experiment/{name}.yaml")), False)
+        for override in self.overrides:
+            for leaf in _leaves(override.value) if isinstance(override.value, Mapping) else [()]:
+                keys[override.path + leaf] = True
+        return {path: by_hand for path, by_hand in keys.items() if path[0] != "defaults"}
+
+
+def compose(words: Sequence[str]) -> Composition:
+    """Compose the words of a command line (`group=option`, `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`)."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    result = Composition()
+    _parse(words, result)
+    config: DictConfig = _compose_groups(result)
+    for override in result.overrides:
+        try:
+            if override.delete:
+                _delete(config, override.path)
+            else:
+                OmegaConf.update(config, dotted(override.path), override.value, merge=True, force_add=True)
+        except (OmegaConfBaseException, KeyError, TypeError, ValueError, IndexError) as error:
+            result.problems.append(Problem(override.path, f"{dotted(override.path)}: {_first_line(error)}"))
+    try:
+        result.data = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        result.problems.append(Problem((), _first_line(error)))
+        result.data = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    return result
+
+
+def read_yaml(name: str) -> dict[str, Any]:
+    """Content of a file of conf/, empty when it is missing or unreadable (Hydra has then said so)."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        return OmegaConf.to_container(OmegaConf.load(conf_dir() / name), resolve=False) or {}  # type: ignore[return-value]
+    except (OSError, YAMLError):
+        return {}
+
+
+def _parse(words: Sequence[str], result: Composition) -> None:
+    """Sort the words into choices of groups and values; a word that is neither becomes a problem."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    known, parser = groups(), OverridesParser.create()
+    for word in words:
+        if word.startswith("-"):
+            _refuse(result, word, "unknown option; settings are written key=value, --help shows them")
+            continue
+        if "=" not in word and not word.startswith("~"):
+            _refuse(
+                result, word, "expected key=value" + _suggest(word, [f"+experiment={e}" for e in known["experiment"]])
+            )
+            continue
+        try:
+            override = parser.parse_override(word)
+        except HydraException as error:
+            _refuse(result, word, f"cannot be read ({_first_line(error)}); quote special characters: 'key=\"value\"'")
+            continue
+        key, value = override.key_or_group, override.value()
+        if override.is_sweep_override():
+            _refuse(result, word, "several values; write a list as key=[a,b]")
+        elif key in known and not override.is_delete() and isinstance(value, str | int):
+            if str(value) in known[key]:
+                result.choices[key] = str(value)
+            else:
+                options = ", ".join(known[key])
+                _refuse(result, word, f"no such {key}; there are: {options}{_suggest(str(value), known[key])}", (key,))
+        elif key in known and isinstance(value, Mapping) and not override.is_delete() and key == "experiment":
+            _refuse(result, word, "an experiment is chosen by name", (key,))
+        else:
+            path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+            result.overrides.append(Override(path, word, value, override.is_delete()))
+
+
+def _compose_groups(result: Composition) -> Any:
+    """Hydra's composition of the chosen groups. A conf file that cannot be composed is a problem."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    listed = {key for entry in read_yaml(f"{PRIMARY}.yaml")["defaults"] if isinstance(entry, dict) for key in entry}
+    words = [("" if group in listed else "+") + f"{group}={option}" for group, option in result.choices.items()]
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = hydra_compose(PRIMARY, overrides=words, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        result.problems.append(Problem((), f"conf/: {_first_line(error)}"))
+        return OmegaConf.create({})
+    runtime = config.hydra.runtime.choices
+    result.choices = {group: runtime[group] for group in runtime if "/" not in group and runtime[group] is not None}
+    OmegaConf.set_struct(config, False)
+    OmegaConf.set_readonly(config, False)
+    del config["hydra"]
+    return config
+
+
+def _delete(config: Any, path: Path) -> None:
+    """Remove a value, so that the default holds again; a key that nothing has set stays as it is."""
+    for part in path[:-1]:
+        config = config[part] if config is not None and part in config else None
+    if config is not None and path[-1] in config:
+        del config[path[-1]]
+
+
+def _refuse(result: Composition, word: str, text: str, path: Path = ()) -> None:
+    result.problems.append(Problem((), f"{word}: {text}", (path,)))
+
+
+def _suggest(word: str, options: Sequence[str]) -> str:
+    near = get_close_matches(word, options, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _first_line(error: Exception) -> str:
+    """The part of an error that fits on a user's line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
+
+
+def _holds(data: Any, path: Path) -> bool:
+    for part in path:
+        if isinstance(data, list):
+            data = dict(enumerate(data))
+        if not isinstance(data, Mapping) or part not in data:
+            return False
+        data = data[part]
+    return True
+
+
+def _leaves(data: Mapping[str, Any], at: Path = ()) -> list[Path]:
+    found: list[Path] = []
+    for key, value in data.items():
+        found += _leaves(value, (*at, key)) if isinstance(value, Mapping) and value else [(*at, key)]
+    return found

@@ -1,0 +1,36 @@
+"""What is wrong with a configuration: problems are collected, so that a user sees all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Path = tuple[str | int, ...]
+"""Where a value stands: section, key, ... (list positions as numbers)."""
+
+
+def dotted(path: Path) -> str:
+    """A path as it is written on the command line."""
+    return ".".join(str(part) for part in path)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line for the user about the value at `path` (empty: no single value), and the other keys it involves."""
+
+    path: Path
+    text: str
+    involves: tuple[Path, ...] = ()
+
+    def touches(self, paths: Iterable[Path]) -> bool:
+        """Whether one of these paths stands above, at or below a key of this problem."""
+        mine = (self.path, *self.involves)
+        return any(a[: len(b)] == b[: len(a)] for a in mine for b in paths if a and b)
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration; `problems` holds one line each."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        super().__init__("\n".join(problems))

@@ -1,0 +1,200 @@
+"""From plain data, or from the words of a command line, to a checked Config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from hpcrl.config.checks import check, check_unread
+from hpcrl.config.compose import Composition, compose
+from hpcrl.config.problems import ConfigError, Path, Problem, dotted
+from hpcrl.config.schema import Config
+
+PLAIN_WORDS = {
+    "Value error, ": "",
+    "Input should be ": "",
+    "a valid dictionary or instance of ": "a section of keys: ",
+    "a valid dictionary": "a section of keys",
+    "a valid ": "a ",
+    "a string": "text",
+    "a boolean": "true or false",
+    "a integer": "an integer",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+"""pydantic's words and what a user reads instead, applied in this order."""
+
+
+@dataclass
+class Reading:
+    """What became of some words: `config` is whole when there are no problems.
+
+    With problems it holds the defaults in place of what could not be read (`unread`), so that further checks can go on;
+    it is None where nothing could be made of them.
+    """
+
+    config: Config | None
+    composition: Composition
+    problems: list[Problem] = field(default_factory=list)
+    unread: list[Path] = field(default_factory=list)
+
+    def add(self, problems: Sequence[Problem]) -> None:
+        """Take in more problems, but none that may only follow from a value that could not be read."""
+        self.problems += [p for p in problems if not p.touches(self.unread)]
+
+    def lines(self) -> list[str]:
+        """One line per problem, with the place where the value was set."""
+        lines = []
+        for problem in self.problems:
+            source = self.composition.source(problem.path) if problem.path else ""
+            lines.append(" ".join(problem.text.split()) + (f" ({source})" if source else ""))
+        return list(dict.fromkeys(lines))
+
+
+def load(argv: Sequence[str]) -> Config:
+    """The configuration that these command-line words mean. ConfigError holds every problem, one line each.
+
+    Reads no file but those of conf/; data, model and run folder are checked by hpcrl.launch.
+    """
+    reading = read(argv)
+    if reading.problems or reading.config is None:
+        raise ConfigError(reading.lines())
+    return reading.config
+
+
+def parse(data: Mapping[str, Any]) -> Config:
+    """The configuration that this plain data means (config.yaml of a run, for example). ConfigError as in load()."""
+    reading = _validate(data, Composition())
+    if reading.config is not None:
+        reading.add(check(reading.config))
+    if reading.problems or reading.config is None:
+        raise ConfigError(reading.lines())
+    return reading.config
+
+
+def read(argv: Sequence[str]) -> Reading:
+    """Like load(), but collects the problems, so that the caller can look for more before it gives up."""
+    composition = compose(argv)
+    composition.data.setdefault(
+        "run_name", composition.choices.get("experiment", composition.data.get("pipeline", "rlvr"))
+    )
+    reading = _validate(composition.data, composition)
+    reading.problems[:0] = composition.problems
+    reading.unread += [path for p in composition.problems for path in (p.path, *p.involves) if path]
+    if reading.config is not None:
+        reading.add(check(reading.config))
+        reading.add(check_unread(reading.config, composition.given()))
+    return reading
+
+
+def _validate(data: Mapping[str, Any], composition: Composition) -> Reading:
+    """Types and keys. Each round takes out what was wrong, until the rest can be read."""
+    data = copy.deepcopy(dict(data))
+    if not data.get("run_dir"):
+        data["run_dir"] = f"runs/{data.get('run_name', Config.model_fields['run_name'].default)}"
+    reading = Reading(None, composition)
+    for _ in range(3):
+        try:
+            reading.config = Config.model_validate(data)
+            return reading
+        except ValidationError as error:
+            found = [(_key_path(e["loc"]), e) for e in error.errors(include_url=False)]
+        for path, detail in found:
+            if not Problem(path, "").touches(reading.unread):
+                reading.problems.append(Problem(path, _explain(path, detail)))
+        for path, _ in found:
+            reading.unread.append(path)
+            _take_out(data, path)
+    return reading
+
+
+def _explain(path: Path, detail: Any) -> str:
+    """One line about an error of pydantic's."""
+    name, kind = dotted(path) or "configuration", detail["type"]
+    if kind == "extra_forbidden":
+        if readers := [
+            name for name, model in _algorithms().items() if path[0] == "algorithm" and path[1] in model.model_fields
+        ]:
+            return f"{name}: read by {' and '.join('algorithm=' + r for r in readers)} only"
+        near = _did_you_mean(path)
+        return f"{name}: unknown key" + (f"; did you mean {near}?" if near else "")
+    if kind == "missing":
+        return f"{name}: missing"
+    if kind in ("union_tag_invalid", "literal_error"):
+        context = detail["ctx"]
+        got = str(context.get("tag", detail["input"]))
+        expected = context.get("expected_tags", context.get("expected", ""))
+        near = get_close_matches(got, [word.strip(" '") for word in expected.replace(" or ", ",").split(",")], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{name}: expected {expected}, got {got!r}{hint}"
+    if kind == "string_pattern_mismatch":
+        return f"{name}: expected letters, digits, '.', '_' and '-' only, got {_short(detail['input'])}"
+    message = detail["msg"].split(", unable to parse")[0]
+    for phrase, plain in PLAIN_WORDS.items():
+        message = message.replace(phrase, plain)
+    return f"{name}: expected {message.removeprefix('expected ')}, got {_short(detail['input'])}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _key_path(loc: tuple[int | str, ...]) -> Path:
+    """The path of keys in an error's location, which also holds the branches of unions."""
+    parts = [part for part in loc if not (isinstance(part, str) and part.startswith("<"))]
+    if parts[0] == "algorithm" and len(parts) > 1 and parts[1] in _algorithms():
+        del parts[1]
+    return tuple(parts)
+
+
+def _algorithms() -> dict[str, type[BaseModel]]:
+    return {
+        get_args(m.model_fields["name"].annotation)[0]: m for m in get_args(Config.model_fields["algorithm"].annotation)
+    }
+
+
+def _did_you_mean(path: Path) -> str:
+    """The known key most like an unknown one: among its siblings first, then anywhere; empty if none is."""
+    known = {key for key in known_keys() if not _matches(key, path)}
+    siblings = {str(key[-1]): dotted((*path[:-1], key[-1])) for key in known if _matches(key[:-1], path[:-1])}
+    if near := get_close_matches(str(path[-1]), list(siblings), n=1):
+        return siblings[near[0]]
+    elsewhere = {str(key[-1]): dotted(key) for key in sorted(known, key=len, reverse=True) if "*" not in key}
+    near = get_close_matches(str(path[-1]), list(elsewhere), n=1, cutoff=0.8)
+    return elsewhere[near[0]] if near else ""
+
+
+def _matches(key: Path, path: Path) -> bool:
+    """Whether a known key, in which * stands for any list position or name, is this path."""
+    return len(key) == len(path) and all(part in ("*", at) for part, at in zip(key, path, strict=True))
+
+
+def known_keys(kind: Any = Config, at: Path = ()) -> Iterator[Path]:
+    """Every key of the schema, sections included; * stands for a position in a list or a name in a mapping."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, info in kind.model_fields.items():
+            yield (*at, name)
+            yield from known_keys(info.annotation, (*at, name))
+    elif get_origin(kind) in (list, dict):
+        yield (*at, "*")
+        yield from known_keys(get_args(kind)[-1], (*at, "*"))
+    else:
+        for branch in get_args(kind):
+            yield from known_keys(branch, at)
+
+
+def _take_out(data: Any, path: Path) -> None:
+    """Remove the value at `path`, or the nearest one above it; an item of a list takes the list along."""
+    for depth, part in enumerate(path):
+        inner = data.get(part) if isinstance(data, dict) else None
+        if depth == len(path) - 1 or not isinstance(inner, dict):
+            if isinstance(data, dict):
+                data.pop(part, None)
+            return
+        data = inner

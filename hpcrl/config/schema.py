@@ -1,0 +1,471 @@
+"""The typed schema of a run. Defaults live here; the files under conf/ hold values that differ from them.
+
+Every key has a line that says what it means and in which unit: `python -m hpcrl.launch --help SECTION` prints them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+
+def _not_bool(value: Any) -> Any:
+    # pydantic counts true as 1, so that seed=true would pass as a number.
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+_number = BeforeValidator(_not_bool)
+Positive = Annotated[int, Field(ge=1), _number]
+Natural = Annotated[int, Field(ge=0), _number]
+Float = Annotated[float, _number]
+PositiveFloat = Annotated[float, Field(gt=0), _number]
+NonNegative = Annotated[float, Field(ge=0), _number]
+Share = Annotated[float, Field(ge=0, le=1), _number]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, numbers given as text are not."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class TinyModel(Section):
+    """A model made from these numbers with seeded random weights where model.path is not given (demos, tests)."""
+
+    architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"] = "qwen2"
+    """The family."""
+    vocab_size: Positive = 320
+    """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
+    hidden_size: Positive = 64
+    """Width."""
+    num_layers: Positive = 2
+    """Decoder layers."""
+    num_heads: Positive = 4
+    """Query heads."""
+    num_kv_heads: Positive = 2
+    """Key and value heads; divides num_heads."""
+    intermediate_size: Positive = 192
+    """Width of the feed-forward part."""
+    num_experts: Positive = 4
+    """Experts of a layer (qwen3_moe)."""
+    max_position_embeddings: Positive = 4096
+    """Longest sequence, tokens."""
+    tie_word_embeddings: bool = True
+    """Whether the output projection is the embedding."""
+    seed: Natural = 0
+    """Seed of the weights."""
+
+
+class ModelConfig(Section):
+    """The policy. `path` is a folder in HF layout; without one the tiny model is made inside the run folder."""
+
+    path: str | None = None
+    """Folder in HF layout (config.json, *.safetensors, tokenizer.json); null: make model.tiny."""
+    tiny: TinyModel = TinyModel()
+    """The model to make where no path is given."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The trainer's master copy of the weights."""
+
+
+class DataSource(Section):
+    """One source of prompts: a jsonl or parquet file, `task:NAME` (built in) or `reasoning_gym:NAME`."""
+
+    path: str
+    """File, task:NAME or reasoning_gym:NAME."""
+    tag: str | None = None
+    """Domain of all its rows; null: each row's own tag."""
+    size: Positive | None = None
+    """Generated sources: rows of an epoch."""
+    options: dict[str, Any] = {}
+    """Generated sources: arguments of the task."""
+
+
+def _one_or_many(value: Any) -> str:
+    return "<many>" if isinstance(value, list | tuple) else "<one>"
+
+
+def _path_or_source(value: Any) -> str:
+    return "<source>" if isinstance(value, dict | DataSource) else "<path>"
+
+
+# Tags keep an error in one branch of a union; they are in angle brackets so that no key can be taken for one.
+Source = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
+    Discriminator(_path_or_source),
+]
+Sources = Annotated[
+    Annotated[str, Tag("<one>")] | Annotated[list[Source], Field(min_length=1), Tag("<many>")],
+    Discriminator(_one_or_many),
+]
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row is read."""
+
+    train: Sources = "task:sort_digits"
+    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of them."""
+    val: Sources | None = None
+    """Held-out prompts, in the same forms; null: no evaluation."""
+    prompt_key: str | None = None
+    """Column of the prompt; null: prompt, messages, question or problem, whichever the file has."""
+    answer_key: str | None = None
+    """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
+    tag_key: str = "tag"
+    """Column of the domain."""
+    system_prompt: str | None = None
+    """System message put before every prompt."""
+    max_prompt_tokens: Positive = 1024
+    """Longest prompt, tokens."""
+    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
+    """What happens to a longer one."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the seed."""
+    domain_interleave_probs: dict[str, Share] = {}
+    """Share of each domain in every rollout batch; empty: by the sizes of the sources."""
+
+
+class RolloutConfig(Section):
+    """What a rollout batch is: num_prompts groups of group_size responses."""
+
+    num_prompts: Positive = 64
+    """Prompts (groups) of a step."""
+    group_size: Annotated[int, Field(ge=1, le=1 << 14), _number] = 8
+    """Responses of a prompt."""
+    max_new_tokens: Positive = 256
+    """Longest response, tokens."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; 0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1), _number] = 1.0
+    """Nucleus; 1: off."""
+    top_k: Natural = 0
+    """Most likely tokens kept; 0: off."""
+    min_p: Share = 0.0
+    """Tokens kept by probability relative to the most likely one; 0: off."""
+    stop: list[str] = []
+    """Strings that end a response."""
+    max_lag: NonNegative = 0
+    """Steps a token may be behind the weights it trains; 0: synchronous."""
+    over_sampling: Natural = 0
+    """Groups generated beyond num_prompts; aborted once enough valid groups exist."""
+    max_attempts: Annotated[int, Field(ge=1, le=1 << 10), _number] = 3
+    """Attempts at a prompt before it counts as failed."""
+    filter_mean_low: Float | None = None
+    """Keep only groups with a mean score above this."""
+    filter_mean_high: Float | None = None
+    """Keep only groups with a mean score below this."""
+    filter_std: bool = False
+    """Drop groups whose rewards are all equal."""
+    max_generated_groups: Positive | None = None
+    """Groups after which a step gives up; null: 20 x num_prompts."""
+    save_rollouts: bool = True
+    """Write every step's rollouts to rollouts/step_NNNNNN (HDF5)."""
+
+
+class PolicyLoss(Section):
+    """Keys that every clipped policy-gradient algorithm reads."""
+
+    pg_clip_low: NonNegative = 0.2
+    """Ratio is clipped below at 1 - this."""
+    pg_clip_high: NonNegative = 0.2
+    """Ratio is clipped above at 1 + this."""
+    dual_clip: Annotated[float, Field(gt=1), _number] | None = None
+    """c of dual clip (arXiv 1912.09729); null: off."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """How token losses become one number."""
+    kl_loss_coef: NonNegative = 0.0
+    """Weight of KL(policy, reference) in the loss."""
+    kl_reward_coef: NonNegative = 0.0
+    """Weight of the per-token KL(old policy, reference) taken from the reward."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """Estimator of the KL terms."""
+    entropy_loss_coef: Float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    reward_clip: PositiveFloat | None = None
+    """Rewards are clamped to +- this; null: off."""
+    advantage_clip: PositiveFloat | None = None
+    """Advantages are clamped to +- this; null: off."""
+    whiten_advantages: bool = False
+    """Normalise advantages over the batch."""
+    ppo_epochs: Positive = 1
+    """Passes over a step's batch."""
+    num_mini_batches: Positive = 1
+    """Optimizer steps of a pass."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL term needs the reference policy's log-probs."""
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
+
+
+class GRPO(PolicyLoss):
+    """Group-relative policy optimisation (arXiv 2402.03300)."""
+
+    name: Literal["grpo"] = "grpo"
+    """The algorithm."""
+    std_normalize: bool = True
+    """Divide by the group's standard deviation; false: Dr. GRPO's advantage (arXiv 2503.20783)."""
+    std_eps: NonNegative = 1e-6
+    """Added to the standard deviation."""
+
+
+class ReinforcePlusPlus(PolicyLoss):
+    """REINFORCE++ (arXiv 2501.03262): rewards normalised over the batch, PPO clip."""
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """The algorithm."""
+    gamma: Share = 1.0
+    """Discount per token."""
+    std_eps: NonNegative = 1e-6
+    """Added to the standard deviation."""
+
+
+class Reinforce(PolicyLoss):
+    """REINFORCE returns with PPO clip; rewards optionally normalised."""
+
+    name: Literal["reinforce"] = "reinforce"
+    """The algorithm."""
+    gamma: Share = 1.0
+    """Discount per token."""
+    norm_mean_type: Literal["batch", "group"] | None = None
+    """Rewards minus the mean of the batch or group; null: off."""
+    norm_std_type: Literal["batch", "group"] | None = None
+    """Rewards over the standard deviation of the batch or group; null: off."""
+    std_eps: NonNegative = 1e-6
+    """Added to the standard deviation."""
+
+
+AlgorithmConfig = Annotated[GRPO | ReinforcePlusPlus | Reinforce, Field(discriminator="name")]
+
+
+class RewardConfig(Section):
+    """How the rows of one domain are scored: built in by name, or `function`, an import path or a file."""
+
+    name: Literal["exact_match", "math", "reasoning_gym", "sort_digits", "function"] = "exact_match"
+    """Built-in reward, or function."""
+    function: str | None = None
+    """package.module:callable or file.py:callable, with name=function."""
+    signature: Literal["auto", "verl", "trl", "openrlhf", "hpcrl"] = "auto"
+    """How the function is called; auto: by its parameter names."""
+    timeout_s: PositiveFloat = 10.0
+    """Seconds for one response; after that it scores 0."""
+    num_processes: Positive = 1
+    """Worker processes of each reward rank."""
+    options: dict[str, Any] = {}
+    """Arguments of the reward."""
+
+
+class EnvConfig(Section):
+    """The environment of multi-turn rollouts: built in by name, or `class_path`, an import path."""
+
+    name: Literal["scripted", "class"] = "scripted"
+    """Built-in environment, or class."""
+    class_path: str | None = None
+    """package.module:Class, with name=class."""
+    max_turns: Positive = 2
+    """Model turns of an episode."""
+    options: dict[str, Any] = {}
+    """Arguments of the environment."""
+
+
+class TrainerConfig(Section):
+    """The training engine and its optimizer."""
+
+    engine: Literal["fsdp2"] = "fsdp2"
+    """Training engine."""
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate (AdamW)."""
+    min_lr: NonNegative = 0.0
+    """Where a schedule ends."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's moments."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), _number] = 1.0
+    """Gradients are clipped to this norm; inf: off."""
+    max_tokens_per_micro_batch: Positive = 16384
+    """Tokens of one forward and backward on one rank."""
+    packing: Literal["auto", "require", "off"] = "auto"
+    """Several sequences in one row: auto where a probe at load agrees, require, off."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute; the master copy is model.dtype."""
+    logits_chunk_tokens: Positive = 4096
+    """Tokens of one chunk of the vocabulary projection."""
+
+
+class GeneratorConfig(Section):
+    """The generation engine of each replica."""
+
+    engine: Literal["native"] = "native"
+    """Generation engine."""
+    max_slots: Positive = 256
+    """Responses a replica decodes at once."""
+    burst_tokens: Positive = 16
+    """Decode steps between two looks at the inbox."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and KV cache."""
+    kv_bucket: Positive = 32
+    """KV cache lengths are rounded up to this many tokens."""
+
+
+class EvalConfig(Section):
+    """Held-out evaluation on data.val."""
+
+    num_prompts: Positive = 256
+    """Held-out prompts of one evaluation."""
+    temperature: NonNegative = 0.0
+    """0: greedy."""
+    max_new_tokens: Positive | None = None
+    """Longest response, tokens; null: rollout.max_new_tokens."""
+    num_examples: Natural = 5
+    """Sample completions shown before and after."""
+
+
+class SFTConfig(Section):
+    """The supervised pipeline: token-mean cross entropy on the answers."""
+
+    batch_size: Positive = 64
+    """Rows of a step."""
+    stop_score: Share | None = None
+    """End early once a sampled held-out score reaches this."""
+
+
+RoleName = Literal["controller", "trainer", "generator", "reference", "reward", "env"]
+
+
+class RoleConfig(Section):
+    """How many ranks a role has, or with which role it shares ranks."""
+
+    num_ranks: Positive | None = None
+    """Ranks of its own; with colocate_with: the first so many of the other role's, null all of them."""
+    colocate_with: RoleName | None = None
+    """Role whose ranks it shares."""
+    tensor_parallel: Positive = 1
+    """Ranks of one replica."""
+    min_ranks: Positive = 1
+    """reward, env: go on while so many remain."""
+
+
+class LayoutConfig(Section):
+    """Which ranks play which role. Rank 0 is the controller."""
+
+    name: str = "colocated"
+    """Name of the layout, for people."""
+    trainer: RoleConfig = RoleConfig(num_ranks=2)
+    """Ranks that train."""
+    generator: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks that generate."""
+    reference: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks of the frozen policy; only with a KL term."""
+    reward: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks that score."""
+    env: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks that run environments; only with env."""
+
+
+class Timeouts(Section):
+    """Deadlines in seconds. Every wait of the program is under one of them."""
+
+    start_s: PositiveFloat = 300.0
+    """Process start to ready, seconds."""
+    command_s: PositiveFloat = 900.0
+    """One command, from its sending to the last answer, seconds."""
+    grace_s: PositiveFloat = 10.0
+    """From the end of the world to SIGKILL, seconds."""
+    store_s: PositiveFloat = 30.0
+    """One store call, and the time until a lost store is noticed, seconds."""
+
+
+class ClusterConfig(Section):
+    """Where the program runs."""
+
+    name: Literal["local", "slurm"] = "local"
+    """This machine, or a Slurm job."""
+    threads_per_rank: Positive = 1
+    """CPU threads of each rank."""
+
+
+class Config(Section):
+    """Everything about a run."""
+
+    pipeline: Literal["rlvr", "sft"] = "rlvr"
+    """What a step does."""
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "rlvr"
+    """Name of the run; from the command line its default is the experiment's name, else the pipeline's."""
+    run_dir: str = ""
+    """Run folder; empty: runs/<run_name>."""
+    seed: Natural = 0
+    """Seed of data order and sampling."""
+    max_steps: Positive = 100
+    """Steps of the run."""
+    save_every: Natural = 20
+    """Steps between checkpoints; 0: only at the end."""
+    eval_every: Natural = 10
+    """Steps between held-out evaluations; 0: never."""
+    keep_checkpoints: Annotated[int, Field(ge=2), _number] = 2
+    """Newest checkpoints kept."""
+    resume: Literal["auto", "fresh"] = "auto"
+    """auto: go on where the run folder ends; fresh: take a new name."""
+    deterministic: bool = False
+    """Bit-exact resume on the same layout, at a cost in speed."""
+    dry_run: bool = False
+    """Check everything, print the plan, start nothing."""
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+    data: DataConfig = DataConfig()
+    """Prompts."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Rollout batches and sampling."""
+    algorithm: AlgorithmConfig = GRPO()
+    """Advantages and policy loss."""
+    reward: dict[str, RewardConfig] = {}
+    """Domain -> reward; empty: the source's own, key default: every other domain."""
+    env: EnvConfig | None = None
+    """Environment of multi-turn rollouts; null: single turn."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Training engine."""
+    generator: GeneratorConfig = GeneratorConfig()
+    """Generation engine."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    sft: SFTConfig = SFTConfig()
+    """Supervised pipeline."""
+    layout: LayoutConfig = LayoutConfig()
+    """Ranks of each role."""
+    timeouts: Timeouts = Timeouts()
+    """Deadlines."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where it runs."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates on held-out prompts."""
+        return self.data.val is not None and self.eval_every > 0
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response of training and evaluation, tokens."""
+        lengths = [self.rollout.max_new_tokens] if self.pipeline == "rlvr" or self.evaluates else [0]
+        if self.evaluates and self.eval.max_new_tokens is not None:
+            lengths.append(self.eval.max_new_tokens)
+        return max(lengths)
