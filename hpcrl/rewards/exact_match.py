@@ -1,0 +1,70 @@
+"""Exact match of normalised text."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from pydantic import field_validator
+
+from hpcrl.config import RewardConfig, Section
+from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.extract import after_thinking
+
+
+class Options(Section):
+    """`pattern`: its last match (the first group, if it has one) is the answer; null: everything after the thinking."""
+
+    pattern: str | None = None
+    ignore_case: bool = True
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return pattern
+
+
+class ExactMatch:
+    """1 where the response equals the answer, or one of the answers if it is a list; else 0.
+
+    Compared after NFKC, with white space collapsed, without a final full stop and by default without case.
+    """
+
+    Options = Options
+    batched = False
+
+    def __init__(self, config: RewardConfig):
+        self.options = Options(**config.options)
+        self._pattern = re.compile(self.options.pattern) if self.options.pattern else None
+        self.inline = self._pattern is None  # a user's pattern may backtrack for ever
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [self._score(item) for item in items]
+
+    def _score(self, item: RewardItem) -> Score:
+        if item.answer is None:
+            raise ValueError("the row has no answer to compare with (data.answer_key)")
+        given = after_thinking(item.response)
+        if self._pattern:
+            matches = list(self._pattern.finditer(given))
+            if not matches:
+                return Score(0.0, 0.0)
+            given = matches[-1].group(1 if self._pattern.groups else 0) or ""
+        answers = item.answer if isinstance(item.answer, list) else [item.answer]
+        hit = float(self._normalise(given) in {self._normalise(as_text(answer)) for answer in answers})
+        return Score(hit, hit)
+
+    def _normalise(self, text: str) -> str:
+        text = " ".join(unicodedata.normalize("NFKC", text).split()).removesuffix(".")
+        return text.casefold() if self.options.ignore_case else text
+
+
+def as_text(answer: object) -> str:
+    """An answer as text: strings as they are, other JSON values in JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)

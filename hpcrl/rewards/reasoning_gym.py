@@ -1,0 +1,72 @@
+"""Scores of reasoning-gym's own verifiers (arXiv 2505.24760)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hpcrl.config import RewardConfig, Section, Share
+from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.extract import after_thinking
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class Options(Section):
+    """`threshold`: reward 1 from this score on, else 0; null: the reward is the score with its partial credit."""
+
+    threshold: Share | None = None
+
+
+class ReasoningGym:
+    """The answer is the last <answer> tag after the thinking, or all of that text. A verifier that raises scores 0.
+
+    `extra["reasoning_gym"]` says how to make the entry again ({name, size, seed, index, options}); rows of a file that
+    hold reasoning-gym entries have `extra["metadata"]["source_dataset"]` instead.
+    """
+
+    Options = Options
+    batched = False
+    inline = False
+
+    def __init__(self, config: RewardConfig):
+        self.options = Options(**config.options)
+        self._datasets: dict[str, Any] = {}
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [self._score(item) for item in items]
+
+    def _score(self, item: RewardItem) -> Score:
+        dataset, entry = self._entry(item)
+        text = after_thinking(item.response)
+        tagged = _ANSWER.findall(text)
+        answer = (tagged[-1] if tagged else text).strip()
+        try:
+            value = float(dataset.score_answer(answer, entry))
+        except Exception:  # the verifiers raise on answers they cannot read: such an answer is wrong
+            return Score(0.0, 0.0, metrics={"unreadable": 1.0})
+        right = float(value >= (1.0 if self.options.threshold is None else self.options.threshold))
+        return Score(value if self.options.threshold is None else right, right)
+
+    def _entry(self, item: RewardItem) -> tuple[Any, dict[str, Any]]:
+        recipe = item.extra.get("reasoning_gym")
+        if recipe is not None:
+            # Made again from its seed: tuples become lists on the way here, and some verifiers tell them apart.
+            index = recipe["index"]
+            recipe = {key: value for key, value in recipe.items() if key != "index"}
+            dataset = self._dataset(recipe)
+            return dataset, dataset[index]
+        metadata = item.extra.get("metadata")
+        if not isinstance(metadata, dict) or "source_dataset" not in metadata:
+            raise ValueError("the row is no reasoning-gym entry: it has no metadata.source_dataset")
+        dataset = self._dataset({"name": metadata["source_dataset"], "size": 1, "seed": 0, "options": {}})
+        return dataset, {"question": item.prompt, "answer": item.answer, "metadata": metadata}
+
+    def _dataset(self, recipe: dict[str, Any]) -> Any:
+        from hpcrl.tasks import make_reasoning_gym
+
+        key = repr(sorted(recipe.items()))
+        if key not in self._datasets:
+            self._datasets[key] = make_reasoning_gym(**recipe)
+        return self._datasets[key]

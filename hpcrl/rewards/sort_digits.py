@@ -1,0 +1,35 @@
+"""The reward of the built-in task sort_digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcrl.config import RewardConfig, Section, Share
+from hpcrl.rewards.base import RewardItem, Score
+
+
+class Options(Section):
+    """`partial`: the largest reward a wrong line can get, for the share of digits in their places."""
+
+    partial: Share = 0.0
+
+
+class SortDigits:
+    """Score 1 when the response is the sorted line and nothing else; reward the same, or partial credit."""
+
+    Options = Options
+    batched = False
+    inline = True
+
+    def __init__(self, config: RewardConfig):
+        self.options = Options(**config.options)
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [self._score(item) for item in items]
+
+    def _score(self, item: RewardItem) -> Score:
+        if item.response.strip() == item.answer:
+            return Score(1.0, 1.0)
+        given, wanted = item.response.split(), str(item.answer).split()
+        right = sum(a == b for a, b in zip(given, wanted, strict=False))
+        return Score(self.options.partial * right / max(len(given), len(wanted), 1), 0.0)

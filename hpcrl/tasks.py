@@ -1,0 +1,174 @@
+"""Built-in prompt sources that make their rows: `task:sort_digits`, `task:add` and `reasoning_gym:NAME`.
+
+A row is a function of (seed, split, index) alone. Rows have the keys of a jsonl file: prompt, answer, further columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+from pydantic import ValidationError, model_validator
+
+from hpcrl.config import Positive, Section
+
+Split = Literal["train", "val"]
+DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}
+
+HELD_OUT = 16  # one content in so many belongs to val, the others to train
+
+# Scored with their own gold answers, or with wrong ones, these verifiers give the wrong result (reasoning-gym 0.1.25).
+BROKEN_REASONING_GYM = {
+    **dict.fromkeys(
+        ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"),
+        "its verifier scores the gold answer 0",
+    ),
+    **dict.fromkeys(("game_of_life_halting", "spell_backward"), "its verifier scores wrong answers above 0"),
+}
+
+
+class Task(Protocol):
+    """Rows made on demand. `reward` names the built-in reward that scores them."""
+
+    name: str
+    reward: str
+    size: int
+
+    def row(self, index: int) -> dict[str, Any]: ...
+
+
+class SortOptions(Section):
+    """Number of digits in a row."""
+
+    min_digits: Positive = 4
+    max_digits: Positive = 7
+
+    @model_validator(mode="after")
+    def _in_order(self) -> SortOptions:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits={self.min_digits} is above max_digits={self.max_digits}")
+        return self
+
+
+class AddOptions(Section):
+    """Number of digits of a summand."""
+
+    max_digits: Positive = 2
+
+
+def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
+    digits = [rng.randrange(10) for _ in range(rng.randint(options.min_digits, options.max_digits))]
+    return {"prompt": f"sort: {_spaced(digits)}", "answer": _spaced(sorted(digits))}
+
+
+def _add(rng: random.Random, options: AddOptions) -> dict[str, Any]:
+    a, b = (rng.randrange(10 ** rng.randint(1, options.max_digits)) for _ in range(2))
+    return {"prompt": f"add: {a} + {b}", "answer": str(a + b)}
+
+
+def _spaced(digits: list[int]) -> str:
+    return " ".join(map(str, digits))
+
+
+Make = Callable[[random.Random, Any], dict[str, Any]]
+TASKS: dict[str, tuple[Make, type[Section], str]] = {
+    "sort_digits": (_sort_digits, SortOptions, "sort_digits"),
+    "add": (_add, AddOptions, "exact_match"),
+}
+
+
+class GeneratedTask:
+    """A task of `TASKS`. Whether a content is held out depends on the content alone, so that train and val are disjoint
+    under any two seeds."""
+
+    def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
+        self.name = name
+        self._make, schema, self.reward = TASKS[name]
+        self._options = schema(**options)
+        self.size = size
+        self._key = f"{name}/{seed}/{split}"
+        self._held_out = split == "val"
+
+    def row(self, index: int) -> dict[str, Any]:
+        rng = random.Random(f"{self._key}/{index}")
+        for _ in range(1000):
+            row = self._make(rng, self._options)
+            if (_hash(row["prompt"]) % HELD_OUT == 0) == self._held_out:
+                return row
+        raise ValueError(f"task:{self.name} has too few different rows under {self._options!r} to hold some out")
+
+
+class ReasoningGymTask:
+    """A data set of reasoning-gym (arXiv 2505.24760); item i is made from seed + i, and the splits' seeds lie apart."""
+
+    reward = "reasoning_gym"
+
+    def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
+        self.name = name
+        self.size = size
+        half = 1 << 30
+        first = _hash(f"{name}/{seed}") % (half - size) + (half if split == "val" else 0)
+        self._recipe = {"name": name, "size": size, "seed": first, "options": options}
+        self._dataset: Any = None
+
+    def row(self, index: int) -> dict[str, Any]:
+        if self._dataset is None:
+            self._dataset = make_reasoning_gym(**self._recipe)
+        entry = self._dataset[index]
+        recipe = {**self._recipe, "index": index}
+        return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": recipe}
+
+
+def make_reasoning_gym(name: str, size: int, seed: int, options: dict[str, Any]) -> Any:
+    """The data set; ValueError says why not."""
+    import reasoning_gym  # slow
+
+    try:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning_gym:{name} with options {json.dumps(options)}: {error}") from error
+
+
+def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, split: Split) -> Task:
+    """The task of a path `task:NAME` or `reasoning_gym:NAME`, epochs of `size` rows (null: 65536, val 1024).
+
+    ValueError says what is wrong with name, options or size.
+    """
+    kind, _, name = path.partition(":")
+    rows = size or DEFAULT_SIZE[split]
+    if kind == "reasoning_gym":
+        if name in BROKEN_REASONING_GYM:
+            raise ValueError(f"{path} is left out: {BROKEN_REASONING_GYM[name]}")
+        if rows >= 1 << 24:
+            raise ValueError(f"{path}: size={rows} must be below {1 << 24}")
+        return ReasoningGymTask(name, options, rows, seed, split)
+    if name not in TASKS:
+        raise ValueError(f"{path}: there is no task {name!r}; built in are {', '.join(sorted(TASKS))}")
+    try:
+        return GeneratedTask(name, options, rows, seed, split)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "options"
+        raise ValueError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def check_task(path: str, options: dict[str, Any], size: int | None) -> str | None:
+    """What is wrong with a generated source, or None."""
+    try:
+        for split in ("train", "val"):
+            make_task(path, options, size, 0, split).row(0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def is_generated(path: str) -> bool:
+    """Whether a data path names a generated source rather than a file."""
+    return path.startswith(("task:", "reasoning_gym:"))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
