@@ -1,0 +1,205 @@
+"""The run folder: fresh, resumed, finished, refused, and owned by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpcrl.config import ConfigError
+from hpcrl.rundir import SupersededError, check_owner, check_run, close_run, finish_run, open_run
+
+CONFIG = {
+    "run_name": "demo",
+    "max_steps": 10,
+    "save_every": 5,
+    "rollout": {"group_size": 8, "stop": ["\n"]},
+    "trainer": {"betas": (0.9, 0.999), "lr": 1e-6},
+    "timeouts": {"start_s": 300.0},
+    "eval": {},
+}
+
+OPEN = """
+import json, sys
+from hpcrl.rundir import ConfigError, open_run
+try:
+    state = open_run(json.loads(sys.argv[1]), sys.argv[2], "auto")
+    print("got", state.attempt, flush=True)
+except ConfigError as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+def launch(run: Path, config: dict = CONFIG) -> subprocess.Popen[str]:
+    """Another process that opens the run, says what it got and stays until its stdin closes."""
+    command = [sys.executable, "-c", OPEN, json.dumps(config), str(run)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said_by(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def end(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        process.communicate("")
+
+
+def changed(**values) -> dict:
+    return CONFIG | values
+
+
+def test_fresh_then_resume_then_finished(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo"
+    first = open_run(CONFIG, run, "auto")
+    assert (first.kind, first.attempt, first.run_dir) == ("fresh", 1, run)
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    assert stored == CONFIG | {"run_dir": str(run), "trainer": {"betas": [0.9, 0.999], "lr": 1e-6}}
+    close_run(run, 1)
+
+    second = open_run(CONFIG, run, "auto")
+    assert (second.kind, second.attempt, second.changes) == ("resume", 2, [])
+    finish_run(run, 10, 10, "max_steps reached")
+    close_run(run, 2)
+
+    third = open_run(CONFIG, run, "auto")
+    assert third.kind == "finished" and third.finished["step"] == 10
+    assert third.finished["reason"] == "max_steps reached"
+    longer = open_run(changed(max_steps=20), run, "auto")
+    assert (longer.kind, longer.attempt) == ("resume", 3) and not (run / "finished.json").exists()
+    assert longer.changes == ["max_steps: 10 -> 20"]
+
+    facts = json.loads((run / "facts.json").read_text())["attempts"]
+    assert [entry["attempt"] for entry in facts] == [1, 2, 3] and facts[2]["changes"] == longer.changes
+    assert facts[0]["versions"]["torch"] and facts[0]["host"] and facts[0]["cpu"] and facts[0]["num_cpus"] >= 1
+
+
+def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    close_run(run, open_run(CONFIG, run, "auto").attempt)
+    other = changed(
+        rollout={"group_size": 16, "stop": ["\n"]}, trainer={"lr": 2e-6}, max_steps=99, timeouts={"start_s": 5.0}
+    )
+    with pytest.raises(ConfigError) as refused:
+        open_run(other, run, "auto")
+    assert refused.value.problems[0].startswith(f"{run} holds a run of another configuration")
+    assert refused.value.problems[1:] == [
+        "  rollout.group_size: 8 -> 16",
+        "  trainer.lr: 1e-06 -> 2e-06",
+        "  trainer.betas: [0.9, 0.999] -> (not set)",
+    ]
+    # Negative control: the permitted part of the same difference resumes.
+    state = open_run(changed(max_steps=99, timeouts={"start_s": 5.0}), run, "auto")
+    assert state.changes == ["max_steps: 10 -> 99", "timeouts.start_s: 300.0 -> 5.0"]
+    assert yaml.safe_load((run / "config.yaml").read_text())["max_steps"] == 99
+
+
+def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
+    names = [open_run(changed(max_steps=n), tmp_path / "demo", "fresh").run_dir.name for n in (1, 2, 3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+    assert check_run(CONFIG, tmp_path / "demo", "fresh").run_dir.name == "demo-4"
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_check_run_writes_nothing(tmp_path: Path) -> None:
+    assert check_run(CONFIG, tmp_path / "a" / "b", "auto").kind == "fresh"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", ["foreign folder", "file", "file above", "damaged config"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, make: str) -> None:
+    run = tmp_path / "demo"
+    if make == "foreign folder":
+        run.mkdir()
+        (run / "thesis.tex").write_text("precious")
+        said = "is not a run folder: no config.yaml, but thesis.tex"
+    elif make == "file":
+        run.write_text("")
+        said = "is not a folder"
+    elif make == "file above":
+        run.write_text("")
+        run = run / "below"
+        said = "demo is not a folder"
+    else:
+        close_run(run, open_run(CONFIG, run, "auto").attempt)
+        (run / "config.yaml").write_text("a: [1,")
+        said = "config.yaml cannot be read"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=said) as refused:
+        open_run(CONFIG, run, "auto")
+    assert len(refused.value.problems) == 1 and "\n" not in refused.value.problems[0]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_unwritable_place_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"run folder /proc/demo cannot be (written|made)"):
+        open_run(CONFIG, "/proc/demo", "auto")
+
+
+def test_a_live_owner_is_named_and_a_dead_one_taken_over(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    holder = launch(run)
+    assert said_by(holder) == "got 1"
+    with pytest.raises(ConfigError, match=rf"is held by pid {holder.pid} on host .* since .*attempt 1"):
+        open_run(CONFIG, run, "auto")
+    holder.kill()
+    holder.wait()
+    assert open_run(CONFIG, run, "auto").attempt == 2
+    check_owner(run, 2)
+    with pytest.raises(SupersededError, match=r"attempt 1 .* may not commit: attempt 2 has taken the run over"):
+        check_owner(run, 1)
+
+
+def test_a_pid_given_out_again_is_no_owner(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    open_run(CONFIG, run, "auto")
+    record = json.loads((run / "owners/0001").read_text())
+    with pytest.raises(ConfigError, match=f"held by pid {os.getpid()}"):
+        open_run(CONFIG, run, "auto")
+    (run / "owners/0001").write_text(json.dumps(record | {"process_start": record["process_start"] - 60}))
+    assert open_run(CONFIG, run, "auto").attempt == 2
+
+
+def test_an_owner_on_another_host_is_not_judged(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    open_run(CONFIG, run, "auto")
+    record = json.loads((run / "owners/0001").read_text())
+    (run / "owners/0001").write_text(json.dumps(record | {"host": "node17", "pid": 2**22}))
+    with pytest.raises(ConfigError, match=r"on host node17 .*; if that process is gone, remove .*owners/0001"):
+        open_run(CONFIG, run, "auto")
+
+
+def test_killed_before_the_first_configuration_is_written(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    (run / "owners").mkdir(parents=True)
+    (run / "owners/0001").write_text("")  # made, never written
+    (run / ".config.yaml.tmp").write_text("run_na")
+    assert (open_run(CONFIG, run, "auto").kind, check_run(CONFIG, tmp_path / "x", "auto").attempt) == ("fresh", 0)
+
+
+def test_of_many_launches_at_once_one_gets_through(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    dead = launch(run)
+    assert said_by(dead) == "got 1"
+    dead.kill()
+    dead.wait()
+    launches = [launch(run) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        said = list(threads.map(said_by, launches))
+    end(*launches)
+    assert said.count("got 2") == 1, said
+    winner = launches[said.index("got 2")]
+    assert all(f"is held by pid {winner.pid} " in line for line in said if line != "got 2"), said
+
+
+def test_rundir_imports_no_torch() -> None:
+    code = "import sys, hpcrl.rundir; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
