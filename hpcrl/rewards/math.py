@@ -156,7 +156,9 @@ def _number_of_things(text: str) -> Decimal | None:
 
 
 def _is_word(text: str) -> bool:
-    return bool(_WORD.fullmatch(text.strip()) or _TEXT.fullmatch(text.strip()) and re.search(r"[^\W\d_]", plain(text)))
+    return bool(
+        _WORD.fullmatch(text.strip()) or (_TEXT.fullmatch(text.strip()) and re.search(r"[^\W\d_]", plain(text)))
+    )
 
 
 def _verify(gold: str, given: str) -> bool:

@@ -1,0 +1,7 @@
+"""Prompts: where they come from, how rows are read, in which order they are drawn. Imports no torch."""
+
+from hpcrl.data.rows import validate_sources
+from hpcrl.data.sft import SFTRows, sft_rows
+from hpcrl.data.source import PromptSource, epoch_order
+
+__all__ = ["PromptSource", "SFTRows", "epoch_order", "sft_rows", "validate_sources"]

@@ -1,0 +1,147 @@
+"""Where rows come from: jsonl and parquet files, generated tasks. Random access by index, no tokenizer, no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from hpcrl.config import DataSource
+from hpcrl.tasks import Split, Task, is_generated, make_task
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the message starts with its place, `file:line`."""
+
+
+class Table(Protocol):
+    """Rows as plain dicts. `digest` changes when the content does. `fixed_domain`: that of all rows, if it is known."""
+
+    digest: str
+    fixed_domain: str | None
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The raw row; BadRow when it cannot be read."""
+
+    def where(self, index: int) -> str:
+        """`file:line`, for messages."""
+
+
+class JsonlTable:
+    """One JSON object per line; empty lines are skipped. The file is read once, rows are decoded when asked for."""
+
+    fixed_domain = None
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._bytes = path.read_bytes()
+        self.digest = hashlib.blake2b(self._bytes, digest_size=16).hexdigest()
+        ends = np.flatnonzero(np.frombuffer(self._bytes, np.uint8) == ord("\n"))
+        starts = np.concatenate([[0], ends + 1])
+        ends = np.concatenate([ends, [len(self._bytes)]])
+        kept = [n for n, (a, b) in enumerate(zip(starts, ends, strict=True)) if self._bytes[a:b].strip()]
+        self._lines = np.array(kept, dtype=np.int64)
+        self._starts, self._ends = starts[self._lines], ends[self._lines]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, index: int) -> dict[str, Any]:
+        line = self._bytes[self._starts[index] : self._ends[index]].removeprefix(b"\xef\xbb\xbf")
+        try:
+            row = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if index == 0 and line.lstrip().startswith(b"["):
+                raise BadRow(f"{self.where(index)}: a JSON array; write one object per line (jsonl)") from error
+            raise BadRow(f"{self.where(index)}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise BadRow(f"{self.where(index)}: {_kind(row)} instead of an object")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self._lines[index] + 1}"
+
+
+class ParquetTable:
+    """A parquet file (verl's layout and any other with the keys of a jsonl file)."""
+
+    fixed_domain = None
+
+    def __init__(self, path: Path):
+        import pyarrow as arrow  # slow to import, and not everyone has parquet files
+        from pyarrow import parquet
+
+        self.path = path
+        try:
+            self._table = parquet.read_table(path).combine_chunks()
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
+        with path.open("rb") as file:
+            self.digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, index: int) -> dict[str, Any]:
+        row = self._table.slice(index, 1).to_pylist()[0]
+        try:
+            return msgspec.to_builtins(row)  # dates and decimals as text: a row's columns travel between ranks
+        except (TypeError, msgspec.ValidationError) as error:
+            raise BadRow(f"{self.where(index)}: {error}") from error
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:row {index}"
+
+
+class TaskTable:
+    """The rows of a generated task."""
+
+    def __init__(self, task: Task, path: str, seed: int, options: dict[str, Any]):
+        self.task = task
+        self.path = path
+        self.fixed_domain = task.name
+        facts = json.dumps([path, seed, task.size, options], sort_keys=True)
+        self.digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return self.task.size
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self.task.row(index)
+
+    def where(self, index: int) -> str:
+        return f"{self.path}[{index}]"
+
+
+def open_table(source: DataSource, seed: int, split: Split) -> Table:
+    """The rows of a source. ValueError says what is wrong with the source as a whole."""
+    if is_generated(source.path):
+        task = make_task(source.path, source.options, source.size, seed, split)
+        return TaskTable(task, source.path, seed, source.options)
+    path = Path(source.path).expanduser()
+    if not path.exists():
+        raise ValueError(f"{source.path}: no such file")
+    if not path.is_file():
+        raise ValueError(f"{source.path}: a folder; give a jsonl or parquet file, or a list of them")
+    for key in ("size", "options"):
+        if getattr(source, key):
+            raise ValueError(f"{source.path}: {key} is for generated sources (task:, reasoning_gym:) only")
+    if path.suffix == ".parquet":
+        table: Table = ParquetTable(path)
+    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+        table = JsonlTable(path)
+    else:
+        raise ValueError(f"{source.path}: unknown format {path.suffix!r}; .jsonl and .parquet are read")
+    if not len(table):
+        raise ValueError(f"{source.path}: holds no rows")
+    return table
+
+
+def _kind(value: object) -> str:
+    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

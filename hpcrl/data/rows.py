@@ -1,0 +1,238 @@
+"""What a row means: prompt, answer, tools, domain, whatever the file calls them; and what is wrong with a data set."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config import Config, DataConfig, DataSource
+from hpcrl.data.files import BadRow, Table, open_table
+from hpcrl.tasks import Split, check_task, is_generated
+
+PROMPT_KEYS = ("prompt", "messages", "question", "problem")
+ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
+RESPONSE_KEYS = ("response", "completion")
+ROLES = ("system", "user", "assistant", "tool")
+DEFAULT_DOMAIN = "default"
+MAX_PROBLEMS = 20
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as it is used. `messages` end with the turn to answer; `response` is a written answer for the SFT pipeline.
+
+    `extra` holds all columns except the prompt.
+    """
+
+    messages: Messages
+    answer: Any
+    response: str | None
+    tools: list[dict[str, Any]] | None
+    domain: str
+    extra: dict[str, Any]
+
+
+def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str) -> Row:
+    """Read a raw row; `fixed_domain` takes the place of its tag. BadRow says what is wrong."""
+    key = _first(raw, config.prompt_key, PROMPT_KEYS)
+    if key is None:
+        looked = config.prompt_key or ", ".join(PROMPT_KEYS)
+        raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
+    messages = _messages(raw[key], where, key)
+    response = next((raw[k] for k in RESPONSE_KEYS if isinstance(raw.get(k), str)), None)
+    if messages[-1]["role"] == "assistant" and response is None:
+        response = messages[-1]["content"]
+        messages = messages[:-1]
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise BadRow(f"{where}: {key} holds no user turn to answer")
+    answer = _answer(raw, config, where)
+    tools = raw.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow(f"{where}: tools must be a list of objects")
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return Row(
+        messages=messages,
+        answer=response if answer is None else answer,
+        response=response if response is not None or not isinstance(answer, str) else answer,
+        tools=tools or None,
+        domain=fixed_domain or _domain(raw, config, where),
+        extra={k: v for k, v in raw.items() if k != key},
+    )
+
+
+def _first(raw: dict[str, Any], chosen: str | None, known: tuple[str, ...]) -> str | None:
+    keys = (chosen,) if chosen else known
+    return next((key for key in keys if raw.get(key) is not None), None)
+
+
+def _messages(value: Any, where: str, key: str) -> Messages:
+    if isinstance(value, str):
+        if not value.strip():
+            raise BadRow(f"{where}: {key} is empty")
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{where}: {key} must be text or a list of messages, it is {type(value).__name__}")
+    for n, message in enumerate(value):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, dict) else message
+            raise BadRow(f"{where}: {key}[{n}].role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
+        if not isinstance(message.get("content"), str) and not (
+            message["role"] == "assistant" and message.get("content") is None and message.get("tool_calls")
+        ):
+            raise BadRow(f"{where}: {key}[{n}].content must be text")
+    # Parquet gives every struct of a list all keys, null where the message did not have them.
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
+
+
+def _answer(raw: dict[str, Any], config: DataConfig, where: str) -> Any:
+    key = _first(raw, config.answer_key, ANSWER_KEYS)
+    if key is not None:
+        return raw[key]
+    if config.answer_key:
+        raise BadRow(f"{where}: no {config.answer_key} (data.answer_key); the row has {_columns(raw)}")
+    model = raw.get("reward_model")
+    return model.get("ground_truth") if isinstance(model, dict) else None
+
+
+def _domain(raw: dict[str, Any], config: DataConfig, where: str) -> str:
+    for key in (config.tag_key, "data_source"):
+        tag = raw.get(key)
+        if tag is None:
+            continue
+        if not isinstance(tag, str) or not tag:
+            raise BadRow(f"{where}: {key} must be text, not {str(tag)[:40]!r}")
+        return tag
+    return DEFAULT_DOMAIN
+
+
+def _columns(raw: dict[str, Any]) -> str:
+    return ", ".join(map(str, raw)) or "no keys"
+
+
+def sources(config: DataConfig, split: Split) -> list[DataSource]:
+    """The sources of a split; none where data.val is not set."""
+    given = config.train if split == "train" else config.val
+    if given is None:
+        return []
+    entries = [given] if isinstance(given, str) else given
+    return [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+class RowSet:
+    """All rows of a split, checked: those of the first source, then of the next. ValueError lists all problems.
+
+    `domain_names`: domains in order of appearance; `domains`: int32 [rows], index of each row's into them.
+    """
+
+    def __init__(self, config: DataConfig, split: Split, seed: int):
+        self._config = config
+        self._sources = sources(config, split)
+        if not self._sources:
+            raise ValueError(f"data.{split} is not set")
+        problems: list[str] = []
+        self.tables: list[Table] = []
+        for source in self._sources:
+            try:
+                self.tables.append(open_table(source, seed, split))
+            except ValueError as error:
+                problems.append(f"data.{split}: {error}")  # the other sources are still looked at
+        self._starts = np.cumsum([0, *(len(table) for table in self.tables)])
+        self.domain_names: list[str] = []
+        self.domains = np.zeros(self._starts[-1], dtype=np.int32)
+        if not problems:
+            problems = list(itertools.islice(self._scan(), MAX_PROBLEMS + 1))
+        if len(problems) > MAX_PROBLEMS:
+            problems[MAX_PROBLEMS:] = [f"data.{split}: more rows are wrong; these are the first {MAX_PROBLEMS}"]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _scan(self) -> Iterator[str]:
+        """Find every row's domain; yields one problem per unusable row."""
+        for number, table in enumerate(self.tables):
+            start, end = self._starts[number : number + 2]
+            if table.fixed_domain is not None:  # generated: rows are right by construction
+                self.domains[start:end] = self._domain_index(self._sources[number].tag or table.fixed_domain)
+                continue
+            for index in range(len(table)):
+                try:
+                    domain = self._parse(number, index).domain
+                    self.domains[start + index] = self._domain_index(domain)
+                except BadRow as error:
+                    yield str(error)
+
+    def _domain_index(self, name: str) -> int:
+        if name not in self.domain_names:
+            self.domain_names.append(name)
+        return self.domain_names.index(name)
+
+    def __len__(self) -> int:
+        return len(self.domains)
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return number, row - int(self._starts[number])
+
+    def row(self, row: int) -> Row:
+        """The row; BadRow where it cannot be used."""
+        return self._parse(*self._locate(row))
+
+    def where(self, row: int) -> str:
+        """`file:line` of a row."""
+        number, index = self._locate(row)
+        return self.tables[number].where(index)
+
+    def _parse(self, number: int, index: int) -> Row:
+        table, source = self.tables[number], self._sources[number]
+        fixed = source.tag or table.fixed_domain
+        return parse_row(table.row(index), self._config, fixed, table.where(index))
+
+    def fingerprint(self) -> dict[str, str]:
+        """Source -> what its rows and their domains depend on, for a cursor to be checked against."""
+        return {
+            f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.tag or self._config.tag_key}"
+            for number, (source, table) in enumerate(zip(self._sources, self.tables, strict=True))
+        }
+
+
+def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) -> dict[str, int]:
+    """Prompts of each domain in a rollout batch: int(p * batch), the last domain of `probs` takes the remainder.
+
+    ValueError when `probs` does not name the domains of the data or would never draw one of them.
+    """
+    wrong = sorted(set(probs) ^ set(names))
+    if wrong:
+        raise ValueError(f"data.domain_interleave_probs must name the domains {', '.join(names)}; {wrong[0]!r} differs")
+    counts = {name: int(p * batch_size + 1e-9) for name, p in probs.items()}
+    last = next(reversed(counts))
+    counts[last] = batch_size - sum(count for name, count in counts.items() if name != last)
+    for name, count in counts.items():
+        if count == 0:
+            raise ValueError(
+                f"data.domain_interleave_probs.{name}={probs[name]:g} of rollout.num_prompts={batch_size} is no prompt"
+            )
+    return counts
+
+
+def validate_sources(config: Config) -> list[str]:
+    """All that is wrong with data.train and data.val that can be known without a tokenizer; one line each."""
+    problems: list[str] = []
+    for split in ("train", "val"):
+        found = sources(config.data, split)
+        broken = [check_task(s.path, s.options, s.size) for s in found if is_generated(s.path)]
+        problems += [f"data.{split}: {problem}" for problem in broken if problem]
+        if any(broken) or not found:
+            continue
+        try:
+            rows = RowSet(config.data, split, config.seed)
+            if split == "train" and config.data.domain_interleave_probs:
+                domain_shares(rows.domain_names, config.data.domain_interleave_probs, config.rollout.num_prompts)
+        except ValueError as error:
+            problems += str(error).splitlines()
+    return list(dict.fromkeys(problems))

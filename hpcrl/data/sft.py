@@ -1,0 +1,71 @@
+"""Rows of the supervised pipeline: a prompt and its written answer, with the answer marked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcrl.config import DataConfig
+from hpcrl.data.chat import encode, render
+from hpcrl.data.files import BadRow
+from hpcrl.data.rows import Messages, RowSet
+from hpcrl.tasks import Split
+
+
+class SFTRows:
+    """Random access to (token_ids, loss_mask). Every assistant turn is marked, each with its end token."""
+
+    def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int):
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end-of-sequence token to end an answer with")
+        self._rows = RowSet(config, split, seed)
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> tuple[list[int], list[bool]]:
+        """Token ids and loss mask of a row, equally long. BadRow (a ValueError) where a row holds no answer.
+
+        The prompt's tokens are those that PromptSource gives; the answer is tokenised on its own, as it is generated.
+        """
+        row = self._rows.row(index)
+        if row.response is None:
+            raise BadRow(f"{self._rows.where(index)}: no answer to learn from (answer, response or an assistant turn)")
+        ids: list[int] = []
+        mask: list[bool] = []
+
+        def extend(text: str, marked: bool) -> None:
+            # Only the first piece may get the special tokens a tokenizer without a chat template adds.
+            new = encode(self._tokenizer, text) if not ids else self._encode_raw(text)
+            ids.extend(new)
+            mask.extend([marked] * len(new))
+
+        done = ""
+        for turn in [n for n, message in enumerate(row.messages) if message["role"] == "assistant"]:
+            prompt = self._text_after(done, row.messages[:turn], row.tools, index, ask=True)
+            answer = self._text_after(done + prompt, row.messages[: turn + 1], row.tools, index, ask=False)
+            marked, end, rest = answer.partition(self._tokenizer.eos_token)
+            extend(prompt, False)
+            extend(marked + end, True)
+            extend(rest, False)
+            done += prompt + answer
+        extend(self._text_after(done, row.messages, row.tools, index, ask=True), False)
+        extend(row.response, True)
+        return [*ids, self._tokenizer.eos_token_id], [*mask, True]
+
+    def _text_after(self, done: str, messages: Messages, tools: Any, index: int, ask: bool) -> str:
+        text = render(self._tokenizer, messages, tools, ask)
+        if not text.startswith(done):
+            raise BadRow(
+                f"{self._rows.where(index)}: the chat template rewrites earlier turns, so that their answers cannot be "
+                "marked; split the row into one row per answer"
+            )
+        return text[len(done) :]
+
+    def _encode_raw(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0) -> SFTRows:
+    """The rows of a split for supervised training. ValueError lists all that is wrong with the data."""
+    return SFTRows(config, split, tokenizer, seed)

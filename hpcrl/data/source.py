@@ -1,0 +1,175 @@
+"""The stream of prompts: shuffled epochs per domain, a fixed mix per rollout batch, a cursor that resumes exactly."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config import DataConfig
+from hpcrl.data.chat import cut_to_fit, encode, render
+from hpcrl.data.rows import Row, RowSet, domain_shares
+from hpcrl.rollout.dispositions import Dispositions
+from hpcrl.rollout.types import Disposition, Prompt
+from hpcrl.tasks import Split
+
+
+def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool = True) -> np.ndarray:
+    """int64 [num_rows]: the order of an epoch, a function of the arguments alone."""
+    if not shuffle:
+        return np.arange(num_rows)
+    digest = hashlib.blake2b(f"{seed}/{name}/{epoch}".encode(), digest_size=32).digest()
+    # RandomState's streams are frozen; those of numpy's Generator may change between versions.
+    return np.random.RandomState(np.frombuffer(digest, np.uint32)).permutation(num_rows)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The rows that are drawn from together: those of a domain, or all of them where no mix is asked for."""
+
+    name: str
+    rows: np.ndarray
+    share: int  # prompts of a rollout batch
+    num_drawn: int = 0
+    order: tuple[int, np.ndarray] | None = None  # (epoch, its order)
+
+
+class PromptSource:
+    """Prompts of a split, without end. `dispositions` holds those drawn and not settled yet.
+
+    With data.domain_interleave_probs every `batch_size` prompts hold int(p x batch_size) of each domain, spread evenly,
+    the last domain takes the remainder; a prompt that is dropped for its length is replaced from its own domain.
+    """
+
+    def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, batch_size: int):
+        """ValueError lists all that is wrong with the data, one line each."""
+        self._config = config
+        self._split = split
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._rows = RowSet(config, split, seed)
+        self._streams = self._make_streams(batch_size)
+        # Which stream each prompt of a batch comes from, spread so that any part of a batch has about the same mix.
+        places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
+        self._pattern = [n for _, n in sorted(places)]
+        self._num_given = 0
+        self.dispositions = Dispositions()
+
+    def _make_streams(self, batch_size: int) -> list[_Stream]:
+        names, probs = self._rows.domain_names, self._config.domain_interleave_probs
+        if not probs or self._split == "val":
+            return [_Stream("all", np.arange(len(self._rows)), batch_size)]
+        shares = domain_shares(names, probs, batch_size)
+        return [
+            _Stream(name, np.flatnonzero(self._rows.domains == names.index(name)), share)
+            for name, share in shares.items()
+        ]
+
+    @property
+    def domains(self) -> list[str]:
+        """Domains of the data, in order of appearance."""
+        return list(self._rows.domain_names)
+
+    def __len__(self) -> int:
+        """Rows of an epoch."""
+        return len(self._rows)
+
+    def next(self) -> Prompt:
+        """Draw the next prompt. Over-long ones are settled as too_long on the way (data.overlong_prompts=drop).
+
+        ValueError when a whole epoch holds nothing but over-long prompts, or names the row that is over the limit
+        (data.overlong_prompts=error).
+        """
+        stream = self._streams[self._pattern[self._num_given % len(self._pattern)]]
+        for _ in range(len(stream.rows)):
+            epoch, row = self._advance(stream)
+            parsed = self._rows.row(row)
+            uid = self.dispositions.open(epoch, row, parsed.domain)
+            text, token_ids = self._tokens(parsed, row)
+            if len(token_ids) <= self._config.max_prompt_tokens:
+                self._num_given += 1
+                return Prompt(uid, parsed.domain, epoch, row, tuple(token_ids), text, parsed.answer, parsed.extra)
+            self.dispositions.settle(uid, Disposition.TOO_LONG, f"{len(token_ids)} tokens")
+        raise ValueError(
+            f"data.{self._split}: all {len(stream.rows)} prompts of domain {stream.name} have more than "
+            f"data.max_prompt_tokens={self._config.max_prompt_tokens} tokens"
+        )
+
+    def prompt(self, uid: int) -> Prompt:
+        """An open prompt again (after a resume, or for another attempt). KeyError when it is not open."""
+        epoch, row = self.dispositions.origin(uid)
+        parsed = self._rows.row(row)
+        text, token_ids = self._tokens(parsed, row)
+        return Prompt(uid, parsed.domain, epoch, row, tuple(token_ids), text, parsed.answer, parsed.extra)
+
+    def head(self, count: int) -> list[Prompt]:
+        """The first `count` rows that are not over-long, in the order of the data, with the row as uid; for evaluation.
+
+        Opens nothing. Fewer where the data holds fewer.
+        """
+        found: list[Prompt] = []
+        for row in range(len(self._rows)):
+            if len(found) == count:
+                break
+            parsed = self._rows.row(row)
+            text, token_ids = self._tokens(parsed, row)
+            if len(token_ids) <= self._config.max_prompt_tokens:
+                answer, extra = parsed.answer, parsed.extra
+                found.append(Prompt(row, parsed.domain, 0, row, tuple(token_ids), text, answer, extra))
+        return found
+
+    def _advance(self, stream: _Stream) -> tuple[int, int]:
+        epoch, position = divmod(stream.num_drawn, len(stream.rows))
+        stream.num_drawn += 1
+        if stream.order is None or stream.order[0] != epoch:
+            order = epoch_order(self._seed, stream.name, epoch, len(stream.rows), self._config.shuffle)
+            stream.order = (epoch, order)
+        return epoch, int(stream.rows[stream.order[1][position]])
+
+    def _tokens(self, parsed: Row, row: int) -> tuple[str, list[int]]:
+        """Text and token ids as configured for over-long prompts; still too long where it is to be dropped."""
+        text = render(self._tokenizer, parsed.messages, parsed.tools)
+        token_ids = encode(self._tokenizer, text)
+        limit = self._config.max_prompt_tokens
+        if len(token_ids) <= limit or self._config.overlong_prompts == "drop":
+            return text, token_ids
+        if self._config.overlong_prompts == "error":
+            raise ValueError(
+                f"{self._rows.where(row)}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens={limit} "
+                "(data.overlong_prompts=drop or truncate accepts it)"
+            )
+        return cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit) or (text, token_ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able cursor: what has been drawn, the open prompts, and what identifies the data."""
+        return {
+            "data": self._identity(),
+            "num_given": self._num_given,
+            "num_drawn": {stream.name: stream.num_drawn for stream in self._streams},
+            "dispositions": self.dispositions.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. ValueError names the source or setting that is not the same any more."""
+        now = self._identity()
+        for key in dict.fromkeys([*state["data"], *now]):
+            was, is_now = state["data"].get(key, "absent"), now.get(key, "absent")
+            if was != is_now:
+                raise ValueError(
+                    f"data.{self._split}: {key} is not what the checkpoint was made with (it was {was}, it is "
+                    f"{is_now}); restore it, or start a new run with resume=fresh"
+                )
+        self._num_given = state["num_given"]
+        for stream in self._streams:
+            stream.num_drawn = state["num_drawn"][stream.name]
+        self.dispositions.load_state_dict(state["dispositions"])
+
+    def _identity(self) -> dict[str, str]:
+        return {
+            **self._rows.fingerprint(),
+            "seed": str(self._seed),
+            "shuffle": str(self._config.shuffle),
+            "mix": ", ".join(f"{stream.name} {stream.share}" for stream in self._streams),
+        }

@@ -1,0 +1,92 @@
+"""The ledger of prompts: every prompt drawn is open until it is settled, exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.rollout.types import Disposition
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How one prompt ended. `epoch` and `row` say where it came from; `reason` is free text ("std", "312 tokens")."""
+
+    uid: int
+    epoch: int
+    row: int
+    domain: str
+    disposition: Disposition
+    reason: str = ""
+
+
+class Dispositions:
+    """Open prompts by uid and counts of the settled ones, so that its size follows the prompts in flight.
+
+    The settled prompts themselves are handed out once, by `drain`.
+    """
+
+    def __init__(self) -> None:
+        self._next_uid = 0
+        self._open: dict[int, tuple[int, int, str]] = {}
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._fresh: list[Settled] = []
+
+    def open(self, epoch: int, row: int, domain: str) -> int:
+        """Uid of a prompt that is drawn now."""
+        uid = self._next_uid
+        self._next_uid += 1
+        self._open[uid] = (epoch, row, domain)
+        return uid
+
+    def settle(self, uid: int, disposition: Disposition, reason: str = "") -> None:
+        """Close a prompt. Settling one twice, or one never drawn, is a bug of the caller."""
+        assert uid in self._open, f"prompt {uid} is {'settled already' if uid < self._next_uid else 'not drawn yet'}"
+        epoch, row, domain = self._open.pop(uid)
+        self._counts[domain, disposition, reason if disposition is Disposition.FILTERED else ""] += 1
+        self._fresh.append(Settled(uid, epoch, row, domain, disposition, reason))
+
+    def drain(self) -> list[Settled]:
+        """Prompts settled since the last call, in order of settling."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def origin(self, uid: int) -> tuple[int, int]:
+        """(epoch, row) of an open prompt. KeyError when it is not open."""
+        epoch, row, _ = self._open[uid]
+        return epoch, row
+
+    @property
+    def open_uids(self) -> list[int]:
+        """Uids drawn and not settled, ascending."""
+        return sorted(self._open)
+
+    @property
+    def num_drawn(self) -> int:
+        """Prompts drawn over the whole run."""
+        return self._next_uid
+
+    def counts(self, domain: str | None = None) -> dict[str, int]:
+        """Disposition -> number of prompts settled so (of one domain)."""
+        totals = dict.fromkeys((d.value for d in Disposition), 0)
+        for (name, disposition, _), count in self._counts.items():
+            if domain in (None, name):
+                totals[disposition] += count
+        return totals
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state. What was settled and not drained yet is not part of it: drain first."""
+        assert not self._fresh, f"{len(self._fresh)} settled prompts were not drained before the state was taken"
+        return {
+            "next_uid": self._next_uid,
+            "open": [[uid, *origin] for uid, origin in sorted(self._open.items())],
+            "counts": [[*key, count] for key, count in sorted(self._counts.items())],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._next_uid = state["next_uid"]
+        self._open = {uid: (epoch, row, domain) for uid, epoch, row, domain in state["open"]}
+        self._counts = Counter({(domain, kind, why): count for domain, kind, why, count in state["counts"]})
+        self._fresh = []
