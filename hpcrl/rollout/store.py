@@ -1,0 +1,326 @@
+"""Rollouts of every step as immutable HDF5 files, and their reader. The schema is described in docs/rollouts.md.
+
+One file per (step, rank), written under a temporary name and renamed, never opened for writing again: a file that was
+being written when its process died is unreadable. Equal batches give files equal bit for bit: nothing in them depends
+on the time or the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import h5py
+import numpy as np
+import torch
+
+from hpcrl import __version__
+from hpcrl.batch import DTYPES, ROW_FIELDS, STATUS, Batch, concat
+from hpcrl.files import STEP_NAME, committed_step, fsync_path, rename_durably, step_name, steps_in
+from hpcrl.rollout.types import Disposition, split_sample_id
+
+T = TypeVar("T")
+SCHEMA_VERSION = 1
+CHUNK = 65536
+DISPOSITIONS = "dispositions.h5"
+STORED = {torch.bool: np.uint8}
+"""Dtypes that are stored as another one; HDF5 has no booleans of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispositionRecord:
+    """How one prompt ended in a step. rewards: of its samples in order of their ids, empty where there were none."""
+
+    uid: int
+    attempt: int
+    disposition: Disposition
+    reason: str = ""
+    domain: str = ""
+    rewards: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Rollouts of a step, all ranks together, sorted by sample id.
+
+    texts: what was stored beside the tokens by name, one string per row. facts: what was stored about the step.
+    """
+
+    step: int
+    batch: Batch
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def write_rollouts(
+    folder: Path,
+    rank: int,
+    num_ranks: int,
+    batch: Batch,
+    *,
+    texts: Mapping[str, Sequence[str]],
+    facts: Mapping[str, str | int | float],
+) -> Path:
+    """Write this rank's rows of a step to `<folder>/rank_NNNNN.h5` and return the path.
+
+    folder: run/rollouts/step_NNNNNN. Every rank of the step calls it once, with its own rows (none is fine), the same
+    num_ranks, names of texts and facts; late fields of the batch are stored as far as they are filled. ValueError when
+    the file exists, or a text has not one string per row.
+    """
+    rows = batch.num_sequences
+    for name, strings in texts.items():
+        if len(strings) != rows:
+            raise ValueError(f"texts[{name!r}] has {len(strings)} strings for {rows} rows")
+    about = {"rank": rank, "num_ranks": num_ranks, "num_sequences": rows, "num_tokens": batch.num_tokens}
+    with _NewFile(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
+        for entry in fields(batch):
+            tensor = getattr(batch, entry.name)
+            if tensor is not None:
+                array = tensor.detach().cpu().numpy()
+                _put(file, entry.name, array.astype(STORED.get(tensor.dtype, array.dtype), copy=False))
+        for name, strings in sorted(texts.items()):
+            _put_texts(file, f"texts/{name}", strings)
+        file.create_group("facts").attrs.update(sorted(facts.items()))
+    return folder / f"rank_{rank:05d}.h5"
+
+
+def write_dispositions(folder: Path, records: Iterable[DispositionRecord]) -> Path:
+    """Write how prompts ended in this step to `<folder>/dispositions.h5` and return the path. The controller calls it.
+
+    ValueError when the file exists.
+    """
+    records = list(records)
+    kinds = list(Disposition)
+    with _NewFile(folder / DISPOSITIONS, "dispositions", {"num_prompts": len(records)}) as file:
+        _put(file, "uid", np.array([r.uid for r in records], np.int64))
+        _put(file, "attempt", np.array([r.attempt for r in records], np.int32))
+        _put(file, "disposition", np.array([kinds.index(r.disposition) for r in records], np.uint8))
+        file["disposition"].attrs["meaning"] = ",".join(kinds)
+        _put(file, "rewards/values", np.array([reward for r in records for reward in r.rewards], np.float64))
+        _put(file, "rewards/offsets", _offsets([len(r.rewards) for r in records]))
+        _put_texts(file, "reason", [r.reason for r in records])
+        _put_texts(file, "domain", [r.domain for r in records])
+    return folder / DISPOSITIONS
+
+
+class RolloutReader:
+    """Rollouts of a run along its committed lineage: up to its newest checkpoint.
+
+    provisional=True reads on to the newest step written; those may yet move to abandoned/ if the run is killed.
+    """
+
+    def __init__(self, run_dir: str | Path, provisional: bool = False):
+        self.run_dir = Path(run_dir)
+        self._provisional = provisional
+
+    def steps(self) -> list[int]:
+        """Steps that can be read, rising."""
+        last = float("inf") if self._provisional else committed_step(self.run_dir)
+        return [step for step in steps_in(self.run_dir / "rollouts") if step <= last]
+
+    def read(self, step: int) -> Rollouts:
+        """Everything stored of one step. ValueError: no such step, a rank's file missing, a damaged file (named)."""
+        folder = self._folder(step)
+        paths = sorted(folder.glob("rank_*.h5"))
+        parts = [_read_rollouts(path, step) for path in paths]
+        ranks = {num_ranks for _, num_ranks in parts}
+        if ranks != {len(paths)}:
+            raise ValueError(f"{folder} holds files of {len(paths)} ranks, they say there are {sorted(ranks)}")
+        if len({tuple(part.texts) for part, _ in parts}) > 1:
+            raise ValueError(f"{folder} holds files with different texts: {[list(part.texts) for part, _ in parts]}")
+        rollouts = [part for part, _ in parts if part.batch.num_sequences] or [parts[0][0]]
+        joined = concat([part.batch for part in rollouts])
+        order = torch.argsort(joined.sample_ids, stable=True).tolist()
+        texts = {name: [text for part in rollouts for text in part.texts[name]] for name in rollouts[0].texts}
+        return Rollouts(
+            step,
+            joined.select(order),
+            {name: [strings[row] for row in order] for name, strings in texts.items()},
+            parts[0][0].facts,
+        )
+
+    def batch(self, step: int) -> Batch:
+        """The step's batch of all ranks, sorted by sample id."""
+        return self.read(step).batch
+
+    def dispositions(self) -> list[DispositionRecord]:
+        """How every prompt ended, in order of steps. ValueError when a prompt ended twice: the accounting is broken."""
+        seen: dict[int, int] = {}
+        records: list[DispositionRecord] = []
+        for step in self.steps():
+            path = self._folder(step) / DISPOSITIONS
+            for record in _read_dispositions(path) if path.exists() else ():
+                if record.uid in seen:
+                    raise ValueError(f"prompt {record.uid} ended twice, in steps {seen[record.uid]} and {step}")
+                seen[record.uid] = step
+                records.append(record)
+        return records
+
+    def _folder(self, step: int) -> Path:
+        folder = self.run_dir / "rollouts" / step_name(step)
+        if step not in (steps := self.steps()):
+            what = "step" if self._provisional else "committed step"
+            known = f"{steps[0]} to {steps[-1]}" if steps else "none"
+            raise ValueError(f"{self.run_dir} has no rollouts of {what} {step}; it has {known}")
+        return folder
+
+
+class _NewFile:
+    """An HDF5 file that appears under its name when it is whole and on the disk, or not at all."""
+
+    def __init__(self, path: Path, kind: str, about: Mapping[str, int]):
+        match = STEP_NAME.fullmatch(path.parent.name)
+        if path.exists() or not match:
+            raise ValueError(
+                f"{path} exists already, rollouts are immutable" if match else f"{path} is in no step_NNNNNN"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        # Locks are not needed (one writer, a name of its own) and fail on filesystems without them.
+        self._file = h5py.File(self._temporary, "w", libver=("v110", "v110"), locking=False)
+        self._file.attrs["schema"] = f"hpcrl.{kind}"
+        self._file.attrs.update({"schema_version": SCHEMA_VERSION, "hpcrl_version": __version__, "step": int(match[1])})
+        self._file.attrs.update(about)
+
+    def __enter__(self) -> h5py.File:
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        if kind is not None:
+            os.unlink(self._temporary)
+            return
+        fsync_path(self._temporary)
+        rename_durably(self._temporary, self._path)
+
+
+def _put(file: h5py.File, name: str, array: np.ndarray) -> None:
+    """A flat array in checksummed, compressed chunks; gzip -1 with shuffle takes .2 s per million tokens."""
+    filters = {"chunks": (min(CHUNK, array.size),), "compression": 1, "shuffle": True, "fletcher32": True}
+    file.create_dataset(name, data=array, track_times=False, **(filters if array.size else {}))
+
+
+def _put_texts(file: h5py.File, name: str, strings: Sequence[str]) -> None:
+    encoded = [string.encode() for string in strings]
+    _put(file, f"{name}/utf8", np.frombuffer(b"".join(encoded), np.uint8))
+    _put(file, f"{name}/offsets", _offsets([len(e) for e in encoded]))
+
+
+def _get_texts(group: h5py.Group) -> list[str]:
+    data, offsets = group["utf8"][()].tobytes(), group["offsets"][()].tolist()
+    return [data[start:end].decode() for start, end in pairwise(offsets)]
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+
+def _read_rollouts(path: Path, step: int) -> tuple[Rollouts, int]:
+    """One rank's file and the number of ranks it says the step has."""
+
+    def read(file: h5py.File) -> tuple[Rollouts, int]:
+        rows, tokens = int(file.attrs["num_sequences"]), int(file.attrs["num_tokens"])
+        tensors: dict[str, torch.Tensor | None] = {}
+        for name in (entry.name for entry in fields(Batch)):
+            size = rows + 1 if name == "cu_seqlens" else rows if name in ROW_FIELDS else tokens
+            if name in file:
+                stored = torch.from_numpy(file[name][()])
+                tensors[name] = stored.to(DTYPES.get(name, stored.dtype))
+                if stored.shape != (size,):
+                    raise ValueError(f"{name} has shape {list(stored.shape)}, not [{size}]")
+        texts = {name: _get_texts(group) for name, group in file.get("texts", {}).items()}
+        facts = {name: value.item() if hasattr(value, "item") else value for name, value in file["facts"].attrs.items()}
+        return Rollouts(step, Batch(**tensors), texts, facts), int(file.attrs["num_ranks"])
+
+    return _reading(path, "rollouts", read)
+
+
+def _read_dispositions(path: Path) -> list[DispositionRecord]:
+    def read(file: h5py.File) -> list[DispositionRecord]:
+        kinds = [Disposition(name) for name in file["disposition"].attrs["meaning"].split(",")]
+        values, ends = file["rewards/values"][()].tolist(), file["rewards/offsets"][()].tolist()
+        columns = zip(
+            file["uid"][()].tolist(),
+            file["attempt"][()].tolist(),
+            (kinds[code] for code in file["disposition"][()].tolist()),
+            _get_texts(file["reason"]),
+            _get_texts(file["domain"]),
+            (tuple(values[start:end]) for start, end in pairwise(ends)),
+            strict=True,
+        )
+        return [DispositionRecord(*column) for column in columns]
+
+    return _reading(path, "dispositions", read)
+
+
+def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
+    """What `read` makes of an open file; ValueError naming the file when it is damaged or of another schema."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
+            if schema != f"hpcrl.{kind}" or version != SCHEMA_VERSION:
+                raise ValueError(f"schema {schema} {version}, this version reads hpcrl.{kind} {SCHEMA_VERSION}")
+            return read(file)
+    except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def describe(rollouts: Rollouts, row: int, decode: Callable[[list[int]], str] | None) -> str:
+    """One sample in a few lines: what is known about it, its prompt, its response."""
+    batch = rollouts.batch
+    start, end = batch.cu_seqlens[row].item(), batch.cu_seqlens[row + 1].item()
+    ids, mask = batch.token_ids[start:end], batch.loss_mask[start:end]
+    num_prompt = int((batch.turn_ids[start:end] < 0).sum())
+    uid, attempt, member = split_sample_id(int(batch.sample_ids[row]))
+    versions = batch.versions[start:end][mask].tolist()
+    lines = [
+        f"prompt {uid} attempt {attempt} member {member}: "
+        f"reward {batch.rewards[row]:.4g}, score {batch.scores[row]:.4g}, "
+        f"{num_prompt} + {end - start - num_prompt} tokens, ended by {STATUS[int(batch.status[row])]}, "
+        f"weights {min(versions, default=-1)} to {max(versions, default=-1)}"
+    ]
+    if decode is not None:
+        lines += [
+            f"  prompt:   {decode(ids[:num_prompt].tolist())!r}",
+            f"  response: {decode(ids[num_prompt:].tolist())!r}",
+        ]
+    elif "response" not in rollouts.texts:
+        lines += [f"  prompt:   {ids[:num_prompt].tolist()}", f"  response: {ids[num_prompt:].tolist()}"]
+    return "\n".join(
+        lines + [f"  {name}: {strings[row]!r}" for name, strings in rollouts.texts.items() if strings[row]]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print samples of a run."""
+    parser = argparse.ArgumentParser(prog="python -m hpcrl.rollout.store", description="Print rollouts of a run.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int, help="default: the newest")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer to decode with; default: stored texts or token ids")
+    parser.add_argument("--num", type=int, default=5, help="samples to print (default 5)")
+    options = parser.parse_args(arguments)
+    reader = RolloutReader(options.run_dir, provisional=True)
+    try:
+        step = options.step if options.step is not None else max(reader.steps(), default=0)
+        rollouts = reader.read(step)
+    except ValueError as error:
+        parser.error(str(error))
+    decode = None
+    if options.tokenizer:
+        from transformers import AutoTokenizer
+
+        decode = AutoTokenizer.from_pretrained(options.tokenizer).decode
+    batch = rollouts.batch
+    note = "" if step <= committed_step(options.run_dir) else ", past the newest checkpoint"
+    print(f"step {step}{note}: {batch.num_sequences} samples, {batch.num_tokens} tokens, {rollouts.facts}")
+    for row in range(min(options.num, batch.num_sequences)):
+        print(describe(rollouts, row, decode))
+
+
+if __name__ == "__main__":
+    main()

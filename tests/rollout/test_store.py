@@ -1,0 +1,188 @@
+"""The rollout store: what goes in comes out, whole files only, equal bits for equal batches."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.batch import Batch, batch_from_samples, concat
+from hpcrl.rollout.store import DispositionRecord, RolloutReader, main, write_dispositions, write_rollouts
+from hpcrl.rollout.types import Disposition, FinishReason, Sample, make_sample_id
+
+FACTS = {"run_id": "demo", "weight_version": 2, "temperature": 0.6}
+
+
+def make_batch(uids: list[int], seed: int = 0) -> Batch:
+    """Two siblings per prompt, prompts of 3 tokens, responses of 1 to 5."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for uid in uids:
+        for member in range(2):
+            model = np.arange(3 + int(rng.integers(1, 6))) >= 3
+            samples.append(
+                Sample(
+                    id=make_sample_id(uid, 0, member),
+                    token_ids=rng.integers(0, 2**31, len(model)).astype(np.int32),
+                    loss_mask=model,
+                    gen_logprobs=np.where(model, -rng.exponential(size=len(model)), 0).astype(np.float32),
+                    versions=np.where(model, 2, -1).astype(np.int32),
+                    turn_ids=np.where(model, 0, -1).astype(np.int32),
+                    finish_reason=FinishReason.LENGTH,
+                    reward=float(rng.normal()),
+                    score=1.0,
+                )
+            )
+    return batch_from_samples(samples, [uid for uid in uids for _ in range(2)])
+
+
+def texts_of(batch: Batch) -> dict[str, list[str]]:
+    return {"domain": ["maths"] * batch.num_sequences, "response": [f"é{i}" for i in batch.sample_ids.tolist()]}
+
+
+def write(run: Path, step: int, rank: int, num_ranks: int, batch: Batch) -> Path:
+    folder = run / f"rollouts/step_{step:06d}"
+    return write_rollouts(folder, rank, num_ranks, batch, texts=texts_of(batch), facts=FACTS)
+
+
+def commit_up_to(run: Path, step: int) -> None:
+    (run / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+
+
+def assert_equal(got: Batch, expected: Batch) -> None:
+    for entry in fields(Batch):
+        left, right = getattr(got, entry.name), getattr(expected, entry.name)
+        assert (left is None) == (right is None), entry.name
+        if left is not None and right is not None:
+            assert left.dtype == right.dtype and torch.equal(left, right), entry.name
+
+
+def test_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) -> None:
+    late, early = make_batch([7, 9], seed=1), make_batch([3], seed=2)
+    for batch in (late, early):
+        batch.advantages = torch.randn(batch.num_tokens)
+    write(tmp_path, 1, 1, 3, late)
+    write(tmp_path, 1, 2, 3, early)
+    write(tmp_path, 1, 3, 3, make_batch([]))  # a rank without rows has no late fields
+    commit_up_to(tmp_path, 1)
+    rollouts = RolloutReader(tmp_path).read(1)
+    assert_equal(rollouts.batch.check(), concat([early, late]))
+    assert rollouts.texts == texts_of(rollouts.batch) and rollouts.facts == FACTS
+    assert rollouts.texts["response"][0] == f"é{make_sample_id(3, 0, 0)}"
+
+
+def test_a_step_without_any_row_reads_back(tmp_path: Path) -> None:
+    write(tmp_path, 1, 0, 1, make_batch([]))
+    assert_equal(RolloutReader(tmp_path, provisional=True).batch(1), make_batch([]))
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_equal_batches_give_equal_files(tmp_path: Path) -> None:
+    first = write(tmp_path / "a", 1, 0, 1, make_batch([1, 2]))
+    same = write(tmp_path / "b", 1, 0, 1, make_batch([1, 2]))
+    other = make_batch([1, 2])
+    other.gen_logprobs[4] = torch.nextafter(other.gen_logprobs[4], torch.tensor(0.0))
+    assert digest(first) == digest(same) != digest(write(tmp_path / "c", 1, 0, 1, other))
+    records = [DispositionRecord(1, 0, Disposition.TRAINED, domain="maths", rewards=(0.1, 1.0))]
+    paths = [write_dispositions(tmp_path / run / "rollouts/step_000001", records) for run in "ab"]
+    assert digest(paths[0]) == digest(paths[1])
+
+
+def test_the_schema_is_the_documented_one(tmp_path: Path) -> None:
+    path = write(tmp_path, 12, 1, 2, make_batch([5]))
+    documented = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
+    with h5py.File(path) as file:
+        assert file.attrs["schema"] == "hpcrl.rollouts" and file.attrs["step"] == 12 and file.attrs["rank"] == 1
+        assert file["cu_seqlens"][:].tolist()[0] == 0 and file["token_ids"].shape == (file.attrs["num_tokens"],)
+        names = [*file, *file.attrs]
+    assert [name for name in names if f"`{name}`" not in documented] == []
+    assert [f.name for f in fields(Batch) if f"`{f.name}`" not in documented] == []
+
+
+def test_dispositions_come_back_and_a_second_ending_is_an_error(tmp_path: Path) -> None:
+    records = [
+        DispositionRecord(4, 1, Disposition.TRAINED, domain="maths", rewards=(1.0, float("nan"), 0.25)),
+        DispositionRecord(5, 0, Disposition.FILTERED, "std", "code", (0.0, 0.0)),
+        DispositionRecord(2**40, 0, Disposition.TOO_LONG, "1200 tokens"),
+    ]
+    for step, part in ((1, records[:2]), (2, records[2:]), (3, [])):
+        write_dispositions(tmp_path / f"rollouts/step_{step:06d}", part)
+    commit_up_to(tmp_path, 3)
+    assert repr(RolloutReader(tmp_path).dispositions()) == repr(records)
+    write_dispositions(tmp_path / "rollouts/step_000004", records[1:2])
+    assert len(RolloutReader(tmp_path).dispositions()) == 3, "step 4 is past the checkpoint"
+    with pytest.raises(ValueError, match="prompt 5 ended twice, in steps 1 and 4"):
+        RolloutReader(tmp_path, provisional=True).dispositions()
+
+
+def test_the_reader_follows_the_committed_lineage(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, 0, 1, make_batch([step]))
+    assert RolloutReader(tmp_path).steps() == []
+    commit_up_to(tmp_path, 2)
+    (tmp_path / "checkpoints/step_000003.tmp-1").mkdir()
+    assert RolloutReader(tmp_path).steps() == [1, 2]
+    assert RolloutReader(tmp_path, provisional=True).steps() == [1, 2, 3]
+    with pytest.raises(ValueError, match="has no rollouts of committed step 3; it has 1 to 2"):
+        RolloutReader(tmp_path).batch(3)
+
+
+def test_files_are_immutable_and_unfinished_ones_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 1, 0, 1, make_batch([1]))
+    with pytest.raises(ValueError, match="exists already, rollouts are immutable"):
+        write(tmp_path, 1, 0, 1, make_batch([2]))
+    path.with_name(".rank_00001.h5.tmp").write_bytes(b"half")
+    assert RolloutReader(tmp_path, provisional=True).batch(1).group_ids.tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"texts\['domain'\] has 1 strings for 2 rows"):
+        write_rollouts(path.parent, 1, 2, make_batch([1]), texts={"domain": ["x"]}, facts={})
+    with pytest.raises(TypeError):
+        write_rollouts(path.parent, 2, 3, make_batch([1]), texts={}, facts={"bad": object()})
+    assert sorted(p.name for p in path.parent.iterdir()) == [".rank_00001.h5.tmp", "rank_00000.h5"]
+
+
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "foreign", "newer"])
+def test_a_damaged_file_is_named(tmp_path: Path, harm: str) -> None:
+    path = write(tmp_path, 1, 0, 1, make_batch(list(range(50))))
+    data = bytearray(path.read_bytes())
+    if harm == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif harm == "flipped":
+        with h5py.File(path) as file:
+            chunk = file["gen_logprobs"].id.get_chunk_info(0)
+        data[chunk.byte_offset + chunk.size // 2] ^= 1
+        path.write_bytes(data)
+    elif harm == "foreign":
+        path.write_text("not HDF5")
+    else:
+        with h5py.File(path, "a") as file:
+            file.attrs["schema_version"] = 99
+    with pytest.raises(ValueError, match=r"step_000001/rank_00000\.h5 cannot be read: "):
+        RolloutReader(tmp_path, provisional=True).batch(1)
+
+
+def test_a_missing_rank_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, 1, 0, 2, make_batch([1]))
+    with pytest.raises(ValueError, match=r"holds files of 1 ranks, they say there are \[2\]"):
+        RolloutReader(tmp_path, provisional=True).batch(1)
+
+
+def test_the_command_line_prints_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        write(tmp_path, step, 0, 1, make_batch([10 * step]))
+    commit_up_to(tmp_path, 1)
+    main([str(tmp_path), "--num", "1"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("step 2, past the newest checkpoint: 2 samples")
+    assert "prompt 20 attempt 0 member 0: reward" in printed and "member 1" not in printed
+    assert "weights 2 to 2" in printed and f"response: 'é{make_sample_id(20, 0, 0)}'" in printed
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--step", "9"])
+    assert "has no rollouts of step 9; it has 1 to 2" in capsys.readouterr().err
