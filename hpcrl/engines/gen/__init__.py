@@ -1,0 +1,29 @@
+"""Generation engines by name. An engine's own imports happen here, when it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcrl.config import Config
+from hpcrl.engines.gen.base import GenEngine
+
+
+def make_gen_engine(config: Config, model_path: Path, tokenizer: Any) -> GenEngine:
+    """The engine of one replica, without weights (they are pulled from the trainer)."""
+    from hpcrl.engines.gen.native import NativeEngine
+
+    rollout, turns = config.rollout, config.env.max_turns if config.env is not None else 1
+    return NativeEngine(
+        model_path,
+        tokenizer=tokenizer,
+        max_slots=config.generator.max_slots,
+        max_length=turns * (config.data.max_prompt_tokens + rollout.max_new_tokens),
+        dtype=getattr(torch, config.generator.dtype),
+        kv_bucket=config.generator.kv_bucket,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        deterministic=config.deterministic,
+        load=False,
+    )

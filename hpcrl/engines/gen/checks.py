@@ -1,0 +1,44 @@
+"""Checks that every generation engine makes before it queues a request."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from hpcrl.engines.gen.base import Request
+
+
+def check_requests(
+    requests: Sequence[Request], in_use: Container[int], *, max_length: int, vocab_size: int, has_tokenizer: bool
+) -> None:
+    """ValueError, naming the request, for the first that can never be served; nothing may be queued before."""
+    seen: set[int] = set()
+    for request in requests:
+        if request.id in in_use or request.id in seen:
+            raise ValueError(f"request {request.id}: this id is already in use; abort it first or give a new one")
+        seen.add(request.id)
+        for problem in _problems(request, max_length, vocab_size, has_tokenizer):
+            raise ValueError(f"request {request.id}: {problem}")
+
+
+def _problems(request: Request, max_length: int, vocab_size: int, has_tokenizer: bool) -> list[str]:
+    params, ids = request.params, request.prompt_ids
+    checks = {
+        "the prompt is empty": len(ids) == 0,
+        f"max_new_tokens is {params.max_new_tokens}, at least 1 is needed": params.max_new_tokens < 1,
+        f"temperature is {params.temperature}, 0 (greedy) or more is needed": not params.temperature >= 0,
+        f"top_p is {params.top_p}, more than 0 and at most 1 is needed": not 0 < params.top_p <= 1,
+        f"top_k is {params.top_k}, 0 (off) or more is needed": params.top_k < 0,
+        f"min_p is {params.min_p}, 0 (off) to 1 is needed": not 0 <= params.min_p <= 1,
+        f"the seed {request.seed} does not fit 64 bits without sign": not 0 <= request.seed < 1 << 64,
+        f"{params.stop!r} among the stop strings is empty": "" in params.stop,
+        f"stop strings {params.stop!r} need an engine with a tokenizer": bool(params.stop) and not has_tokenizer,
+    }
+    problems = [text for text, wrong in checks.items() if wrong]
+    if problems:
+        return problems
+    if len(ids) + params.max_new_tokens > max_length:
+        asked = f"{len(ids)} prompt tokens + max_new_tokens {params.max_new_tokens}"
+        return [f"{asked} exceed the engine's max_length {max_length}"]
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        return [f"prompt token {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocab_size}"]
+    return []

@@ -1,0 +1,134 @@
+"""Sampling one token per row: inverse CDF over (truncated) softmax, one uniform number per token.
+
+A row's uniform is a function of its seed and of how many tokens it has drawn, and every row is treated on its own, so
+a response never depends on what its neighbours sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FIRST_WIDTH = 256  # how many of the most probable tokens are sorted before looking whether more are needed
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), elementwise on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def stream_origin(seed: int, start: int) -> np.uint64:
+    """Origin of the stream of `seed` whose first number is drawn at iteration `start`: see `uniforms`."""
+    key = mix64(np.array([seed], dtype=np.uint64))
+    return (key - np.array([start], dtype=np.uint64) * GOLDEN)[0]
+
+
+def uniforms(origins: np.ndarray, iteration: int) -> np.ndarray:
+    """float32 [R] in [0, 1): what the streams with these origins (uint64 [R]) give at this iteration.
+
+    The n-th number of a stream is a function of (seed, n) alone. The largest is 1 - 2^-22 or so, which keeps
+    `uniform * total` below `total` in float32.
+    """
+    bits = mix64(origins + np.array([iteration + 1], dtype=np.uint64) * GOLDEN) >> np.uint64(40)
+    return bits.astype(np.float32) * np.float32((1 - 2.0**-22) * 2.0**-24)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """How to sample R rows; None where no row needs it, so that the common case costs nothing.
+
+    temperatures: float32 [R, 1]. greedy: bool [R]. truncated: int64 [r], the rows with a truncation, for which top_k
+    (int64 [r, 1], vocabulary size = off), top_p (float32 [r, 1], above 1 = off) and min_p (float32 [r, 1]) are given.
+    """
+
+    temperatures: Tensor | None
+    greedy: Tensor | None
+    truncated: Tensor | None
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    width: int  # tokens to sort at first: no top_k in use is larger
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        temperature: np.ndarray,
+        top_k: np.ndarray,
+        top_p: np.ndarray,
+        min_p: np.ndarray,
+        num_live: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingPlan:
+        """The plan of rows with these parameters ([R] each; temperature 0 = greedy). Rows from num_live on are free."""
+        greedy = temperature == 0
+        limits = (top_k > 0) | (top_p < 1) | (min_p > 0)
+        rows = np.flatnonzero((limits & ~greedy)[:num_live])
+        divisor = np.where(greedy, 1, temperature).astype(np.float32)
+        k = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)[rows]
+        p = np.where(top_p < 1, top_p, 2)[rows].astype(np.float32)
+
+        def column(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)[:, None]
+
+        return cls(
+            temperatures=column(divisor) if (divisor[:num_live] != 1).any() else None,
+            greedy=torch.from_numpy(greedy).to(device) if greedy[:num_live].any() else None,
+            truncated=torch.from_numpy(rows).to(device) if len(rows) else None,
+            top_k=column(k),
+            top_p=column(p),
+            min_p=column(min_p[rows].astype(np.float32)),
+            width=int(max(FIRST_WIDTH, *k[k < vocab_size], 0)) if len(rows) else FIRST_WIDTH,
+        )
+
+
+def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Token ids int64 [R], their log-softmax(logits / T) float32 [R] and, if any row truncates, the same renormalised
+    over what truncation left.
+
+    logits: float32 [R, vocab], overwritten. uniform: float32 [R] in [0, 1).
+    """
+    if plan.temperatures is not None:
+        logits.div_(plan.temperatures)
+    probs = logits.softmax(-1)
+    kept = probs
+    if plan.truncated is not None:
+        part = truncate(probs[plan.truncated], plan.top_k, plan.top_p, plan.min_p, plan.width)
+        kept = probs.index_copy(0, plan.truncated, part)
+    # In order of the vocabulary for truncated and other rows alike: a row's token must not depend on its neighbours.
+    cumulative = kept.cumsum(-1)
+    total = cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
+    ids.clamp_(max=logits.shape[1] - 1)  # only a row of NaN needs it; its log-prob tells
+    if plan.greedy is not None:
+        ids = torch.where(plan.greedy[:, None], probs.argmax(-1, keepdim=True), ids)
+    logprobs = probs.gather(1, ids).log_()[:, 0]
+    behaviour = None if kept is probs else (kept.gather(1, ids) / total).log_()[:, 0]
+    return ids[:, 0], logprobs, behaviour
+
+
+def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> Tensor:
+    """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of what is left, then min-p (arXiv
+    2407.01082) drop a token; the most probable one always stays. Not renormalised.
+
+    Parameters as in SamplingPlan. Only the `width` most probable are sorted, more where a row keeps them all.
+    """
+    vocab = probs.shape[1]
+    while True:
+        width = min(width, vocab)
+        values, order = probs.topk(width)
+        cumulative = values.cumsum(-1)
+        mass = torch.where(top_k < vocab, cumulative.gather(1, (top_k - 1).clamp(max=width - 1)), 1.0)
+        keep = torch.arange(width, device=probs.device) < top_k
+        keep &= cumulative - values < top_p * mass
+        keep &= values >= min_p * values[:, :1]
+        if width == vocab or not bool(keep[:, -1].any()):
+            return torch.zeros_like(probs).scatter_(1, order, values * keep)
+        width *= 8

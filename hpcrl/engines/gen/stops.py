@@ -1,0 +1,44 @@
+"""Stop strings: found in the decoded tail, looked for only after tokens that can complete one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+UNDECODED = "\ufffd"  # what tokenizers put for bytes that are not yet a whole character
+
+
+class StopStrings:
+    """Finds stop strings in responses as they grow, with a Hugging Face tokenizer. Special tokens count as text."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._pieces: list[str] | None = None
+        self._closers: dict[tuple[str, ...], np.ndarray] = {}
+
+    def closers(self, stop: tuple[str, ...]) -> np.ndarray:
+        """bool [vocab]: the tokens that may complete one of the strings, i.e. whose text has one's last character."""
+        if stop not in self._closers:
+            if self._pieces is None:
+                # Twice each: some tokenizers strip the space in front of the first token.
+                ids = range(min(len(self._tokenizer), self._vocab_size))
+                self._pieces = [self._decode((i, i)) for i in ids]
+            mask = np.zeros(self._vocab_size, dtype=bool)
+            ends = {text[-1] for text in stop} | {UNDECODED}
+            mask[: len(self._pieces)] = [not ends.isdisjoint(piece) for piece in self._pieces]
+            self._closers[stop] = mask
+        return self._closers[stop]
+
+    def window(self, stop: tuple[str, ...]) -> int:
+        """How many tokens the tail must have: a token has at least a byte, and a few more keep its start out."""
+        return max(len(text.encode()) for text in stop) + 4
+
+    def completes(self, stop: tuple[str, ...], tail: Sequence[int]) -> bool:
+        """Whether one of the strings stands in the text of the tail, which had none before its last token."""
+        text = self._decode(tail)
+        return any(s in text for s in stop)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,65 @@
+"""What was sampled, iteration by iteration: one row per decode iteration, one column per slot.
+
+A request reads its own stretch of a column when it ends, so the decode loop does no work per request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class Track:
+    """Where a request stands on the tape: the iteration of its first token and the slots it has been in."""
+
+    start: int
+    stretches: list[tuple[int, int]] = field(default_factory=list)  # (slot, first iteration in it)
+
+
+class Tape:
+    """Rows of token ids, log-probs, behaviour log-probs and weight versions from iteration `_base` on."""
+
+    def __init__(self, num_slots: int):
+        self._base = 0  # iteration of the first row
+        self.end = 0  # the next iteration
+        rows = 64
+        self._columns = {
+            "token_ids": np.zeros((rows, num_slots), dtype=np.int32),
+            "gen_logprobs": np.zeros((rows, num_slots), dtype=np.float32),
+            "gen_logprobs_behaviour": np.zeros((rows, num_slots), dtype=np.float32),
+        }
+        self._versions = np.zeros(rows, dtype=np.int32)
+
+    def write(self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray) -> None:
+        """Add one iteration; arrays are [R] for the first R slots."""
+        row = self.end - self._base
+        if row == len(self._versions):
+            self._columns = {name: np.concatenate((c, np.zeros_like(c))) for name, c in self._columns.items()}
+            self._versions = np.concatenate((self._versions, np.zeros_like(self._versions)))
+        for column, values in zip(self._columns.values(), (ids, logprobs, behaviour), strict=True):
+            column[row, : len(values)] = values
+        self._versions[row] = version
+        self.end += 1
+
+    def read(self, track: Track, name: str, last: int | None = None) -> np.ndarray:
+        """The request's values of one column, all of them or the `last` ones, as an own array."""
+        column, start = self._columns[name], track.start
+        if last is not None:
+            start = max(start, self.end - last)
+        firsts = [max(first, start) - self._base for _, first in track.stretches] + [self.end - self._base]
+        return np.concatenate([column[firsts[i] : firsts[i + 1], slot] for i, (slot, _) in enumerate(track.stretches)])
+
+    def versions(self, track: Track) -> np.ndarray:
+        """The weight version of each of the request's tokens."""
+        return self._versions[track.start - self._base : self.end - self._base].copy()
+
+    def forget(self, before: int) -> None:
+        """Drop the iterations before this one, once they are most of the tape."""
+        drop, used = before - self._base, self.end - self._base
+        if drop * 2 < len(self._versions):
+            return
+        for column in (*self._columns.values(), self._versions):
+            column[: used - drop] = column[drop:used]
+        self._base = before
