@@ -114,7 +114,7 @@ class DataConfig(Section):
     """Where prompts come from and how a row is read."""
 
     train: Sources = "task:sort_digits"
-    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of them."""
+    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of them or of {path, tag, size, options}."""
     val: Sources | None = None
     """Held-out prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None

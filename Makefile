@@ -1,0 +1,85 @@
+# Every task of the project. `make` alone lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+CORE := $(VENV)/.installed-core
+DEV := $(VENV)/.installed-dev
+BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
+
+.PHONY: help setup demo test test-fast test-gpu soak lint fmt type bench docs clean
+
+help: ## list the tasks
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(CORE) ## the environment in .venv: pinned dependencies and hpcrl itself
+
+demo: setup ## warm a tiny model up, train it with RL, plot (about 4 minutes on two idle cores)
+	@echo "== 1 of 2: supervised warm-up"
+	@$(PY) -m hpcrl.launch +experiment=demo_sft
+	@echo "== 2 of 2: reinforcement learning (GRPO) from there"
+	@$(PY) -m hpcrl.launch +experiment=demo model.path=runs/demo_sft/hf
+	@echo
+	@echo "plot        runs/demo/plot.png"
+	@echo "checkpoint  runs/demo/hf (Hugging Face format)"
+	@echo "metrics     runs/demo/metrics.jsonl, or: $(BIN)/tensorboard --logdir runs"
+
+test: $(DEV) ## every test
+	@$(PYTEST)
+
+test-fast: $(DEV) ## the tests that finish in under 2 minutes
+	@$(PYTEST) -m "not slow and not soak"
+
+test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
+	@$(PYTEST) -m gpu || [ $$? -eq 5 ]
+
+soak: $(DEV) ## long tests: many random kills
+	@$(PYTEST) -m soak --timeout 3600
+
+lint: $(DEV) ## ruff, import contracts, shellcheck
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+	@git ls-files -z '*.sh' .ci/run | xargs -0 $(BIN)/shellcheck
+
+fmt: $(DEV) ## format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+type: $(DEV) ## mypy
+	@$(BIN)/mypy
+
+bench: $(DEV) ## the measurements, one JSON line each
+	@for name in $(BENCHES); do OMP_NUM_THREADS=1 $(PY) -m tests.bench.$$name; done
+
+docs: $(CORE) ## write docs/configuration.md from the schema
+	@$(PY) -m hpcrl.launch --help markdown > docs/configuration.md
+
+clean: ## remove caches (not .venv, not runs)
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+
+$(VENV)/bin/python:
+	@echo "== making $(VENV)"
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) found; install Python 3.11 or give PYTHON=..."; exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone, so that nothing else decides which build of it is taken.
+$(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "== installing torch"
+	@$(PIP) --quiet setuptools torch
+	@echo "== installing hpcrl and what it needs"
+	@$(PIP) --quiet --no-build-isolation -e .
+	@touch $@
+
+$(DEV): $(CORE)
+	@echo "== installing what the tests need"
+	@$(PIP) --quiet --no-build-isolation -e '.[dev,megatron]'
+	@touch $@

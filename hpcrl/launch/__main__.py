@@ -1,0 +1,93 @@
+"""The front door: `python -m hpcrl.launch`. Checks everything that can be known before a process is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.config import Config, ConfigError, Problem, Reading, read
+from hpcrl.config.checks import check_length
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.help import overview, reference, section
+from hpcrl.launch.model_folder import ModelFolder, inspect_model
+from hpcrl.launch.plan import describe
+from hpcrl.layout import RoleLayout, check_layout
+from hpcrl.rundir import CONFIG, RunState, check_run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit code (hpcrl/exitcodes.py)."""
+    try:
+        if help_at := [i for i, word in enumerate(argv) if word in ("-h", "--help")]:
+            topic = argv[help_at[0] + 1 :]
+            print(reference() if topic == ["markdown"] else section(topic[0]) if topic else overview())
+            return ExitCode.DONE
+        config, layout, model, run = prepare(argv)
+    except ConfigError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    print(describe(config, layout, model, run), flush=True)
+    if config.dry_run:
+        print("\ndry_run: nothing was started or written")
+        return ExitCode.DONE
+    if run.kind == "finished":
+        print(f"\nthis run is finished: {run.finished.get('reason', '')}; raise max_steps or choose another run_name")
+        return ExitCode.DONE
+    from hpcrl.run import launch_local  # imports torch
+
+    return launch_local(config)
+
+
+def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState]:
+    """Everything about a run that is known before it starts; its config.run_dir is the folder it will use.
+
+    Writes nothing. ConfigError holds all problems of configuration, layout, data, rewards, model and run folder.
+    """
+    reading = read(argv)
+    config = reading.config
+    model = run = None
+    if config is not None:
+        reading.add(check_layout(config))
+        _check_inputs(reading, config)
+        model = _check_model(reading, config)
+        run = _check_run(reading, config)
+    if reading.problems or config is None or run is None:
+        raise ConfigError(reading.lines())
+    config = config.model_copy(update={"run_dir": str(run.run_dir)})
+    return config, RoleLayout.from_config(config), model, run
+
+
+def _check_inputs(reading: Reading, config: Config) -> None:
+    """Files of prompts, and how they are scored."""
+    from hpcrl.data import validate_sources
+    from hpcrl.rewards.router import validate_rewards
+
+    reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data)])
+    reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
+
+
+def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
+    """The model folder, where one is given; None where the tiny model is made."""
+    if config.model.path is None:
+        return None
+    model = inspect_model(Path(config.model.path))
+    reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
+    if model.max_positions is not None:
+        reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
+    return model
+
+
+def _check_run(reading: Reading, config: Config) -> RunState | None:
+    """The run folder. Where keys could not be read, a stored run cannot be compared and is left alone."""
+    if reading.unread and (Path(config.run_dir) / CONFIG).exists():
+        return None
+    try:
+        return check_run(config.model_dump(mode="json"), config.run_dir, config.resume)
+    except ConfigError as error:
+        reading.add([Problem((), line, (("run_dir",), ("run_name",))) for line in error.problems])
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""What --help says, read from the schema and from the first lines of the files under conf/."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from hpcrl.config import Config, ConfigError
+from hpcrl.config.compose import conf_dir, groups
+from hpcrl.exitcodes import ExitCode
+
+USAGE = """\
+usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=value ...]
+       python -m hpcrl.launch --help [SECTION]
+
+Checks a run, prints its plan and starts it. Every setting is a key=value; lists are [a,b], a key is unset by ~key.
+
+examples
+  python -m hpcrl.launch +experiment=demo_sft
+      warm a tiny model up on digit sorting
+  python -m hpcrl.launch +experiment=demo model.path=runs/demo_sft/hf
+      reinforcement learning from there
+  python -m hpcrl.launch +experiment=rlvr_gsm8k data.train=train.jsonl data.val=test.jsonl max_steps=3
+      three steps on files of your own
+  python -m hpcrl.launch +experiment=demo layout=disaggregated trainer.lr=1e-4 run_name=far dry_run=true
+      check everything and print the plan, start nothing
+  python -m hpcrl.launch +experiment=demo
+      the same command again resumes a run that was stopped
+"""
+
+IMPORTANT = (
+    *("pipeline", "run_name", "run_dir", "max_steps", "save_every", "eval_every", "resume", "deterministic", "dry_run"),
+    *("seed", "model.path", "data.train", "data.val"),
+    *("rollout.num_prompts", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature"),
+    *("algorithm.num_mini_batches", "trainer.lr", "trainer.max_tokens_per_micro_batch"),
+    *("generator.max_slots", "timeouts.command_s"),
+)
+
+EXIT_CODES = {
+    ExitCode.DONE: "done, or finished before",
+    ExitCode.FAILED: "failed for another reason",
+    ExitCode.BAD_INPUT: "bad input, nothing started",
+    ExitCode.RANK_FAILED: "a rank failed",
+    ExitCode.RANK_KILLED: "a rank was killed",
+    ExitCode.DEADLINE: "a deadline passed",
+    ExitCode.STORE_LOST: "the store was lost",
+    ExitCode.REQUEUE: "saved, start again",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+
+
+def overview() -> str:
+    """The text of --help."""
+    parts = [USAGE, "groups (group=option)"]
+    for group, options in groups().items():
+        if group != "experiment":
+            parts += [f"  {group}", *(f"    {name:<20} {_first_comment(group, name)}" for name in options)]
+    parts += ["", "experiments (+experiment=NAME)"]
+    parts += [f"  {name:<22} {_first_comment('experiment', name)}" for name in groups()["experiment"]]
+    parts += ["", "important keys and their defaults"]
+    parts += [_line(key, *_lookup(key)) for key in IMPORTANT]
+    parts += ["", "all keys of a section: --help SECTION, one of " + ", ".join(_sections())]
+    codes = ", ".join(f"{int(code)} {text}" for code, text in EXIT_CODES.items())
+    parts += ["", f"exit codes: {codes}; all in docs/exit_codes.md"]
+    return "\n".join(parts)
+
+
+def section(name: str) -> str:
+    """The text of --help SECTION: every key with its default and meaning. ConfigError names the sections there are."""
+    sections = _sections()
+    if name not in sections:
+        raise ConfigError([f"--help {name}: no such section; there are {', '.join(sections)}"])
+    parts = []
+    for model in sections[name]:
+        parts.append("\n".join([f"{name}: {_doc(model)}", *(_line(*row) for row in _keys(model, _stem(name)))]))
+    return "\n\n".join(parts)
+
+
+def reference() -> str:
+    """docs/configuration.md: every key of every section."""
+    lines = ["# Every key", "", "Made by `make docs` from `hpcrl/config/schema.py`.", ""]
+    top = [(key, *_lookup(key)) for key in Config.model_fields if key not in _sections()]
+    for title, rows in [
+        ("run", top),
+        *((f"{n}: {_doc(m)}", _keys(m, _stem(n))) for n, ms in _sections().items() for m in ms),
+    ]:
+        lines += [f"## {title}", "", "| Key | Default | Meaning |", "|---|---|---|"]
+        lines += [
+            f"| `{key}` | {f'`{shown}`' if (shown := _show(default)) else ''} | {text} |" for key, default, text in rows
+        ]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _stem(name: str) -> str:
+    """How the keys of a section begin: those of a mapping stand below a name the user gives."""
+    return f"{name}.NAME" if get_origin(Config.model_fields[name].annotation) is dict else name
+
+
+def _sections() -> dict[str, list[type[BaseModel]]]:
+    """Section -> its models (several where a name chooses among them)."""
+    return {key: models for key, info in Config.model_fields.items() if (models := _models(info.annotation))}
+
+
+def _keys(model: type[BaseModel], at: str) -> list[tuple[str, Any, str]]:
+    """(dotted key, default, meaning) of every key below a section."""
+    rows = []
+    for key, info in model.model_fields.items():
+        if isinstance(info.default, BaseModel):
+            rows += _keys(type(info.default), f"{at}.{key}")
+        else:
+            rows.append((f"{at}.{key}", info.default, info.description or ""))
+    return rows
+
+
+def _lookup(key: str) -> tuple[Any, str]:
+    """(default, meaning) of a dotted key."""
+    model: type[BaseModel] = Config
+    *sections, last = key.split(".")
+    for part in sections:
+        model = _models(model.model_fields[part].annotation)[0]
+    return model.model_fields[last].default, model.model_fields[last].description or ""
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a key itself may hold, or the values of a mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    branches = get_args(annotation)[-1:] if get_origin(annotation) is dict else get_args(annotation)
+    return [] if get_origin(annotation) is list else [model for branch in branches for model in _models(branch)]
+
+
+def _doc(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _line(key: str, default: Any, text: str) -> str:
+    return f"  {f'{key}={_show(default)}':<44} {text}".rstrip()
+
+
+def _show(default: Any) -> str:
+    """A default as it is written on the command line."""
+    if default is PydanticUndefined:
+        return "(required)"
+    if default is None or isinstance(default, bool):
+        return "null" if default is None else str(default).lower()
+    return f"[{', '.join(map(str, default))}]" if isinstance(default, tuple) else str(default)
+
+
+def _first_comment(group: str, option: str) -> str:
+    """The first comment of a conf file that is not Hydra's package line."""
+    for line in (conf_dir() / group / f"{option}.yaml").read_text().splitlines():
+        if line.startswith("#") and not line.startswith("# @"):
+            return line.lstrip("# ")
+    return ""

@@ -1,0 +1,162 @@
+"""Whether a folder holds a model that can be loaded, read from its file headers alone: no torch, no weights read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+MAX_SHOWN = 4
+"""Wrong tensors named before the rest is only counted."""
+
+
+@dataclass
+class ModelFolder:
+    """What a folder says about its model. `problems` holds one line for everything that stands against loading it."""
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def model_type(self) -> str:
+        """The family, as config.json names it."""
+        return str(self.config.get("model_type", ""))
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the weight files."""
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence in tokens, where config.json gives it."""
+        return self.config.get("max_position_embeddings")
+
+
+def inspect_model(path: Path) -> ModelFolder:
+    """Read config.json and the headers of the weight files of a folder in HF layout."""
+    found = ModelFolder(path)
+    if not path.is_dir():
+        found.problems.append(f"model.path: no folder {path}; give one with config.json, *.safetensors and a tokenizer")
+        return found
+    found.config = _read_json(path / "config.json", found)
+    if found.config and not found.model_type:
+        found.problems.append(f"model.path: {path / 'config.json'} has no model_type")
+    for file, names in _weight_files(found):
+        header = _read_header(file, found)
+        found.shapes |= header
+        missing = sorted(names - header.keys()) if header else []
+        if missing:
+            found.problems.append(
+                f"model.path: {file} lacks {missing[0]}, which the index says it holds{_more(missing)}"
+            )
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        found.problems.append(f"model.path: no tokenizer in {path} (tokenizer.json)")
+    if found.config and found.shapes:
+        wrong = list(_wrong_shapes(found))
+        found.problems += [f"model.path: {path}: {text}" for text in wrong[:MAX_SHOWN]]
+        if len(wrong) > MAX_SHOWN:
+            found.problems.append(
+                f"model.path: {path}: and {len(wrong) - MAX_SHOWN} more tensors that do not fit config.json"
+            )
+    return found
+
+
+def _read_json(path: Path, found: ModelFolder) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        found.problems.append(f"model.path: no {path.name} in {path.parent}")
+        return {}
+    except (OSError, ValueError) as error:
+        found.problems.append(f"model.path: {path} cannot be read: {error}")
+        return {}
+    if not isinstance(content, dict):
+        found.problems.append(f"model.path: {path} holds no JSON object")
+        return {}
+    return content
+
+
+def _weight_files(found: ModelFolder) -> Iterator[tuple[Path, set[str]]]:
+    """Every weight file with the names that the index expects in it; problems where one is missing."""
+    folder, index = found.path, found.path / "model.safetensors.index.json"
+    if index.is_file():
+        files: dict[str, set[str]] = {}
+        for name, file in _read_json(index, found).get("weight_map", {}).items():
+            files.setdefault(file, set()).add(name)
+        for file in sorted(files):
+            if (folder / file).is_file():
+                yield folder / file, files[file]
+            else:
+                found.problems.append(f"model.path: {folder / file} is missing, {index.name} names it")
+    elif single := sorted(folder.glob("*.safetensors")):
+        yield from ((file, set()) for file in single)
+    else:
+        pickled = next(folder.glob("*.bin"), None)
+        hint = f" ({pickled.name} is pickled: save the model again as safetensors)" if pickled else ""
+        found.problems.append(f"model.path: no weights in {folder} (*.safetensors){hint}")
+
+
+def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of a safetensors file; checks that the file is as long as its header says."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            size = file.stat().st_size
+            if length > size - 8:
+                raise ValueError(f"its header claims {length} bytes")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != size:
+            raise ValueError(f"it has {size} bytes and should have {end}")
+        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        found.problems.append(f"model.path: {file} is damaged: {error}")
+        return {}
+
+
+def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
+    """Tensors of a decoder in the Llama naming that are missing or do not have the shape config.json asks for."""
+    config, shapes = found.config, found.shapes
+    try:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        layers, vocab = config["num_hidden_layers"], config["vocab_size"]
+    except KeyError as error:
+        yield f"config.json has no {error.args[0]}"
+        return
+    if "model.embed_tokens.weight" not in shapes:
+        return  # another naming: the engine that loads it judges
+    head = config.get("head_dim") or hidden // heads
+    keys = config.get("num_key_value_heads") or heads
+    expected = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config.get("tie_word_embeddings", False):
+        expected["lm_head.weight"] = (vocab, hidden)
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        expected |= {
+            at + "self_attn.q_proj.weight": (heads * head, hidden),
+            at + "self_attn.k_proj.weight": (keys * head, hidden),
+            at + "self_attn.v_proj.weight": (keys * head, hidden),
+            at + "self_attn.o_proj.weight": (hidden, heads * head),
+        }
+        if at + "mlp.gate_proj.weight" in shapes and "intermediate_size" in config:
+            expected[at + "mlp.gate_proj.weight"] = (config["intermediate_size"], hidden)
+            expected[at + "mlp.down_proj.weight"] = (hidden, config["intermediate_size"])
+    for name, shape in expected.items():
+        if name not in shapes:
+            yield f"{name} is missing from the weights"
+        elif shapes[name] != shape:
+            yield f"{name} has shape {list(shapes[name])}, config.json asks for {list(shape)}"
+    if f"model.layers.{layers}.input_layernorm.weight" in shapes:
+        yield f"the weights hold more layers than num_hidden_layers = {layers}"
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

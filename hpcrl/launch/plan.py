@@ -1,0 +1,94 @@
+"""The plan of a run, for people: which rank does what, the arithmetic of a batch, where things go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hpcrl.config import Config, DataSource
+from hpcrl.launch.model_folder import ModelFolder
+from hpcrl.layout import RoleLayout
+from hpcrl.rundir import RunState
+
+
+def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState) -> str:
+    """The plan as lines of `what  how`."""
+    rows = [
+        ("run", f"{config.run_name}, {_kind(run)}, folder {run.run_dir}"),
+        ("work", _work(config)),
+        ("model", _model(config, model)),
+        ("data", f"train {_sources(config.data.train)}"),
+        *([("", f"held-out {_sources(config.data.val)}")] if config.data.val is not None else []),
+        ("batch", _batch(config, layout)),
+        *([("", _generation(config, layout))] if layout.replicas else []),
+        ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
+        *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
+        ("files", "config.yaml metrics.jsonl tensorboard/ rollouts/ checkpoints/ hf/ plot.png logs/"),
+    ]
+    return "\n".join(f"{name:<8}{text}" for name, text in rows)
+
+
+def _kind(run: RunState) -> str:
+    words = {"fresh": "new", "resume": f"attempt {run.attempt + 1}, goes on", "finished": "finished"}[run.kind]
+    return f"{words}; changed: {', '.join(run.changes)}" if run.changes else words
+
+
+def _work(config: Config) -> str:
+    what = f"{config.pipeline}, {config.algorithm.name}" if config.pipeline == "rlvr" else config.pipeline
+    save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
+    evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
+    return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
+
+
+def _model(config: Config, model: ModelFolder | None) -> str:
+    if model is None:
+        tiny = config.model.tiny
+        return (
+            f"tiny {tiny.architecture} ({tiny.num_layers} layers, hidden {tiny.hidden_size}), "
+            f"random weights, made in the run folder, {config.model.dtype}"
+        )
+    return f"{model.path} ({model.model_type}, {_count(model.num_parameters)} parameters), {config.model.dtype}"
+
+
+def _sources(sources: str | list[str | DataSource]) -> str:
+    entries: Iterable[str | DataSource] = [sources] if isinstance(sources, str) else sources
+    return ", ".join(entry if isinstance(entry, str) else entry.path for entry in entries)
+
+
+def _batch(config: Config, layout: RoleLayout) -> str:
+    trainers = len(layout.ranks["trainer"])
+    if config.pipeline == "sft":
+        return f"{config.sft.batch_size} rows a step over {trainers} trainer rank(s)"
+    rollout, algorithm = config.rollout, config.algorithm
+    samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs
+    extra = f" (+ {rollout.over_sampling} prompts over-sampled)" if rollout.over_sampling else ""
+    return (
+        f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}; "
+        f"{updates} optimizer step(s) of {samples // algorithm.num_mini_batches} over {trainers} trainer rank(s)"
+    )
+
+
+def _generation(config: Config, layout: RoleLayout) -> str:
+    replicas, slots = len(layout.replicas), config.generator.max_slots
+    return (
+        f"prompts up to {config.data.max_prompt_tokens} tokens, responses up to {config.max_response_tokens}; "
+        f"{replicas} generator replica(s) x {slots} slots = {replicas * slots} responses at once"
+    )
+
+
+def _rank_table(layout: RoleLayout) -> list[tuple[str, tuple[str, ...]]]:
+    """Runs of neighbouring ranks with the same roles."""
+    table: list[tuple[int, int, tuple[str, ...]]] = []
+    for rank in range(layout.world_size):
+        roles = layout.roles_of(rank)
+        if table and table[-1][2] == roles:
+            table[-1] = (table[-1][0], rank, roles)
+        else:
+            table.append((rank, rank, roles))
+    return [(str(a) if a == b else f"{a}-{b}", roles) for a, b, roles in table]
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

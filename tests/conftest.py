@@ -1,0 +1,60 @@
+"""What all tests share: where the shared data is, and which tests may be left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIRE_ALL = os.environ.get("HPCRL_REQUIRE_ALL") == "1"
+"""Set in continuous integration: what a user's machine may lack must be there, GPUs excepted."""
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of the public data sets (gsm8k, humaneval, ifeval): $HPCRL_DATA, or ../shared/data beside the checkout."""
+    folder = Path(os.environ.get("HPCRL_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no shared data in {folder}; set HPCRL_DATA")
+    return folder
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave soak tests out unless asked for; skip GPU tests where there is none."""
+    soak = [item for item in items if item.get_closest_marker("soak")]
+    if soak and "soak" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=soak)
+        items[:] = [item for item in items if item not in soak]
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A skipped test fails where everything is required."""
+    report = yield
+    if not item.get_closest_marker("gpu"):
+        _require(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    """A module that skips itself fails where everything is required."""
+    report = yield
+    _require(report)
+    return report
+
+
+def _require(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if REQUIRE_ALL and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"a required component is missing: {report.longrepr}"
