@@ -1,0 +1,134 @@
+"""What the rollout scheduler is told, what it orders, and what comes out of it: plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrl.rollout.types import Disposition, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BurstDone:
+    """A replica ended a burst. finished: (sample id, tokens generated, reason) of ended samples;
+    turns: (sample id, tokens generated so far) of samples whose turn ended and whose environment acts now."""
+
+    replica: int
+    finished: tuple[tuple[int, int, FinishReason], ...] = ()
+    turns: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The environments of these samples answered; the observations are where the samples live."""
+
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A sample's reward and score; `error` says why there is none. Of an ACTING sample: its episode is over."""
+
+    sample_id: int
+    reward: float
+    score: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Reply to a Drop: (sample id, tokens generated) of the samples that were still running."""
+
+    lengths: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """These samples cannot end (refused request, crashed environment): their groups start anew."""
+
+    sample_ids: tuple[int, ...]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """A replica is gone with every sample that lived there."""
+
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerLost:
+    """The scorer of these samples is gone (see RolloutScheduler.scoring); they are scored again."""
+
+    sample_ids: tuple[int, ...]
+
+
+Event = BurstDone | Answered | Scored | Aborted | Failed | ReplicaLost | ScorerLost
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Start generating these samples."""
+
+    replica: int
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Generate the next turn of these samples."""
+
+    replica: int
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rescore:
+    """Send these finished samples to a living scorer again."""
+
+    replica: int
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Stop those of these samples that run, free everything held of all of them; answer with Aborted if any ran."""
+
+    replica: int
+    sample_ids: tuple[int, ...]
+
+
+Command = Admit | Continue | Rescore | Drop
+
+
+@dataclass(frozen=True, slots=True)
+class DoneSample:
+    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens."""
+
+    id: int
+    replica: int
+    num_tokens: int
+    finish_reason: FinishReason
+    reward: float
+    score: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt's responses, in order of member. `version` is that of the oldest weights in it."""
+
+    uid: int
+    attempt: int
+    version: int
+    samples: tuple[DoneSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How a prompt ended. `reason`: the filter, or the cause of the last failure."""
+
+    uid: int
+    attempt: int
+    disposition: Disposition
+    reason: str = ""

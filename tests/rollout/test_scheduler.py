@@ -1,0 +1,477 @@
+"""The rollout scheduler against a simulated world: unit tests and properties over random orders of events."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.config import Config
+from hpcrl.rollout.events import (
+    Aborted,
+    Admit,
+    Answered,
+    BurstDone,
+    Continue,
+    Drop,
+    Failed,
+    ReplicaLost,
+    Rescore,
+    Scored,
+    ScorerLost,
+)
+from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.types import Disposition, FinishReason, make_sample_id, split_sample_id
+
+STOP = FinishReason.STOP
+
+
+@dataclass
+class World:
+    """Replicas, scorers and environments with outcomes that depend on the sample id alone."""
+
+    rng: random.Random
+    deterministic: bool
+    capacities: dict[int, int]
+    pass_rate: float = 0.5
+    max_turns: int = 1
+    clock: int = 0  # bursts so far
+    held: dict[int, dict[int, int]] = field(default_factory=dict)  # replica -> sample -> turns done
+    running: dict[int, dict[int, int]] = field(default_factory=dict)  # replica -> sample -> tokens to go
+    scoring: set[int] = field(default_factory=set)
+    acting: set[int] = field(default_factory=set)
+    late: list = field(default_factory=list)
+    history: dict[int, list] = field(default_factory=dict)  # replica -> commands, as the replica sees them
+
+    def __post_init__(self):
+        self.held = {name: {} for name in self.capacities}
+        self.running = {name: {} for name in self.capacities}
+        self.history = {name: [] for name in self.capacities}
+
+    def length(self, sample_id: int) -> int:
+        return 1 + random.Random(sample_id).randrange(40)
+
+    def score(self, sample_id: int) -> float:
+        return float(random.Random(sample_id * 7 + 1).random() < self.pass_rate)
+
+    def carry_out(self, commands) -> None:
+        for command in commands:
+            name, ids = command.replica, command.sample_ids
+            assert name in self.held, f"command to lost replica {name}"
+            assert len(set(ids)) == len(ids) > 0
+            self.history[name].append((type(command).__name__, ids))
+            match command:
+                case Admit():
+                    for i in ids:
+                        assert all(i not in held for held in self.held.values()), "admitted twice"
+                        self.held[name][i] = 0
+                        self.running[name][i] = self.length(i)
+                case Continue():
+                    for i in ids:
+                        assert i not in self.running[name] and i in self.held[name]
+                        self.running[name][i] = self.length(i + self.held[name][i])
+                case Rescore():
+                    for i in ids:
+                        assert i in self.held[name]
+                        self.scoring.add(i)
+                case Drop():
+                    for i in ids:
+                        del self.held[name][i]
+                    cut = tuple((i, 3) for i in ids if self.running[name].pop(i, None) is not None)
+                    if cut:
+                        self.late.append(Aborted(cut))
+            if not self.deterministic:
+                assert len(self.running[name]) <= self.capacities[name]
+
+    def burst(self, name: int) -> BurstDone | None:
+        """One burst of eight tokens on a replica."""
+        if not self.running[name]:
+            return None
+        finished, turns = [], []
+        for i in list(self.running[name]):
+            self.running[name][i] -= 8
+            if self.running[name][i] <= 0:
+                del self.running[name][i]
+                self.held[name][i] += 1
+                if self.held[name][i] < 1 + i % self.max_turns:
+                    turns.append((i, self.length(i)))
+                    self.acting.add(i)
+                else:
+                    finished.append((i, self.length(i), STOP))
+                    self.scoring.add(i)
+        return BurstDone(name, tuple(finished), tuple(turns))
+
+    def lose(self, name: int) -> ReplicaLost:
+        del self.held[name], self.running[name]
+        return ReplicaLost(name)
+
+    def random_events(self) -> list:
+        """Some of the things that could happen next; now and then none, more rarely the wrong ones."""
+        events = []
+        for name in self.rng.sample(list(self.running), self.rng.randint(0, len(self.running))):
+            if burst := self.burst(name):
+                events.append(burst)
+        events += [Scored(i, self.score(i), self.score(i)) for i in self.some(self.scoring)]
+        if answered := self.some(self.acting):
+            events.append(Answered(tuple(answered)))
+        self.rng.shuffle(events)
+        late, self.late = self.late, []
+        return events + late
+
+    def some(self, pool: set[int]) -> list[int]:
+        chosen = self.rng.sample(sorted(pool), self.rng.randint(0, len(pool)))
+        pool.difference_update(chosen)
+        return chosen
+
+
+def run_steps(scheduler, world, need, steps, disturb=None):
+    """Drive whole steps; checks the budget at every turn. Returns the batches and the prompts' ends."""
+    batches, ends, next_uid = [], [], 0
+    for version in range(steps):
+        scheduler.begin_step(version, need)
+        for turn in range(2_000):
+            if scheduler.ready():
+                break
+            fresh = range(next_uid, next_uid + scheduler.wants())
+            next_uid += len(fresh)
+            scheduler.offer(fresh)
+            events = world.random_events() if turn else []
+            if disturb:
+                events += disturb(scheduler, world)
+            world.carry_out(scheduler.plan(events))
+            assert scheduler.in_flight + len(scheduler.finished()) <= scheduler.budget
+        else:
+            raise AssertionError("no batch after 2,000 turns")
+        batches.append(scheduler.take())
+        for group in batches[-1]:
+            for sample in group.samples:
+                del world.held[sample.replica][sample.id]  # the tokens live where the group says
+        ends += scheduler.settled()
+    return batches, ends, next_uid
+
+
+def check_accounting(scheduler, batches, ends, offered):
+    """Every prompt ended once or still waits; none trained twice; trained is what was taken."""
+    times = Counter(end.uid for end in ends)
+    assert not times or max(times.values()) == 1
+    state = scheduler.state_dict()
+    waiting = {uid for uid, _, _ in state["queue"]} | {group["uid"] for group in state["finished"]}
+    assert waiting | set(times) == set(range(offered)) and not waiting & set(times)
+    taken = [group.uid for batch in batches for group in batch]
+    assert sorted(taken) == sorted(end.uid for end in ends if end.disposition is Disposition.TRAINED)
+
+
+# -- properties
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(1, 4),
+    capacity=st.integers(1, 9),
+    group_size=st.integers(1, 4),
+    need=st.integers(1, 5),
+    over_sampling=st.integers(0, 4),
+    deterministic=st.booleans(),
+    max_turns=st.integers(1, 3),
+    max_lag=st.sampled_from([0, 0, 0.5, 1, 2]),
+    chaos=st.booleans(),
+)
+def test_accounting_budget_and_termination_under_random_events(  # noqa: PLR0917
+    seed, replicas, capacity, group_size, need, over_sampling, deterministic, max_turns, max_lag, chaos
+):
+    rng = random.Random(seed)
+    world = World(rng, deterministic, {n: capacity for n in range(replicas)}, max_turns=max_turns)
+    config = SchedulerConfig(
+        group_size, over_sampling, filter_std=group_size > 1, deterministic=deterministic, max_lag=max_lag,
+        max_generated_groups=100_000,
+    )  # fmt: skip
+    scheduler = RolloutScheduler(config, world.capacities)
+
+    def disturb(scheduler, world):
+        events = []
+        live = sorted(i for held in world.held.values() for i in held)
+        if chaos and live and rng.random() < 0.05:
+            events.append(Failed((rng.choice(live),), "crash"))
+        if chaos and world.scoring and rng.random() < 0.1:
+            lost = world.some(world.scoring)  # the world forgets them, Rescore brings them back
+            events.append(ScorerLost(tuple(lost)))
+        if chaos and rng.random() < 0.1 and live:
+            events.append(Scored(rng.choice(live), 1.0, 1.0))  # stale, early or doubled
+            world.scoring.discard(events[-1].sample_id)
+            world.acting.discard(events[-1].sample_id)
+        if chaos and len(world.held) > 1 and rng.random() < 0.02:
+            events.append(world.lose(rng.choice(sorted(world.held))))
+        return events
+
+    batches, ends, offered = run_steps(scheduler, world, need, 4, disturb)
+    check_accounting(scheduler, batches, ends, offered)
+    for version, batch in enumerate(batches):
+        assert len(batch) == need and [g.uid for g in batch] == sorted(g.uid for g in batch)
+        lags = [version - group.version for group in batch]
+        assert max(lags) <= -(-max_lag // 1) and sum(lag > max_lag // 1 for lag in lags) <= (max_lag % 1) * need
+        for group in batch:
+            ids = [make_sample_id(group.uid, group.attempt, m) for m in range(group_size)]
+            assert [s.id for s in group.samples] == ids
+    if max_lag == 0 or deterministic:
+        assert scheduler.in_flight == 0 and not any(world.running.values()) and not any(world.held.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    order=st.integers(0, 2**32),
+    over_sampling=st.integers(0, 3),
+    max_turns=st.integers(1, 3),
+)
+def test_deterministic_mode_ignores_the_order_of_events(order, over_sampling, max_turns):
+    """Same outcomes in another order: the same batches, the same ends, the same admissions on every replica."""
+
+    def run(seed):
+        world = World(random.Random(seed), True, {0: 4, 1: 4}, max_turns=max_turns)
+        config = SchedulerConfig(3, over_sampling, filter_std=True, deterministic=True)
+        scheduler = RolloutScheduler(config, world.capacities)
+        batches, ends, _ = run_steps(scheduler, world, 4, 3)
+        admissions = {
+            name: [(kind, ids) for kind, ids in history if kind == "Admit"] for name, history in world.history.items()
+        }
+        return batches, ends, admissions
+
+    assert run(order) == run(0)
+
+
+def test_default_mode_does_depend_on_the_order_of_events():
+    """The control of the test above: what it compares can differ."""
+
+    def run(seed):
+        world = World(random.Random(seed), False, {0: 4, 1: 4})
+        scheduler = RolloutScheduler(SchedulerConfig(3, 2, filter_std=True), world.capacities)
+        return run_steps(scheduler, world, 4, 3)[0]
+
+    assert len({str(run(seed)) for seed in range(5)}) > 1
+
+
+def test_long_answers_do_not_starve():
+    """Prompt 0 is always the slowest of the over-sampled; without waiting for it, it would be dropped for ever."""
+    world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
+    world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] == 0 else 8
+    scheduler = RolloutScheduler(SchedulerConfig(2, over_sampling=2, max_attempts=3), world.capacities)
+    batches, _, _ = run_steps(scheduler, world, 3, 8)
+    step = next(i for i, batch in enumerate(batches) if any(group.uid == 0 for group in batch))
+    assert step == 3  # dropped three times, then waited for
+
+
+# -- one rule each
+
+
+def finish(*ids, replica=0):
+    return BurstDone(replica, tuple((i, 5, STOP) for i in ids))
+
+
+def score(*ids, reward=1.0):
+    return [Scored(i, reward, reward) for i in ids]
+
+
+def started(config, uids, replicas, need):
+    scheduler = RolloutScheduler(config, replicas)
+    scheduler.begin_step(0, need)
+    scheduler.offer(range(uids))
+    return scheduler, scheduler.plan()
+
+
+def ids_of(uid, size, attempt=0):
+    return tuple(make_sample_id(uid, attempt, m) for m in range(size))
+
+
+def test_siblings_go_together_to_the_roomiest_replica():
+    _, commands = started(SchedulerConfig(2), 3, {7: 4, 9: 4}, 3)
+    assert commands == [Admit(7, ids_of(0, 2) + ids_of(2, 2)), Admit(9, ids_of(1, 2))]
+
+
+def test_siblings_apart_balance_sample_by_sample():
+    _, commands = started(SchedulerConfig(2, siblings_together=False), 2, {7: 4, 9: 4}, 2)
+    a, b, c, d = ids_of(0, 2) + ids_of(1, 2)
+    assert commands == [Admit(7, (a, c)), Admit(9, (b, d))]
+
+
+def test_group_larger_than_any_room_is_split_and_the_rest_waits():
+    scheduler, commands = started(SchedulerConfig(5), 1, {0: 2, 1: 2}, 1)
+    a, b, c, d, e = ids_of(0, 5)
+    assert commands == [Admit(0, (a, b)), Admit(1, (c, d))]
+    assert scheduler.plan([finish(b)]) == [Admit(0, (e,))]
+
+
+def test_wants_replaces_filtered_groups_within_the_budget():
+    scheduler, _ = started(SchedulerConfig(1, over_sampling=1, filter_mean_low=0.5), 0, {0: 8}, 2)
+    assert scheduler.wants() == scheduler.budget == 3
+    scheduler.offer([0, 1, 2])
+    scheduler.plan()
+    assert scheduler.wants() == 0
+    (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
+    commands = scheduler.plan([finish(a, b), *score(a, reward=0.0), *score(b)])
+    assert commands == [Drop(0, (a,))] and scheduler.wants() == 1  # b counts until it is taken
+    end = scheduler.settled()[0]
+    assert (end.uid, end.disposition, end.reason) == (0, Disposition.FILTERED, "mean_low")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scores", "reason"),
+    [
+        ((0, 0, 0, 1), (0, 0, 0, 1), ""),
+        ((0, 0, 0, 0), (0, 0, 0, 0), "mean_low"),
+        ((1, 0, 0, 0), (0, 0, 0, 0.4), "mean_low"),  # mean .1 is not above .1
+        ((1, 0, 1, 1), (1, 1, 1, 0.6), "mean_high"),  # mean .9 is not below .9
+        ((2, 2, 2, 2), (0, 1, 0, 1), "std"),
+    ],
+)
+def test_filters(rewards, scores, reason):
+    config = SchedulerConfig(4, filter_mean_low=0.1, filter_mean_high=0.9, filter_std=True)
+    scheduler, _ = started(config, 1, {0: 8}, 1)
+    ids = ids_of(0, 4)
+    scheduler.plan([finish(*ids), *(Scored(i, r, s) for i, r, s in zip(ids, rewards, scores, strict=True))])
+    assert scheduler.ready() == (reason == "")
+    if reason:
+        assert scheduler.settled()[0].reason == reason
+        assert scheduler.metrics()[f"scheduler/filtered_{reason}"] == (1.0, 1.0, 1.0, 1.0)
+
+
+def test_over_sampled_groups_are_dropped_and_come_first_next_step():
+    scheduler, _ = started(SchedulerConfig(2, over_sampling=1), 2, {0: 8}, 1)
+    first, second = ids_of(0, 2), ids_of(1, 2)
+    commands = scheduler.plan([finish(*second, first[0]), *score(*second)])
+    assert commands == [Drop(0, first)] and scheduler.ready()
+    assert [group.uid for group in scheduler.take()] == [1]
+    assert scheduler.plan([Scored(first[0], 1.0, 1.0), Aborted(((first[1], 3),))]) == []
+    metrics = scheduler.metrics()
+    assert metrics["scheduler/aborted"][0] == 2 and metrics["scheduler/aborted_length"] == (3.0, 1.0, 3.0, 3.0)
+    assert metrics["scheduler/stale"][0] == 1 and metrics["scheduler/kept_length"] == (10.0, 2.0, 5.0, 5.0)
+    scheduler.begin_step(1, 1)
+    assert scheduler.wants() == 1
+    assert scheduler.plan() == [Admit(0, ids_of(0, 2, attempt=1))]
+
+
+def test_deterministic_mode_accepts_in_order_of_prompts():
+    scheduler, commands = started(SchedulerConfig(1, over_sampling=1, deterministic=True), 2, {0: 1, 1: 1}, 1)
+    (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
+    assert commands == [Admit(0, (a,)), Admit(1, (b,))]
+    scheduler.plan([finish(b, replica=1), *score(b)])
+    assert not scheduler.ready()  # prompt 0 has a say first
+    assert scheduler.plan([finish(a), *score(a)]) == [Drop(1, (b,))]
+    assert [group.uid for group in scheduler.take()] == [0]
+
+
+def test_turns_free_the_slot_and_come_back_to_the_same_replica():
+    scheduler, commands = started(SchedulerConfig(1), 3, {0: 1, 1: 1}, 3)
+    (a,), (b,), (c,) = ids_of(0, 1), ids_of(1, 1), ids_of(2, 1)
+    assert commands == [Admit(0, (a,)), Admit(1, (b,))]
+    assert scheduler.plan([BurstDone(0, turns=((a, 4),))]) == [Admit(0, (c,))]
+    assert scheduler.plan([Answered((a,))]) == []  # its slot is taken by c
+    assert scheduler.plan([finish(c)]) == [Continue(0, (a,))]
+    scheduler.plan([BurstDone(0, turns=((a, 9),)), Scored(a, 1.0, 1.0), finish(b, replica=1), *score(b, c)])
+    assert [group.samples[0].num_tokens for group in scheduler.take()] == [9, 5, 5]
+
+
+def test_lost_replica_restarts_its_groups_elsewhere_even_accepted_ones():
+    scheduler, _ = started(SchedulerConfig(1), 2, {0: 1, 1: 1}, 2)
+    (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
+    scheduler.plan([finish(a), *score(a)])
+    assert len(scheduler.finished()) == 1
+    assert scheduler.plan([ReplicaLost(0), finish(a)]) == []  # b holds the only slot
+    assert scheduler.finished() == []
+    commands = scheduler.plan([finish(b, replica=1)])
+    assert commands == [Admit(1, ids_of(0, 1, attempt=1))]
+    with pytest.raises(RolloutExhausted, match="no generator replica is left"):
+        scheduler.plan([ReplicaLost(1)])
+
+
+def test_prompt_fails_after_max_attempts_with_its_cause():
+    scheduler, _ = started(SchedulerConfig(1, max_attempts=2), 2, {0: 4}, 1)
+    for attempt in range(2):
+        (a,) = ids_of(0, 1, attempt)
+        scheduler.plan([Failed((a,), "environment crashed")])
+    assert [(e.uid, e.attempt, e.disposition, e.reason) for e in scheduler.settled()] == [
+        (0, 1, Disposition.FAILED, "environment crashed")
+    ]
+
+
+def test_reward_errors_cost_one_sample_but_a_group_of_errors_starts_anew():
+    scheduler, _ = started(SchedulerConfig(2), 2, {0: 4}, 2)
+    a, b, c, d = ids_of(0, 2) + ids_of(1, 2)
+    errors = [Scored(a, float("nan"), 0.0), Scored(b, 1.0, 1.0), *(Scored(i, 0.0, 0.0, "timeout") for i in (c, d))]
+    commands = scheduler.plan([finish(a, b, c, d), *errors])
+    assert commands == [Drop(0, (c, d)), Admit(0, ids_of(1, 2, attempt=1))]
+    (group,) = scheduler.finished()
+    assert group.samples[0].reward == 0.0 and "not both finite" in group.samples[0].error
+    assert scheduler.metrics()["scheduler/score_errors"][0] == 3
+
+
+def test_lost_scorer_has_its_samples_scored_again_once():
+    scheduler, _ = started(SchedulerConfig(2), 1, {0: 4}, 1)
+    a, b = ids_of(0, 2)
+    scheduler.plan([finish(a, b), *score(a)])
+    assert scheduler.scoring() == [b]
+    assert scheduler.plan([ScorerLost((a, b))]) == [Rescore(0, (b,))]
+    scheduler.plan([*score(b), *score(b, reward=0.0)])  # the lost one's answer arrives as well
+    assert [sample.reward for sample in scheduler.take()[0].samples] == [1.0, 1.0]
+
+
+def test_step_that_can_get_no_batch_says_why():
+    scheduler, _ = started(SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=3), 3, {0: 8}, 2)
+    ids = [ids_of(uid, 1)[0] for uid in range(3)]
+    scheduler.plan([finish(*ids), *score(ids[0], reward=0.0)])
+    with pytest.raises(RolloutExhausted, match=r"3 groups were started and 1 of 2 .*filtered_mean_low 2.*\(3\)"):
+        scheduler.plan(score(ids[1], reward=0.0))
+
+
+def test_bad_calls_are_refused():
+    with pytest.raises(ValueError, match="room"):
+        RolloutScheduler(SchedulerConfig(1), {})
+    scheduler, _ = started(SchedulerConfig(1), 1, {0: 1}, 1)
+    with pytest.raises(ValueError, match="must rise"):
+        scheduler.offer([0])
+    with pytest.raises(ValueError, match="take"):
+        scheduler.take()
+    with pytest.raises(ValueError, match="no prompt that was offered"):
+        scheduler.plan(score(make_sample_id(5, 0, 0)))
+
+
+def test_state_survives_json_and_restarts_what_was_in_flight():
+    config = SchedulerConfig(2, max_lag=1)
+    scheduler, _ = started(config, 3, {0: 8, 1: 8}, 2)
+    done = ids_of(1, 2)
+    scheduler.plan([finish(*done, replica=1), *score(*done)])
+    state = json.loads(json.dumps(scheduler.state_dict()))
+    assert state["queue"] == [[0, 1, 0], [2, 1, 0]]
+    restored = RolloutScheduler(config, {0: 8, 1: 8})
+    restored.load_state_dict(state)
+    assert restored.finished() == scheduler.finished()
+    restored.begin_step(1, 2)
+    assert restored.plan() == [Admit(0, ids_of(0, 2, 1)), Admit(1, ids_of(2, 2, 1))]
+    again = ids_of(0, 2, 1)
+    restored.plan([finish(*again), *score(*again)])
+    assert [(group.uid, group.version) for group in restored.take()] == [(0, 1), (1, 0)]
+    smaller = RolloutScheduler(config, {4: 8})
+    smaller.load_state_dict(state)
+    assert {sample.replica for sample in smaller.finished()[0].samples} == {4}
+
+
+def test_generation_goes_on_between_steps_only_with_lag():
+    for max_lag, wanted in ((0, 0), (1, 1)):
+        scheduler, _ = started(SchedulerConfig(1, max_lag=max_lag), 1 + max_lag, {0: 8}, 1)
+        (a,) = ids_of(0, 1)
+        scheduler.plan([finish(a), *score(a)])
+        scheduler.take()
+        assert scheduler.wants() == wanted
+
+
+def test_config_is_read_from_the_run_configuration():
+    config = Config.model_validate(
+        {"rollout": {"group_size": 4, "over_sampling": 2, "max_lag": 1}, "deterministic": True}
+    )
+    read = SchedulerConfig.of(config)
+    assert (read.group_size, read.over_sampling, read.max_lag, read.deterministic) == (4, 2, 1, True)
