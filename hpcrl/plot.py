@@ -1,0 +1,72 @@
+"""plot.png: how a run learned, on one picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl.files import write_durably
+from hpcrl.metrics import read_metrics
+
+PANELS = (
+    ("critic/rewards/mean", "training reward", "#3b6fb6"),
+    ("sft/loss", "training loss", "#7a5195"),
+    ("val/score/mean", "held-out accuracy", "#d1603d"),
+)
+SMOOTHING_STEPS = 9  # odd: centred on the step, so that the curve does not lag
+
+
+def plot(run_dir: Path) -> Path:
+    """Draw reward (or loss) and held-out accuracy of metrics.jsonl against the step; returns the path of plot.png.
+
+    Panels of what was never measured are left out. ValueError when there is nothing to draw.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    rows = read_metrics(run_dir)
+    curves = [(label, color, curve) for name, label, color in PANELS if (curve := _curve(rows, name))[0]]
+    if not curves:
+        raise ValueError(
+            f"{run_dir} has no metrics to plot; it needs one of {', '.join(name for name, _, _ in PANELS)}"
+        )
+    figure = Figure(figsize=(7.2, 1.2 + 2.4 * len(curves)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (label, color, (steps, values)) in zip(
+        figure.subplots(len(curves), sharex=True, squeeze=False)[:, 0], curves, strict=True
+    ):
+        if label.startswith("training"):
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+            axes.plot(steps, _smooth(values), color=color, linewidth=2, label=f"mean of {SMOOTHING_STEPS} steps")
+            axes.legend(loc="best", frameon=False, fontsize=8)
+        else:
+            axes.plot(steps, values, color=color, linewidth=2, marker="o", markersize=4)
+            for index, offset in {0: (7, -10), len(steps) - 1: (-7, 9)}.items():
+                text, point = f"{values[index]:.3f}", (steps[index], values[index])
+                axes.annotate(text, point, xytext=offset, textcoords="offset points", ha="center", fontsize=9)
+            axes.margins(y=0.2)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    figure.suptitle(run_dir.resolve().name, fontsize=12, fontweight="bold")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_durably(run_dir / "plot.png", picture.getvalue())
+    return run_dir / "plot.png"
+
+
+def _curve(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Mean of each value and its neighbours, SMOOTHING_STEPS in all; fewer at both ends."""
+    half = SMOOTHING_STEPS // 2
+    windows = (values[max(0, middle - half) : middle + half + 1] for middle in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,84 @@
+"""What a person sees while a run goes on: a live bar on a terminal, one plain line per step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+RECENT_STEPS = 20
+SHOWN = (
+    ("critic/rewards/mean", "reward", "{:.3f}"),
+    ("sft/loss", "loss", "{:.4f}"),
+    ("val/score/mean", "held-out", "{:.3f}"),
+    ("system/tps", "tokens/s", "{:,.0f}"),
+)
+"""Metric, its word and its format; what a run has not measured yet is left out, the last evaluation stays."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `45 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Progress:
+    """Progress of a run that goes from `first_step` (done by earlier attempts) to `max_steps`.
+
+    The time left is that of the steps left at the rate of the recent steps of this attempt.
+    """
+
+    def __init__(self, first_step: int, max_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        self._max_steps = max_steps
+        self._clock = clock
+        self._stream = stream
+        self._last: dict[str, float] = {}
+        self._recent: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=RECENT_STEPS + 1)
+        self._bar: Bar | None = None
+        if stream.isatty():
+            self._bar = Bar(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                console=Console(file=stream),
+            )
+            self._task = self._bar.add_task("starting", total=max_steps, completed=first_step)
+            self._bar.start()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step that is done."""
+        if step == self._recent[0][0]:
+            self._recent.clear()  # an evaluation before the first step: time starts after it
+        self._recent.append((step, self._clock()))
+        self._last |= {name: metrics[name] for name, _, _ in SHOWN if name in metrics}
+        parts = [f"{word} {form.format(self._last[name])}" for name, word, form in SHOWN if name in self._last]
+        parts.append(f"ETA {duration(left)}" if (left := self._seconds_left()) is not None else "ETA unknown")
+        line = "  ".join(parts)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=line)
+        else:
+            print(f"step {step}/{self._max_steps}  {line}", file=self._stream, flush=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _seconds_left(self) -> float | None:
+        (start, began), (step, now) = self._recent[0], self._recent[-1]
+        return (self._max_steps - step) * (now - began) / (step - start) if step > start else None
