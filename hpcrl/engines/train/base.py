@@ -26,9 +26,10 @@ class TrainEngine(Protocol):
     data_parallel_size: int
 
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
-        """float32 [T] on the batch's device: log-softmax(logits / temperature) of each token, 0 at first tokens.
+        """float32 [T] on the batch's device: log-softmax(logits / temperature) at tokens of loss_mask, 0 elsewhere.
 
-        Collective over the engine's ranks. No gradients.
+        The vocabulary projection of the other tokens (prompts, tool results) is not computed; `LossFn` gets the same.
+        Rows in no micro-batch get 0. Collective over the engine's ranks. No gradients.
         """
 
     def train_step(
@@ -41,6 +42,8 @@ class TrainEngine(Protocol):
         entropy: bool,
     ) -> Stats:
         """Forward, backward over all micro-batches, clip, one optimizer and scheduler step. Collective.
+
+        The mini-batch is the rows in micro_batches, each once; norms are of it, over all ranks.
 
         Returns this rank's loss stats plus actor/grad_norm and actor/lr (the same on all ranks; counted once, on
         data-parallel rank 0). A gradient norm that is not finite skips the update and counts actor/skipped_update.
@@ -56,10 +59,13 @@ class TrainEngine(Protocol):
         """Move them back (idempotent)."""
 
     def save(self, folder: Path) -> None:
-        """Write sharded parameters, optimizer, scheduler and per-rank random state into an existing folder. Collective."""
+        """Write sharded parameters, optimizer, scheduler and per-rank random state into a folder. Collective."""
 
     def load(self, folder: Path) -> list[str]:
-        """Restore what save() wrote, also on another number of ranks. Returns warnings (random state reset). Collective."""
+        """Restore what save() wrote, also on another number of ranks. Collective.
+
+        Returns warnings: on another number of ranks random state is not restored.
+        """
 
     def export_hf(self, folder: Path) -> None:
         """Write config, sharded safetensors with index, tokenizer and generation config. Collective; rank 0 writes."""
