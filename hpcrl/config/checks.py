@@ -10,6 +10,9 @@ from hpcrl.config.schema import Config, Reinforce
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 """The keys of rollout that evaluation reads too."""
 
+GENERATOR_FAMILIES = {"native": ("qwen2", "qwen3", "qwen3_moe", "llama")}
+"""What each generation engine can run, as config.json's model_type."""
+
 
 def check(config: Config) -> list[Problem]:
     """Every impossible combination of values."""
@@ -122,10 +125,6 @@ def _evaluation(config: Config) -> Iterator[Problem]:
     if config.pipeline == "sft" and config.sft.stop_score is not None and not config.evaluates:
         text = "sft.stop_score: needs held-out evaluation; give data.val and eval_every above 0"
         yield Problem(("sft", "stop_score"), text, (("data", "val"), ("eval_every",)))
-    for domain, share in config.data.domain_interleave_probs.items():
-        if not share:
-            text = f"data.domain_interleave_probs.{domain}: a share of 0; leave the source out of data.train"
-            yield Problem(("data", "domain_interleave_probs", domain), text)
     total = sum(config.data.domain_interleave_probs.values())
     if config.data.domain_interleave_probs and abs(total - 1) > 1e-6:
         text = f"data.domain_interleave_probs: the shares must add up to 1, got {total:g}"
@@ -158,20 +157,28 @@ def _model(config: Config) -> Iterator[Problem]:
             "(rotary embeddings need an even head size)"
         )
         yield Problem((*at, "hidden_size"), text, ((*at, "num_heads"),))
+    yield from check_family(config, tiny.architecture, (*at, "architecture"))
     yield from check_length(config, tiny.max_position_embeddings, "model.tiny.max_position_embeddings")
 
 
 def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
-    """Whether the longest prompt and response fit into the model's `limit` positions, which are called `name`."""
+    """Whether the longest sequence fits into the model's `limit` positions, which are called `name`."""
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
-    if prompt + response > limit:
-        text = (
-            f"data.max_prompt_tokens: prompt {prompt} + response {response} = {prompt + response} tokens exceed "
-            f"{name} = {limit}"
-        )
-        yield Problem(
-            ("data", "max_prompt_tokens"), text, (("rollout", "max_new_tokens"), ("eval", "max_new_tokens"), ("model",))
-        )
+    turns = config.env.max_turns if config.env is not None else 1
+    total = turns * (prompt + response)
+    if total > limit:
+        sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns of {prompt} + {response}"
+        text = f"data.max_prompt_tokens: {sum_of} = {total} tokens exceed {name} = {limit}"
+        involved = (("rollout", "max_new_tokens"), ("eval", "max_new_tokens"), ("model",), ("env",))
+        yield Problem(("data", "max_prompt_tokens"), text, involved)
+
+
+def check_family(config: Config, model_type: str, path: Path) -> Iterator[Problem]:
+    """Whether the generation engine, where the run needs one, can run a model of this family, given at `path`."""
+    families = GENERATOR_FAMILIES[config.generator.engine]
+    if (config.pipeline == "rlvr" or config.evaluates) and model_type not in families:
+        text = f"{dotted(path)}: the {config.generator.engine} generator runs {', '.join(families)}, not {model_type}"
+        yield Problem(path, text, (("generator", "engine"), ("model",)))
 
 
 def _user_code(config: Config) -> Iterator[Problem]:

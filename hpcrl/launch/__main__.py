@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
-from hpcrl.config.checks import check_length
+from hpcrl.config.checks import check_family, check_length
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
@@ -63,7 +63,7 @@ def _check_inputs(reading: Reading, config: Config) -> None:
     from hpcrl.data import validate_sources
     from hpcrl.rewards.router import validate_rewards
 
-    reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data)])
+    reading.add([Problem((), line, (("data",),)) for line in validate_sources(config)])
     reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
 
 
@@ -73,6 +73,8 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
         return None
     model = inspect_model(Path(config.model.path))
     reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
+    if model.model_type:
+        reading.add(list(check_family(config, model.model_type, ("model", "path"))))
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model
