@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.config import Config, DataConfig, DataSource
+from hpcrl.config import DataConfig, DataSource
 from hpcrl.data.files import BadRow, Table, open_table
 from hpcrl.tasks import Split, check_task, is_generated
 
@@ -220,19 +220,22 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
     return counts
 
 
-def validate_sources(config: Config) -> list[str]:
-    """All that is wrong with data.train and data.val that can be known without a tokenizer; one line each."""
+def validate_sources(config: DataConfig, batch_size: int | None = None) -> list[str]:
+    """All that is wrong with data.train and data.val that can be known without a tokenizer; one line each.
+
+    `batch_size` (rollout.num_prompts) also checks that data.domain_interleave_probs draws from every domain.
+    """
     problems: list[str] = []
     for split in ("train", "val"):
-        found = sources(config.data, split)
+        found = sources(config, split)
         broken = [check_task(s.path, s.options, s.size) for s in found if is_generated(s.path)]
         problems += [f"data.{split}: {problem}" for problem in broken if problem]
         if any(broken) or not found:
             continue
         try:
-            rows = RowSet(config.data, split, config.seed)
-            if split == "train" and config.data.domain_interleave_probs:
-                domain_shares(rows.domain_names, config.data.domain_interleave_probs, config.rollout.num_prompts)
+            rows = RowSet(config, split, seed=0)
+            if split == "train" and config.domain_interleave_probs and batch_size:
+                domain_shares(rows.domain_names, config.domain_interleave_probs, batch_size)
         except ValueError as error:
             problems += str(error).splitlines()
     return list(dict.fromkeys(problems))

@@ -1,0 +1,33 @@
+"""Rewards by name. Add one: a file here and a line in REWARDS; or give an import path (name=function)."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcrl.config import RewardConfig
+from hpcrl.rewards.base import Reward
+from hpcrl.rewards.exact_match import ExactMatch
+from hpcrl.rewards.function import FunctionReward
+from hpcrl.rewards.math import MathReward
+from hpcrl.rewards.reasoning_gym import ReasoningGym
+from hpcrl.rewards.sort_digits import SortDigits
+
+REWARDS: dict[str, type[Any]] = {
+    "exact_match": ExactMatch,
+    "math": MathReward,
+    "reasoning_gym": ReasoningGym,
+    "sort_digits": SortDigits,
+    "function": FunctionReward,
+}
+
+
+def make_reward(config: RewardConfig) -> Reward:
+    """The reward of a section of the configuration. ValueError when its options or its function do not fit."""
+    try:
+        return REWARDS[config.name](config)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
+        raise ValueError("; ".join(problems)) from error

@@ -36,4 +36,7 @@ class Score:
 class Reward(Protocol):
     """Scores come back in the order of the items. May raise or hang: the pool that calls it turns both into data."""
 
+    inline: bool  # cheap and harmless: called in the rank itself, not in a worker process
+    batched: bool  # wants many items per call; others get one item at a time
+
     def score(self, items: Sequence[RewardItem]) -> list[Score]: ...

@@ -1,0 +1,46 @@
+"""Calling a reward so that whatever it does wrong is in its scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hpcrl.rewards.base import Reward, RewardItem, Score
+
+MAX_ERROR_CHARS = 300
+
+
+def describe(error: BaseException) -> str:
+    """One line that says what was raised."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARS]
+
+
+def failed(error: str) -> Score:
+    """The score of a response that could not be scored."""
+    return Score(0.0, 0.0, error=error)
+
+
+def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | None:
+    """A score per item. None when the call failed for several items as a whole: call again with each alone."""
+    try:
+        scores = reward.score(items)
+        if len(scores) != len(items):
+            raise ValueError(f"the reward returned {len(scores)} scores for {len(items)} responses")
+    except Exception as error:
+        return [failed(describe(error))] if len(items) == 1 else None
+    return [_checked(score) for score in scores]
+
+
+def _checked(score: Any) -> Score:
+    if not isinstance(score, Score):
+        return failed(f"the reward returned {type(score).__name__} instead of a Score")
+    try:
+        reward, value = float(score.reward), float(score.score)
+        metrics = {str(name): float(number) for name, number in score.metrics.items()}
+    except Exception as error:
+        return failed(describe(error))
+    if not (math.isfinite(reward) and math.isfinite(value)):
+        return failed(f"the reward returned {value if math.isfinite(reward) else reward}")
+    finite = {name: number for name, number in metrics.items() if math.isfinite(number)}
+    return Score(reward, value, str(score.error)[:MAX_ERROR_CHARS], finite)

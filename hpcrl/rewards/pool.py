@@ -1,0 +1,273 @@
+"""Scores without waiting: cheap rewards at once, others in worker processes that are killed when they hang.
+
+One response that raises, hangs, kills its process or gives no number costs that one sample: Score(0, 0, error=...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+
+import msgspec
+
+from hpcrl.config import Config, RewardConfig
+from hpcrl.rewards import make_reward
+from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.guarded import describe, failed, score_each
+from hpcrl.rewards.protocol import Answer, Ready, frame, pack, take_answers
+from hpcrl.rewards.router import Router
+
+CHUNK = 128  # most responses in one message, so that a worker has work while its rank is busy elsewhere
+BATCH = 16  # most responses in one call of a batched reward
+START_TIMEOUT_S = 120.0
+MAX_STARTS = 3  # in a row without one that works
+READ_BYTES = 1 << 16
+
+Clock = Callable[[], float]
+
+
+class RewardPool:
+    """The scores of a rank's responses. No call waits for a reward. Make it on the main thread: Linux kills the
+    workers when the thread that started them ends."""
+
+    def __init__(self, config: Config, clock: Clock = time.monotonic):
+        """ValueError when a built-in reward cannot be made of its section; workers start in the background."""
+        self._router = Router(config)
+        self._inline: dict[str, Reward] = {}
+        self._crews: dict[str, _Crew] = {}
+        self._keys: dict[str, str] = {}  # domain -> its reward's section, which rewards and crews go by
+        self._done: list[tuple[int, Score]] = []
+        self._counts: Counter[str] = Counter()
+        for name, section in self._router.sections.items():
+            reward = make_reward(section) if section.name != "function" else None
+            key = section.model_dump_json()
+            if reward is not None and reward.inline:
+                self._inline[key] = reward
+            elif key not in self._crews:
+                self._crews[key] = _Crew(name, section, clock)
+
+    def submit(self, items: Sequence[RewardItem]) -> None:
+        """Take responses to score. ValueError names a domain that has no reward."""
+        for item in items:
+            key = self._keys.get(item.domain)
+            if key is None:
+                key = self._keys[item.domain] = self._router.of(item.domain).model_dump_json()
+            if key in self._inline:
+                scores = score_each(self._inline[key], [item])
+                assert scores is not None
+                self._done.append((item.sample_id, scores[0]))
+            else:
+                self._crews[key].add(item)
+
+    def poll(self) -> list[tuple[int, Score]]:
+        """(sample id, score) of what was scored since the last call. RuntimeError when a worker does not start."""
+        done, self._done = self._done, []
+        for crew in self._crews.values():
+            done += crew.pump()
+        self._counts["scored"] += len(done)
+        self._counts["errors"] += sum(bool(score.error) for _, score in done)
+        return done
+
+    @property
+    def pending(self) -> int:
+        """Responses submitted and not yet returned by poll()."""
+        return len(self._done) + sum(crew.pending for crew in self._crews.values())
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start: scored, errors (timeouts and dead workers included), timeouts, restarts."""
+        total = Counter({"scored": 0, "errors": 0, "timeouts": 0, "restarts": 0}) | self._counts
+        for crew in self._crews.values():
+            total += crew.counts
+        return {name: total[name] for name in ("scored", "errors", "timeouts", "restarts")}
+
+    def close(self) -> None:
+        """Kill the workers and reap them (idempotent); what is pending is lost."""
+        for crew in self._crews.values():
+            crew.close()
+
+
+@dataclass(slots=True)
+class _Job:
+    item: RewardItem
+    message: bytes
+    alone: bool = False  # it was in a batched call that failed
+
+
+class _Crew:
+    """The workers of one reward and the responses that wait for them."""
+
+    def __init__(self, name: str, section: RewardConfig, clock: Clock):
+        self.counts: Counter[str] = Counter()
+        self._name = name
+        self._section = section
+        self._clock = clock
+        self._waiting: deque[_Job] = deque()
+        self._done: list[tuple[int, Score]] = []
+        self._failed_starts = 0
+        self._workers = [_Worker(section, clock()) for _ in range(section.num_processes)]
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + len(self._done) + sum(len(worker.jobs) for worker in self._workers)
+
+    def add(self, item: RewardItem) -> None:
+        try:
+            message = msgspec.msgpack.encode(astuple(item))
+        except Exception as error:  # a value of the row that no message can hold
+            self._done.append((item.sample_id, failed(describe(error))))
+            return
+        self._waiting.append(_Job(item, message))
+
+    def pump(self) -> list[tuple[int, Score]]:
+        for place, worker in enumerate(self._workers):
+            self._receive(worker)
+            if worker.idle and self._waiting:
+                worker.send(self._next_chunk(worker))
+            worker.flush(self._clock())
+            problem = worker.problem(self._clock())
+            if problem:
+                self._workers[place] = self._replace(worker, problem)
+        done, self._done = self._done, []
+        return done
+
+    def _receive(self, worker: _Worker) -> None:
+        for answer in worker.receive():
+            if isinstance(answer, Ready):
+                if answer.error:
+                    raise RuntimeError(f"reward {self._name}: {answer.error}")
+                self._failed_starts = 0
+                worker.batched, worker.started = answer.batched, True
+            elif answer.place is None:
+                self._waiting.extendleft(reversed([_Job(j.item, j.message, alone=True) for j in worker.take_jobs()]))
+            else:
+                score = Score(answer.reward, answer.score, answer.error, answer.metrics)
+                self._done.append((worker.jobs.pop(answer.place).item.sample_id, score))
+            worker.heard(self._clock())
+
+    def _next_chunk(self, worker: _Worker) -> list[_Job]:
+        if self._waiting[0].alone:
+            return [self._waiting.popleft()]
+        fair = -(-len(self._waiting) // len(self._workers))
+        chunk = [self._waiting.popleft()]
+        most = min(BATCH if worker.batched else CHUNK, fair)
+        while len(chunk) < most and not self._waiting[0].alone:
+            chunk.append(self._waiting.popleft())
+        return chunk
+
+    def _replace(self, worker: _Worker, problem: str) -> _Worker:
+        """Kill a worker; the response it was at is charged, the others go back to the head of the queue."""
+        worker.kill()
+        self.counts["restarts"] += 1
+        if not worker.started:
+            self._failed_starts += 1
+            if self._failed_starts == MAX_STARTS:
+                raise RuntimeError(f"reward {self._name}: no worker came up in {MAX_STARTS} attempts: {problem}")
+        jobs = worker.take_jobs()
+        if worker.batched and len(jobs) > 1:
+            jobs = [_Job(job.item, job.message, alone=True) for job in jobs]
+        elif jobs:
+            self.counts["timeouts"] += worker.timed_out
+            self._done.append((jobs.pop(0).item.sample_id, failed(problem)))
+        self._waiting.extendleft(reversed(jobs))
+        return _Worker(self._section, self._clock())
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+
+class _Worker:
+    """One process, its pipes, and the responses it has: place in the chunk -> job."""
+
+    def __init__(self, section: RewardConfig, now: float):
+        self._timeout_s = section.timeout_s
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hpcrl.rewards.worker", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # a group of its own, so that a kill takes the children of user code along
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stdout, False)
+        self._out = bytearray(frame(section.model_dump_json().encode()))
+        self._in = bytearray()
+        self._gone = False
+        self.jobs: dict[int, _Job] = {}
+        self.started = False
+        self.batched = False
+        self.timed_out = False
+        self._deadline = now + START_TIMEOUT_S
+
+    @property
+    def idle(self) -> bool:
+        return self.started and not self.jobs
+
+    def heard(self, now: float) -> None:
+        """It has done something: the time for the next response begins."""
+        self._deadline = now + self._timeout_s
+
+    def send(self, chunk: list[_Job]) -> None:
+        self.jobs = dict(enumerate(chunk))
+        self._out += pack([msgspec.Raw(job.message) for job in chunk])
+
+    def take_jobs(self) -> list[_Job]:
+        jobs, self.jobs = list(self.jobs.values()), {}
+        return jobs
+
+    def flush(self, now: float) -> None:
+        """Write what the pipe takes. The time for a response begins when the worker has it."""
+        while self._out:
+            try:
+                del self._out[: os.write(self._stdin, self._out)]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:  # it has ended, which receive() finds out
+                self._out.clear()
+            if self.started:
+                self.heard(now)
+
+    def receive(self) -> list[Answer]:
+        """The answers that have arrived."""
+        # Asked before the last read, so that what it wrote before its end is not lost; left unreaped, so that its
+        # process id stays its own until kill().
+        self._gone = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        try:
+            while block := os.read(self._stdout, READ_BYTES):
+                self._in += block
+            self._gone = True
+        except BlockingIOError:
+            pass
+        return take_answers(self._in)
+
+    def problem(self, now: float) -> str | None:
+        """Why this process must be replaced, or None."""
+        if self._gone:
+            code = self.kill()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            return f"the reward's process ended {how}"
+        if now > self._deadline and (self.jobs or not self.started):
+            self.timed_out = self.started
+            return f"timeout after {self._timeout_s:g} s" if self.started else f"no start in {START_TIMEOUT_S:g} s"
+        return None
+
+    def kill(self) -> int:
+        """End the process and its group, and reap it (idempotent); returns its exit code, negative for a signal."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        return self._process.returncode

@@ -1,0 +1,125 @@
+"""Which reward scores a row: by its domain, with the rewards the built-in sources bring along."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from hpcrl.config import Config, RewardConfig
+from hpcrl.data.files import open_table
+from hpcrl.data.rows import RowSet, parse_row, sources
+from hpcrl.rewards import make_reward
+from hpcrl.rewards.extract import after_marker, last_boxed
+from hpcrl.rewards.protocol import Ready, frame, take_answers
+from hpcrl.tasks import is_generated
+
+DEFAULT = "default"
+CHECK_TIMEOUT_S = 60.0
+
+
+class Router:
+    """Domain -> RewardConfig: its own section, else `default`, else the only one; without any section the built-in
+    reward of the source."""
+
+    def __init__(self, config: Config):
+        self._sections = dict(config.reward) or built_in_rewards(config)
+        only = next(iter(config.reward.values())) if len(config.reward) == 1 else None
+        self._fallback = self._sections.get(DEFAULT, only)
+
+    @property
+    def sections(self) -> dict[str, RewardConfig]:
+        """Every reward that may be used, by the name of its section."""
+        return dict(self._sections)
+
+    def of(self, domain: str) -> RewardConfig:
+        """The reward of a domain. ValueError names the sections there are."""
+        found = self._sections.get(domain, self._fallback)
+        if found is None:
+            there = ", ".join(self._sections) or "none"
+            raise ValueError(
+                f"domain {domain!r} has no reward: set reward.{domain}.name or reward.default.name (there are: {there})"
+            )
+        return found
+
+
+def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
+    """The rewards that come with the sources: those of the tasks, and maths for files whose first gold answer has
+    "####" or a box (under its domain)."""
+    found: dict[str, RewardConfig] = {}
+    for split in ("train", "val"):
+        for source in sources(config.data, split):
+            try:
+                table = open_table(source, config.seed, split)
+                if is_generated(source.path):
+                    found.setdefault(source.tag or table.fixed_domain or DEFAULT, RewardConfig(name=table.reward))
+                    continue
+                row = parse_row(table.row(0), config.data, source.tag, table.where(0))
+            except ValueError:  # validate_sources tells the user
+                continue
+            answer = row.answer
+            if isinstance(answer, str) and (after_marker(answer, "####") or last_boxed(answer)):
+                found.setdefault(row.domain, RewardConfig(name="math"))
+    return found
+
+
+def validate_rewards(config: Config) -> list[str]:
+    """All that is wrong with the rewards that can be known before the start; one line each.
+
+    User code is imported in a process of its own.
+    """
+    problems = []
+    for name, section in config.reward.items():
+        if section.name != "function":
+            problem = _check_options(section)
+        elif section.function:
+            problem = _check_function(section)
+        else:
+            problem = None  # hpcrl.config tells the user
+        if problem:
+            problems.append(f"reward.{name}: {problem}")
+    if config.pipeline == "rlvr" and config.env is None:
+        problems += _check_domains(config, Router(config))
+    return problems
+
+
+def _check_domains(config: Config, router: Router) -> list[str]:
+    problems = []
+    for split in ("train", "val"):
+        try:
+            domains = RowSet(config.data, split, config.seed).domain_names if sources(config.data, split) else []
+        except ValueError:  # validate_sources tells the user
+            continue
+        for domain in domains:
+            try:
+                router.of(domain)
+            except ValueError as error:
+                problems.append(str(error))
+    return list(dict.fromkeys(problems))
+
+
+def _check_options(section: RewardConfig) -> str | None:
+    try:
+        make_reward(section)
+    except ValueError as error:
+        return f"options: {error}"
+    return None
+
+
+def _check_function(section: RewardConfig) -> str | None:
+    """Start a worker with the function and end it."""
+    command = [sys.executable, "-m", "hpcrl.rewards.worker", str(os.getpid())]
+    try:
+        done = subprocess.run(
+            command,
+            input=frame(section.model_dump_json().encode()),
+            stdout=subprocess.PIPE,
+            timeout=CHECK_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"function: importing {section.function} takes more than {CHECK_TIMEOUT_S:g} s"
+    answers = take_answers(bytearray(done.stdout))
+    if not answers or not isinstance(answers[0], Ready):
+        return f"function: importing {section.function} ended the process with {done.returncode}"
+    return f"function: {answers[0].error}" if answers[0].error else None
