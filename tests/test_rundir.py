@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcrl.config import ConfigError
-from hpcrl.rundir import SupersededError, check_owner, check_run, close_run, finish_run, open_run
+from hpcrl.config import Config, ConfigError
+from hpcrl.rundir import MAY_CHANGE, SupersededError, check_owner, check_run, close_run, finish_run, open_run
 
 CONFIG = {
     "run_name": "demo",
@@ -203,3 +203,8 @@ def test_of_many_launches_at_once_one_gets_through(tmp_path: Path) -> None:
 def test_rundir_imports_no_torch() -> None:
     code = "import sys, hpcrl.rundir; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_keys_that_may_change_exist_and_are_documented() -> None:
+    documented = (Path(__file__).parents[1] / "docs/run_folder.md").read_text()
+    assert [key for key in MAY_CHANGE if key not in Config.model_fields or f"`{key}`" not in documented] == []

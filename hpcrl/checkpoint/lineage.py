@@ -56,7 +56,8 @@ def _cut_metrics(path: Path, step: int, target: Path) -> int:
     """Split metrics.jsonl at `step`; lines that cannot be read (torn by a kill) go too. Returns how many went."""
     if not path.is_file():
         return 0
-    kept, cut = [], []
+    kept: list[bytes] = []
+    cut: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         (kept if _line_step(line) <= step else cut).append(line)
     if cut:

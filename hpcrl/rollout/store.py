@@ -225,7 +225,7 @@ def _read_rollouts(path: Path, step: int) -> tuple[Rollouts, int]:
 
     def read(file: h5py.File) -> tuple[Rollouts, int]:
         rows, tokens = int(file.attrs["num_sequences"]), int(file.attrs["num_tokens"])
-        tensors: dict[str, torch.Tensor | None] = {}
+        tensors: dict[str, Any] = {}
         for name in (entry.name for entry in fields(Batch)):
             size = rows + 1 if name == "cu_seqlens" else rows if name in ROW_FIELDS else tokens
             if name in file:
@@ -314,7 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.tokenizer:
         from transformers import AutoTokenizer
 
-        decode = AutoTokenizer.from_pretrained(options.tokenizer).decode
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        decode = lambda ids: str(tokenizer.decode(ids))  # noqa: E731
     batch = rollouts.batch
     note = "" if step <= committed_step(options.run_dir) else ", past the newest checkpoint"
     print(f"step {step}{note}: {batch.num_sequences} samples, {batch.num_tokens} tokens, {rollouts.facts}")
