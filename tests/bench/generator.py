@@ -1,8 +1,8 @@
 """Native generator against transformers' generate, and vLLM on CPU where an interpreter that has it is given.
 
-One JSON line: generated tokens per CPU-second of one thread, and ratios, on 64 requests with long-tailed lengths (Qwen2,
-4 layers, hidden 256, vocabulary 512). Tokens that a padded batch generates past a request's length do not count. Each
-engine runs the same requests `--repeats` times, taking turns; the best counts, after one run to warm up.
+One JSON line: generated tokens per CPU-second of one thread, and ratios, on 64 requests with long-tailed lengths
+(Qwen2, 4 layers, hidden 256, vocabulary 512). Tokens that a padded batch generates past a request's length do not
+count. Each engine runs the same requests `--repeats` times, taking turns; the best counts, after one to warm up.
 
     python tests/bench/generator.py [--vllm-python PATH]
 """
@@ -107,7 +107,7 @@ def best_rates(runs: dict[str, Callable[[], int]], repeats: int) -> dict[str, fl
 def vllm_rate(python: str, path: Path, prompts: list[list[int]], lengths: list[int], repeats: int) -> float:
     """Tokens per CPU-second of vLLM (fp32, eager, in-process) in another interpreter."""
     job = {"model": str(path), "prompts": prompts, "lengths": lengths, "repeats": repeats}
-    script = Path(__file__).with_name("generator_vllm.py")
+    script = Path(__file__).parent / "vllm" / "run_vllm.py"
     done = subprocess.run(
         [python, str(script)], input=json.dumps(job), stdout=subprocess.PIPE, text=True, timeout=900, check=False
     )
@@ -119,7 +119,7 @@ def vllm_rate(python: str, path: Path, prompts: list[list[int]], lengths: list[i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm-python", help="an interpreter with vLLM for CPU, see vllm_env.sh")
+    parser.add_argument("--vllm-python", help="an interpreter with vLLM for CPU, see vllm/setup.sh")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)

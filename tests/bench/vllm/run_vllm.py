@@ -1,0 +1,50 @@
+"""The vLLM side of ../generator.py, run by it in vLLM's interpreter: a job as JSON on stdin, one JSON line on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+# Before vllm is imported: one thread, in this process, a small KV cache.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    job = json.load(sys.stdin)
+    engine = LLM(
+        job["model"],
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=len(job["prompts"]),
+        enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    params = [
+        SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, logprobs=0, seed=i, detokenize=False)
+        for i, length in enumerate(job["lengths"])
+    ]
+    rates = []
+    for _ in range(job["repeats"] + 1):
+        start = time.process_time()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.process_time() - start
+        assert [len(o.outputs[0].token_ids) for o in outputs] == job["lengths"]
+        rates.append(sum(job["lengths"]) / seconds)
+    print("\n" + json.dumps({"vllm": round(max(rates[1:]))}), flush=True)
+    os._exit(0)  # the in-process engine does not come down by itself
+
+
+if __name__ == "__main__":
+    main()

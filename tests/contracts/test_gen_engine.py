@@ -1,0 +1,297 @@
+"""What every generation engine promises (hpcrl/engines/gen/base.py), checked on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.checkpoint.tiny import make_tiny_model
+from hpcrl.config import TinyModel
+from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams
+from hpcrl.engines.gen.fake import FakeEngine
+from hpcrl.engines.gen.native import NativeEngine
+from hpcrl.rollout.types import FinishReason
+
+VOCAB = 320
+MAX_LENGTH = 64
+NamedWeights = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """How to build one kind of engine: build(max_slots, load), and weights it accepts."""
+
+    build: Callable[[int, bool], GenEngine]
+    weights: NamedWeights
+
+
+def _native(tmp: Path) -> Engines:
+    from transformers import AutoModelForCausalLM
+
+    make_tiny_model(TinyModel(vocab_size=VOCAB), tmp / "model")
+
+    def build(max_slots: int, load: bool) -> GenEngine:
+        return NativeEngine(
+            tmp / "model", max_slots=max_slots, max_length=MAX_LENGTH, dtype=torch.float32, kv_bucket=8, load=load
+        )
+
+    weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
+    del weights["lm_head.weight"]  # the same matrix as the embedding, which would stand in for it
+    return Engines(build, list(weights.items()))
+
+
+def _fake(tmp: Path) -> Engines:
+    weights = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
+
+    def build(max_slots: int, load: bool) -> GenEngine:
+        engine = FakeEngine(
+            max_slots=max_slots,
+            max_length=MAX_LENGTH,
+            vocab_size=VOCAB,
+            lengths=lambda request: request.params.max_new_tokens,
+            shapes={name: tuple(tensor.shape) for name, tensor in weights},
+        )
+        if load:
+            engine.load_weights(weights, version=0)
+        return engine
+
+    return Engines(build, weights)
+
+
+FACTORIES = {"native": _native, "fake": _fake}
+
+
+@pytest.fixture(scope="module", params=FACTORIES)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return FACTORIES[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def ask(request_id: int, new: int = 6, *, prompt: int = 5, **params: object) -> Request:
+    """A request of a fixed length unless the parameters say otherwise."""
+    sampling = SamplingParams(max_new_tokens=new, **{"ignore_eos": True, **params})
+    return Request(request_id, [(7 * request_id + k) % VOCAB for k in range(prompt)], sampling, seed=request_id)
+
+
+def drain(engine: GenEngine, burst: int = 4) -> dict[int, Output]:
+    outputs = {}
+    while engine.progress():
+        for output in engine.step(burst):
+            assert output.id not in outputs
+            outputs[output.id] = output
+    return outputs
+
+
+def check_shape(output: Output, request: Request) -> None:
+    count = len(output.token_ids)
+    assert count <= request.params.max_new_tokens
+    assert output.token_ids.dtype == output.versions.dtype == np.int32
+    assert output.gen_logprobs.dtype == np.float32
+    assert len(output.gen_logprobs) == len(output.versions) == count
+    assert np.isfinite(output.gen_logprobs).all() and (output.gen_logprobs <= 0).all()
+    assert (output.token_ids >= 0).all() and (output.token_ids < VOCAB).all()
+    assert (output.gen_logprobs_behaviour is not None) == request.params.truncates
+    if output.gen_logprobs_behaviour is not None:
+        assert output.gen_logprobs_behaviour.dtype == np.float32
+        assert len(output.gen_logprobs_behaviour) == count
+
+
+def same(a: Output, b: Output) -> bool:
+    return (
+        a.finish_reason == b.finish_reason
+        and np.array_equal(a.token_ids, b.token_ids)
+        and np.allclose(a.gen_logprobs, b.gen_logprobs, atol=1e-5)
+    )
+
+
+def test_every_request_ends_once_with_arrays_of_its_length(engines: Engines) -> None:
+    engine = engines.build(3, True)
+    requests = [ask(i, 1 + 3 * i % 11, prompt=1 + i % 7, top_k=5 * (i % 2)) for i in range(10)]
+    engine.add(requests[:4])
+    outputs = {o.id: o for o in engine.step(2)}
+    engine.add(requests[4:])
+    outputs |= drain(engine)
+    assert outputs.keys() == set(range(10)) and not engine.progress()
+    for request in requests:
+        output = outputs[request.id]
+        check_shape(output, request)
+        assert len(output.token_ids) == request.params.max_new_tokens
+        assert output.finish_reason is FinishReason.LENGTH
+        assert (output.versions == engine.version).all()
+
+
+def test_a_step_is_so_many_tokens_of_as_many_requests_as_there_are_slots(engines: Engines) -> None:
+    engine = engines.build(2, True)
+    assert engine.max_slots == 2
+    engine.add([ask(0, 9), ask(1, 9), ask(2, 9)])
+    assert engine.progress() == {0: 0, 1: 0, 2: 0}
+    assert engine.step(4) == [] and engine.progress() == {0: 4, 1: 4, 2: 0}
+    assert [o.id for o in engine.step(6)] == [0, 1] and engine.progress() == {2: 1}
+    assert [len(o.token_ids) for o in engine.step(100)] == [9]
+    assert engine.step(5) == []
+
+
+def test_outputs_come_in_order_of_finishing_then_of_slot(engines: Engines) -> None:
+    engine = engines.build(4, True)
+    engine.add([ask(0, 5), ask(1, 2), ask(2, 5), ask(3, 2)])
+    assert [o.id for o in engine.step(3)] == [1, 3]
+    assert sorted(o.id for o in engine.step(3)) == [0, 2]
+
+
+def test_what_can_never_run_is_refused_by_id_and_nothing_is_queued(engines: Engines) -> None:
+    engine = engines.build(2, True)
+    engine.add([ask(1, 30)])
+    engine.step(1)
+    bad = {
+        "max_length": ask(5, MAX_LENGTH),
+        "empty": Request(5, [], SamplingParams(4), seed=0),
+        "vocabulary": Request(5, [1, VOCAB], SamplingParams(4), seed=0),
+        "max_new_tokens": ask(5, 0),
+        "temperature": ask(5, temperature=-1.0),
+        "top_p": ask(5, top_p=0.0),
+        "top_k": ask(5, top_k=-1),
+        "min_p": ask(5, min_p=1.5),
+        "seed": Request(5, [1], SamplingParams(4), seed=-1),
+        "already in use": ask(1),
+    }
+    for words, request in bad.items():
+        with pytest.raises(ValueError, match=rf"request {request.id}: .*{words}"):
+            engine.add([ask(4), request])
+        assert engine.progress().keys() == {1}
+    with pytest.raises(ValueError, match=r"request 6: .*in use"):
+        engine.add([ask(6), ask(6)])
+    engine.add([ask(5, MAX_LENGTH - 5)])  # exactly fits
+    assert len(drain(engine)[5].token_ids) == MAX_LENGTH - 5
+
+
+def test_abort_returns_what_there_is_in_the_order_asked(engines: Engines) -> None:
+    engine = engines.build(3, True)
+    requests = [ask(i, 12, top_p=0.9 if i % 2 else 1.0) for i in range(5)]
+    engine.add(requests)
+    whole = drain(engine)
+    engine.add(requests)
+    engine.step(5)
+    aborted = engine.abort([4, 99, 1, 1])
+    assert [o.id for o in aborted] == [4, 1]
+    assert [len(o.token_ids) for o in aborted] == [0, 5]
+    assert all(o.finish_reason is FinishReason.ABORT for o in aborted)
+    for output in aborted:
+        check_shape(output, requests[output.id])
+        assert np.array_equal(output.token_ids, whole[output.id].token_ids[:5][: len(output.token_ids)])
+    assert engine.progress().keys() == {0, 2, 3}
+    engine.add([requests[1]])  # the id is free again
+    rest = drain(engine)
+    assert all(same(rest[i], whole[i]) for i in (0, 1, 2, 3))
+    assert engine.abort([0, 1]) == []
+
+
+def test_a_response_depends_on_its_request_alone(engines: Engines) -> None:
+    requests = [ask(i, 8, top_k=3 * (i % 3), temperature=1.0 - i % 2 / 4) for i in range(6)]
+    together, apart = engines.build(6, True), engines.build(2, True)
+    together.add(requests)
+    apart.add(requests[::-1])
+    first, second = drain(together), drain(apart, burst=1)
+    assert all(same(first[i], second[i]) for i in range(6))
+    other_seed = Request(9, requests[0].prompt_ids, requests[0].params, seed=77)
+    together.add([other_seed])
+    assert not np.array_equal(drain(together)[9].token_ids, first[0].token_ids)
+
+
+def test_a_stop_id_ends_the_response_and_is_part_of_it(engines: Engines) -> None:
+    engine = engines.build(2, True)
+    engine.add([ask(0, 20)])
+    ids = drain(engine)[0].token_ids
+    last = next(k for k in range(3, 20) if ids[k] not in ids[:k])
+    engine.add([ask(0, 20, stop_token_ids=(int(ids[last]), VOCAB - 1))])
+    stopped = drain(engine)[0]
+    assert stopped.finish_reason is FinishReason.STOP and np.array_equal(stopped.token_ids, ids[: last + 1])
+
+
+def test_tokens_carry_the_version_they_were_made_with(engines: Engines) -> None:
+    engine = engines.build(1, True)
+    engine.add([ask(0, 7), ask(1, 3)])
+    assert engine.version == 0
+    engine.step(3)
+    engine.load_weights(engines.weights, version=4)
+    engine.step(2)
+    engine.load_weights(iter(engines.weights), version=5)
+    outputs = drain(engine)
+    assert engine.version == 5
+    assert outputs[0].versions.tolist() == [0, 0, 0, 4, 4, 5, 5] and outputs[1].versions.tolist() == [5, 5, 5]
+
+
+def test_bad_weights_change_nothing(engines: Engines) -> None:
+    engine = engines.build(1, True)
+    engine.add([ask(0, 8)])
+    whole = drain(engine)[0]
+    engine.add([ask(0, 8)])
+    engine.step(4)
+    wrecked: NamedWeights = [(name, torch.zeros_like(tensor)) for name, tensor in engines.weights]
+    name, tensor = wrecked[-2]
+    cases = {
+        "no_such_weight": [*wrecked, ("no_such_weight", torch.zeros(1))],
+        "missing": wrecked[1:],
+        "shape": [*wrecked[:-2], (name, torch.zeros(*tensor.shape, 1)), wrecked[-1]],
+    }
+    for words, named in cases.items():
+        with pytest.raises(ValueError, match=words):
+            engine.load_weights(named, version=9)
+        assert engine.version == 0
+    with pytest.raises(ValueError, match="version"):
+        engine.load_weights(engines.weights, version=-1)
+    assert same(drain(engine)[0], whole)
+
+
+def test_an_iterator_of_weights_that_breaks_off_leaves_none(engines: Engines) -> None:
+    engine = engines.build(1, True)
+    engine.add([ask(0, 8)])
+    with pytest.raises(ValueError, match="missing"):
+        engine.load_weights(iter(engines.weights[1:]), version=1)
+    assert engine.version == -1
+    with pytest.raises(ValueError, match="load_weights"):
+        engine.step(1)
+    engine.load_weights(engines.weights, version=1)
+    assert (drain(engine)[0].versions == 1).all()
+
+
+def test_weights_can_come_later(engines: Engines) -> None:
+    engine, loaded = engines.build(2, False), engines.build(2, True)
+    assert engine.version == -1 and engine.step(1) == []
+    for each in (engine, loaded):
+        each.add([ask(0), ask(1)])
+    with pytest.raises(ValueError, match="load_weights"):
+        engine.step(1)
+    engine.load_weights(engines.weights, version=3)
+    assert engine.version == 3
+    first, second = drain(engine), drain(loaded)
+    assert all(same(first[i], second[i]) for i in (0, 1))
+
+
+def test_sleep_needs_idleness_and_wake_needs_weights(engines: Engines) -> None:
+    engine = engines.build(2, True)
+    engine.add([ask(0)])
+    engine.step(2)
+    with pytest.raises(ValueError, match="running"):
+        engine.sleep()
+    whole = drain(engine)[0]
+    engine.sleep()
+    engine.sleep()
+    assert engine.version == -1
+    engine.wake()
+    engine.add([ask(0)])
+    with pytest.raises(ValueError, match="load_weights"):
+        engine.step(1)
+    engine.load_weights(engines.weights, version=2)
+    assert same(drain(engine)[0], whole)
+
+
+def test_close_drops_everything(engines: Engines) -> None:
+    engine = engines.build(1, True)
+    engine.add([ask(0), ask(1)])
+    engine.step(2)
+    engine.close()
+    assert engine.progress() == {}
