@@ -57,12 +57,11 @@ class Rollouts:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def write_rollouts(
+def write_rollouts(  # noqa: PLR0917
     folder: Path,
     rank: int,
     num_ranks: int,
     batch: Batch,
-    *,
     texts: Mapping[str, Sequence[str]],
     facts: Mapping[str, str | int | float],
 ) -> Path:
