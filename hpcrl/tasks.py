@@ -11,9 +11,10 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from hpcrl.config import Positive, Section
+from hpcrl.config.options import read_options
 
 Split = Literal["train", "val"]
 DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}
@@ -31,10 +32,9 @@ BROKEN_REASONING_GYM = {
 
 
 class Task(Protocol):
-    """Rows made on demand. `reward` names the built-in reward that scores them."""
+    """Rows made on demand; `name` is their domain."""
 
     name: str
-    reward: str
     size: int
 
     def row(self, index: int) -> dict[str, Any]: ...
@@ -86,8 +86,8 @@ class GeneratedTask:
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
         self.name = name
-        self._make, schema, self.reward = TASKS[name]
-        self._options = schema(**options)
+        self._make, schema, _ = TASKS[name]
+        self._options = read_options(schema, options)
         self.size = size
         self._key = f"{name}/{seed}/{split}"
         self._held_out = split == "val"
@@ -103,8 +103,6 @@ class GeneratedTask:
 
 class ReasoningGymTask:
     """A data set of reasoning-gym (arXiv 2505.24760); item i is made from seed + i, and the splits' seeds lie apart."""
-
-    reward = "reasoning_gym"
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
         self.name = name
@@ -149,20 +147,14 @@ def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, s
         raise ValueError(f"{path}: there is no task {name!r}; built in are {', '.join(sorted(TASKS))}")
     try:
         return GeneratedTask(name, options, rows, seed, split)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "options"
-        raise ValueError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
-
-
-def check_task(path: str, options: dict[str, Any], size: int | None) -> str | None:
-    """What is wrong with a generated source, or None."""
-    try:
-        for split in ("train", "val"):
-            make_task(path, options, size, 0, split).row(0)
     except ValueError as error:
-        return str(error)
-    return None
+        raise ValueError(f"{path}: {error}") from error
+
+
+def built_in_reward(path: str) -> tuple[str, str]:
+    """(domain, name of the reward) that a generated source brings along."""
+    kind, _, name = path.partition(":")
+    return name, "reasoning_gym" if kind == "reasoning_gym" or name not in TASKS else TASKS[name][2]
 
 
 def is_generated(path: str) -> bool:

@@ -123,6 +123,7 @@ def open_table(source: DataSource, seed: int, split: Split) -> Table:
     """The rows of a source. ValueError says what is wrong with the source as a whole."""
     if is_generated(source.path):
         task = make_task(source.path, source.options, source.size, seed, split)
+        task.row(0)  # what is wrong with the options shows in the first row
         return TaskTable(task, source.path, seed, source.options)
     path = Path(source.path).expanduser()
     if not path.exists():

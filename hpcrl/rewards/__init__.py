@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from pydantic import ValidationError
-
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward
 from hpcrl.rewards.exact_match import ExactMatch
@@ -23,11 +21,4 @@ REWARDS: dict[str, type[Any]] = {
 
 def make_reward(config: RewardConfig) -> Reward:
     """The reward of a section of the configuration. ValueError when its options or its function do not fit."""
-    try:
-        return REWARDS[config.name](config)
-    except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        ]
-        raise ValueError("; ".join(problems)) from error
+    return REWARDS[config.name](config)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pydantic import field_validator
 
 from hpcrl.config import RewardConfig, Section
+from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
 
@@ -36,11 +37,10 @@ class ExactMatch:
     Compared after NFKC, with white space collapsed, without a final full stop and by default without case.
     """
 
-    Options = Options
     batched = False
 
     def __init__(self, config: RewardConfig):
-        self.options = Options(**config.options)
+        self.options = read_options(Options, config.options)
         self._pattern = re.compile(self.options.pattern) if self.options.pattern else None
         self.inline = self._pattern is None  # a user's pattern may backtrack for ever
 

@@ -30,8 +30,8 @@ class FunctionReward:
     trl:      f(prompts, completions, **columns) -> list of float or None
     openrlhf: f(queries, prompts, labels, **kw) -> dict with "rewards", maybe "scores" and "extra_logs", or the rewards
     hpcrl:    f(items: list[RewardItem]) -> list of Score or float
-    `options` are passed on as keyword arguments; `conversational` is ours: under trl a prompt and a completion are a list
-    of one message instead of text. A class is made an object first, without arguments.
+    `options` are passed on as keyword arguments; `conversational` is ours: under trl a prompt and a completion are a
+    list of one message instead of text. A class is made an object first, without arguments.
     """
 
     inline = False
@@ -119,7 +119,10 @@ def load_function(path: str) -> Callable[..., Any]:
     if function is None:
         raise ValueError(f"{path}: {module_name} has no {name}")
     if inspect.isclass(function):
-        function = function()
+        try:
+            function = function()
+        except Exception as error:
+            raise ValueError(f"{path}: {name}() raised {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ValueError(f"{path}: {name} is not callable, it is {type(function).__name__}")
     return function

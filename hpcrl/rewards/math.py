@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from hpcrl.config import Positive, RewardConfig, Section
+from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import after_marker, after_thinking, last_boxed
@@ -49,12 +50,11 @@ class MathReward:
     "answer is", then the last line. Of the gold answer: what follows "####", or its last box, or all of it.
     """
 
-    Options = Options
     batched = False
     inline = False
 
     def __init__(self, config: RewardConfig):
-        self.options = Options(**config.options)
+        self.options = read_options(Options, config.options)
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one line of log per answer that timed out
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcrl.config import RewardConfig, Section, Share
+from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
 
@@ -26,12 +27,11 @@ class ReasoningGym:
     hold reasoning-gym entries have `extra["metadata"]["source_dataset"]` instead.
     """
 
-    Options = Options
     batched = False
     inline = False
 
     def __init__(self, config: RewardConfig):
-        self.options = Options(**config.options)
+        self.options = read_options(Options, config.options)
         self._datasets: dict[str, Any] = {}
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:

@@ -12,7 +12,7 @@ from hpcrl.data.rows import RowSet, parse_row, sources
 from hpcrl.rewards import make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
 from hpcrl.rewards.protocol import Ready, frame, take_answers
-from hpcrl.tasks import is_generated
+from hpcrl.tasks import built_in_reward, is_generated
 
 DEFAULT = "default"
 CHECK_TIMEOUT_S = 60.0
@@ -37,9 +37,8 @@ class Router:
         found = self._sections.get(domain, self._fallback)
         if found is None:
             there = ", ".join(self._sections) or "none"
-            raise ValueError(
-                f"domain {domain!r} has no reward: set reward.{domain}.name or reward.default.name (there are: {there})"
-            )
+            keys = " or ".join(dict.fromkeys((f"reward.{domain}.name", "reward.default.name")))
+            raise ValueError(f"domain {domain!r} has no reward: set {keys} (there are: {there})")
         return found
 
 
@@ -49,11 +48,12 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
     found: dict[str, RewardConfig] = {}
     for split in ("train", "val"):
         for source in sources(config.data, split):
+            if is_generated(source.path):
+                domain, name = built_in_reward(source.path)
+                found.setdefault(source.tag or domain, RewardConfig(name=name))
+                continue
             try:
                 table = open_table(source, config.seed, split)
-                if is_generated(source.path):
-                    found.setdefault(source.tag or table.fixed_domain or DEFAULT, RewardConfig(name=table.reward))
-                    continue
                 row = parse_row(table.row(0), config.data, source.tag, table.where(0))
             except ValueError:  # validate_sources tells the user
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcrl.config import RewardConfig, Section, Share
+from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
 
 
@@ -17,12 +18,11 @@ class Options(Section):
 class SortDigits:
     """Score 1 when the response is the sorted line and nothing else; reward the same, or partial credit."""
 
-    Options = Options
     batched = False
     inline = True
 
     def __init__(self, config: RewardConfig):
-        self.options = Options(**config.options)
+        self.options = read_options(Options, config.options)
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self._score(item) for item in items]

@@ -17,7 +17,7 @@ import msgspec
 from hpcrl.config import RewardConfig
 from hpcrl.rewards import make_reward
 from hpcrl.rewards.base import Reward, RewardItem
-from hpcrl.rewards.guarded import describe, score_each
+from hpcrl.rewards.guarded import score_each
 from hpcrl.rewards.protocol import LENGTH, Answer, Item, Ready, Scored, pack
 
 PR_SET_PDEATHSIG = 1
@@ -32,8 +32,8 @@ def main() -> None:
     config = RewardConfig.model_validate_json(_read(source) or b"")
     try:
         reward = make_reward(config)
-    except Exception as error:
-        _write(sink, Ready(error=describe(error)))
+    except ValueError as error:
+        _write(sink, Ready(error=" ".join(str(error).split())))
         return
     _write(sink, Ready(batched=reward.batched))
     while body := _read(source):

@@ -1,0 +1,28 @@
+"""The free `options` of a task, reward or the like, typed by a schema of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from hpcrl.config.schema import Section
+
+Options = TypeVar("Options", bound=Section)
+
+
+def read_options(schema: type[Options], options: Mapping[str, Any]) -> Options:
+    """The options as the schema's object. ValueError lists all problems in one line."""
+    try:
+        return schema(**options)
+    except ValidationError as error:
+        problems = []
+        for detail in error.errors():
+            name = ".".join(map(str, detail["loc"]))
+            if detail["type"] == "extra_forbidden":
+                problems.append(f"there is no option {name!r} (there are: {', '.join(schema.model_fields) or 'none'})")
+            else:
+                text = detail["msg"].removeprefix("Value error, ")
+                problems.append(f"{name}: {text}" if name else text)
+        raise ValueError("; ".join(problems)) from error
