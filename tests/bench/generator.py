@@ -1,10 +1,12 @@
-"""Native generator against transformers' generate, and vLLM on CPU where an interpreter that has it is given.
+"""Native generator against transformers' generate and vLLM on CPU.
 
 One JSON line: generated tokens per CPU-second of one thread, and ratios, on 64 requests with long-tailed lengths
 (Qwen2, 4 layers, hidden 256, vocabulary 512). Tokens that a padded batch generates past a request's length do not
 count. Each engine runs the same requests `--repeats` times, taking turns; the best counts, after one to warm up.
 
-    python tests/bench/generator.py [--vllm-python PATH]
+    python -m tests.bench.generator [--vllm-python PATH] [--repeats N]
+
+vLLM runs in .venv-vllm (tests/bench/vllm/setup.sh) unless told otherwise; without it, it is left out.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native import NativeEngine
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS, MAX_NEW, VOCAB = 64, 256, 512
 SLOTS = (16, 64)
 
@@ -104,12 +107,12 @@ def best_rates(runs: dict[str, Callable[[], int]], repeats: int) -> dict[str, fl
     return {name: round(max(values[1:])) for name, values in rates.items()}
 
 
-def vllm_rate(python: str, path: Path, prompts: list[list[int]], lengths: list[int], repeats: int) -> float:
+def vllm_rate(python: Path, path: Path, prompts: list[list[int]], lengths: list[int], repeats: int) -> float:
     """Tokens per CPU-second of vLLM (fp32, eager, in-process) in another interpreter."""
     job = {"model": str(path), "prompts": prompts, "lengths": lengths, "repeats": repeats}
     script = Path(__file__).parent / "vllm" / "run_vllm.py"
     done = subprocess.run(
-        [python, str(script)], input=json.dumps(job), stdout=subprocess.PIPE, text=True, timeout=900, check=False
+        [str(python), str(script)], input=json.dumps(job), stdout=subprocess.PIPE, text=True, timeout=900, check=False
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"vllm"')]
     if not lines:
@@ -119,7 +122,7 @@ def vllm_rate(python: str, path: Path, prompts: list[list[int]], lengths: list[i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm-python", help="an interpreter with vLLM for CPU, see vllm/setup.sh")
+    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,7 +132,7 @@ def main() -> None:
         make_model(path)
         runs = {f"native_{slots}_slots": native(path, prompts, lengths, slots) for slots in SLOTS}
         rates = best_rates(runs | {"transformers_generate": generate(path, prompts, lengths)}, args.repeats)
-        if args.vllm_python:
+        if args.vllm_python.exists():
             rates["vllm_fp32_eager"] = vllm_rate(args.vllm_python, path, prompts, lengths, args.repeats)
     fastest = rates[f"native_{SLOTS[-1]}_slots"]
     ratios = {f"ratio_vs_{name}": round(fastest / rate, 2) for name, rate in rates.items() if "native" not in name}

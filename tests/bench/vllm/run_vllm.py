@@ -1,4 +1,4 @@
-"""The vLLM side of ../generator.py, run by it in vLLM's interpreter: a job as JSON on stdin, one JSON line on stdout."""
+"""The vLLM side of the generator bench, in vLLM's interpreter: a job as JSON on stdin, one JSON line on stdout."""
 
 from __future__ import annotations
 
