@@ -15,6 +15,7 @@ PANELS = (
     ("sft/loss", "training loss", "#7a5195"),
     ("val/score/mean", "held-out accuracy", "#d1603d"),
 )
+SAMPLED = "val/sampled/score/mean"
 SMOOTHING_STEPS = 9  # odd: centred on the step, so that the curve does not lag
 
 
@@ -47,6 +48,10 @@ def plot(run_dir: Path) -> Path:
             for index, offset in {0: (7, -10), len(steps) - 1: (-7, 9)}.items():
                 text, point = f"{values[index]:.3f}", (steps[index], values[index])
                 axes.annotate(text, point, xytext=offset, textcoords="offset points", ha="center", fontsize=9)
+            sampled = _curve(rows, SAMPLED)
+            if sampled[0]:
+                axes.plot(*sampled, color=color, linewidth=1.2, linestyle="--", marker=".", label="sampled")
+                axes.legend(loc="lower right", frameon=False, fontsize=8)
             axes.margins(y=0.2)
         axes.set_ylabel(label)
         axes.grid(alpha=0.25, linewidth=0.6)

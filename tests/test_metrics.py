@@ -135,6 +135,15 @@ def test_plot_draws_what_was_measured(tmp_path: Path, measured: tuple[str, ...])
     assert (width, height) == (936, round(130 * (1.2 + 2.4 * len(measured)))), "one panel per measure"
 
 
+def test_plot_shows_sampled_beside_greedy_accuracy(tmp_path: Path) -> None:
+    rows = [{"step": step, "val/score/mean": 0.5 + step / 10} for step in range(4)]
+    pictures = []
+    for extra in ({}, {"val/sampled/score/mean": 0.3}):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | extra) + "\n" for row in rows))
+        pictures += [plot(tmp_path).read_bytes(), plot(tmp_path).read_bytes()]
+    assert pictures[0] == pictures[1] != pictures[2] == pictures[3]
+
+
 def test_plot_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/lr": 1}\n')
     with pytest.raises(ValueError, match="has no metrics to plot"):
