@@ -63,7 +63,8 @@ def _check_inputs(reading: Reading, config: Config) -> None:
     from hpcrl.data import validate_sources
     from hpcrl.rewards.router import validate_rewards
 
-    reading.add([Problem((), line, (("data",),)) for line in validate_sources(config)])
+    prompts = config.rollout.num_prompts if config.pipeline == "rlvr" else None
+    reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
     reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
 
 

@@ -1,0 +1,250 @@
+"""The real command line: what it says, what it refuses, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.help import EXIT_CODES, IMPORTANT, overview, reference
+from hpcrl.launch.model_folder import inspect_model
+from tests.conftest import ROOT
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 16,
+    "intermediate_size": 12,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+SHAPES = {
+    "model.embed_tokens.weight": [16, 8],
+    "model.norm.weight": [8],
+    "model.layers.0.input_layernorm.weight": [8],
+    "model.layers.0.self_attn.q_proj.weight": [8, 8],
+    "model.layers.0.self_attn.k_proj.weight": [4, 8],
+    "model.layers.0.self_attn.v_proj.weight": [4, 8],
+    "model.layers.0.self_attn.o_proj.weight": [8, 8],
+    "model.layers.0.mlp.gate_proj.weight": [12, 8],
+    "model.layers.0.mlp.down_proj.weight": [8, 12],
+}
+SHORT = ("data.max_prompt_tokens=64", "rollout.max_new_tokens=32")
+
+
+def launch(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hpcrl.launch", *words]
+    return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def refused(*words: str, at: Path) -> list[str]:
+    """The lines of a refusal; the folder must be as it was."""
+    before = sorted(at.rglob("*"))
+    done = launch(*words, at=at)
+    assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, ""), done
+    assert "Traceback" not in done.stderr
+    assert sorted(at.rglob("*")) == before
+    return done.stderr.splitlines()
+
+
+def write_model(folder: Path, config: dict[str, Any] = CONFIG, shapes: dict[str, list[int]] = SHAPES) -> Path:
+    """A model folder in which only the numbers of the weights are missing a meaning (all are zero)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    write_weights(folder / "model.safetensors", shapes)
+    return folder
+
+
+def write_weights(file: Path, shapes: dict[str, list[int]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * (shape[0] * shape[1] if len(shape) == 2 else shape[0])
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    words = ["+experiment=demo", "cluster=local", f"model.path={model}", "dry_run=true", "layout=disaggregated"]
+    done = launch(*words, at=tmp_path)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"run     demo, new, folder {tmp_path}/runs/demo"
+    assert f"{model} (qwen2, 528 parameters)" in done.stdout
+    assert "64 prompts x 8 = 512 responses a step; 4 optimizer step(s) of 128 over 2 trainer rank(s)" in done.stdout
+    assert [line.split() for line in lines if line.split()[:1] in (["0"], ["1-2"], ["3-4"], ["5"])] == [
+        ["0", "controller"],
+        ["1-2", "trainer"],
+        ["3-4", "generator"],
+        ["5", "reward"],
+    ]
+    assert sorted(tmp_path.iterdir()) == [model]
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": \n')
+    (tmp_path / "file").write_text("in the way")
+    model = write_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    lines = refused(
+        "+experiment=demo",
+        "rollout.gruop_size=4",
+        "trainer.lr=quick",
+        "layout.generator.num_ranks=5",
+        "data.train=bad.jsonl",
+        "data.val=missing.jsonl",
+        f"model.path={model}",
+        "run_dir=file/run",
+        at=tmp_path,
+    )
+    expected = [
+        "rollout.gruop_size: unknown key; did you mean rollout.group_size? (override 'rollout.gruop_size=4')",
+        "trainer.lr: expected a number, got 'quick' (override 'trainer.lr=quick')",
+        "layout.generator.num_ranks: 5 ranks of trainer asked for, which has 2 (override ",
+        "bad.jsonl:2: ",
+        "missing.jsonl",
+        f"model.path: no weights in {model} (*.safetensors)",
+        f"run folder {tmp_path}/file/run cannot be made: {tmp_path}/file is not a folder",
+    ]
+    assert len(lines) == len(expected), lines
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+
+
+def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path) -> None:
+    rows = [
+        '{"prompt": "1+1", "answer": "2"}',
+        '["no", "object"]',
+        '{"answer": "4"}',
+        '{"prompt": "2+2", "answer": "4"}',
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    lines = refused("data.train=rows.jsonl", at=tmp_path)
+    assert [line.split(": ")[0] for line in lines] == ["rows.jsonl:2", "rows.jsonl:3"]
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "empty.jsonl" in refused("data.train=empty.jsonl", at=tmp_path)[0]
+
+
+def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "thesis.tex").write_text("")
+    (line,) = refused("+experiment=demo", at=tmp_path)
+    assert "is not a run folder" in line and "thesis.tex" in line
+
+
+@pytest.mark.parametrize(
+    "words", [["--hlep"], ["demo"], ["+experiment=demmo"], ["cluster=slurm"], ["--help", "trainerr"]]
+)
+def test_words_that_mean_nothing_are_refused_in_one_line(words: list[str], tmp_path: Path) -> None:
+    assert len(refused(*words, at=tmp_path)) == 1
+
+
+def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from hpcrl.launch.__main__ import main; assert main(sys.argv[1:]) == 0;"
+        "assert 'torch' not in sys.modules"
+    )
+    for words in (["--help"], ["+experiment=demo", "-h", "trainer"], ["+experiment=demo", "dry_run=true"]):
+        subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    text = overview()
+    for word in ("usage:", "examples", "disaggregated", "rlvr_gsm8k", "exit codes", *IMPORTANT):
+        assert word in text
+    assert "GRPO on digit sorting" in text  # from the experiment's first comment
+    assert set(EXIT_CODES) <= set(ExitCode)
+
+
+def test_the_documented_keys_and_exit_codes_are_those_of_the_code() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference() + "\n", "run make docs"
+    table = (ROOT / "docs" / "exit_codes.md").read_text()
+    assert [f"| {int(code)} | {code.name} |" in table for code in ExitCode] == [True] * len(ExitCode)
+
+
+def test_a_sound_model_folder_has_no_problems(tmp_path: Path) -> None:
+    found = inspect_model(write_model(tmp_path / "model"))
+    assert (found.problems, found.model_type, found.max_positions) == ([], "qwen2", 256)
+    assert found.num_parameters == 16 * 8 + 8 + 8 + 64 + 32 + 32 + 64 + 96 + 96
+
+
+def test_a_made_tiny_model_has_no_problems(tmp_path: Path) -> None:
+    from hpcrl.checkpoint.tiny import make_tiny_model
+    from hpcrl.config import TinyModel
+
+    make_tiny_model(TinyModel(), tmp_path / "tiny")
+    assert inspect_model(tmp_path / "tiny").problems == []
+
+
+def broken_models() -> list[tuple[str, Any, str]]:
+    def drop(name: str) -> Any:
+        return lambda folder: (folder / name).unlink()
+
+    def shapes(**changed: list[int] | None) -> Any:
+        merged = SHAPES | {name.replace("__", "."): shape for name, shape in changed.items()}
+        return lambda folder: write_weights(folder / "model.safetensors", {n: s for n, s in merged.items() if s})
+
+    def truncate(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-4])
+
+    def index(folder: Path) -> None:
+        names = {"a": "model.safetensors", "b": "other.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    def config(folder: Path) -> None:
+        (folder / "config.json").write_text("{")
+
+    return [
+        ("no weights", drop("model.safetensors"), "no weights in"),
+        ("no config", drop("config.json"), "no config.json in"),
+        ("no tokenizer", drop("tokenizer.json"), "no tokenizer in"),
+        ("unreadable config", config, "config.json cannot be read"),
+        ("truncated", truncate, "it has "),
+        ("missing shard", index, "other.safetensors is missing"),
+        (
+            "wrong shape",
+            shapes(model__embed_tokens__weight=[17, 8]),
+            "model.embed_tokens.weight has shape [17, 8], config.json asks for [16, 8]",
+        ),
+        ("missing tensor", shapes(model__norm__weight=None), "model.norm.weight is missing from the weights"),
+        (
+            "more layers",
+            shapes(model__layers__1__input_layernorm__weight=[8]),
+            "more layers than num_hidden_layers = 1",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("name", "damage", "expected"), broken_models())
+def test_a_broken_model_folder_is_refused_before_the_start(
+    name: str, damage: Any, expected: str, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / name.replace(" ", "_"))
+    damage(folder)
+    problems = inspect_model(folder).problems
+    assert problems and any(expected in line for line in problems), problems
+    assert all(line.startswith("model.path: ") for line in problems)
+
+
+def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    lines = refused(f"model.path={model}", at=tmp_path)
+    assert lines[0] == (
+        "data.max_prompt_tokens: prompt 1024 + response 256 = 1280 tokens exceed "
+        f"max_position_embeddings of {model} = 256"
+    )
+    other = write_model(tmp_path / "other", config=CONFIG | {"model_type": "gemma2"})
+    assert "native generator runs" in refused(f"model.path={other}", *SHORT, at=tmp_path)[0]
+    assert "no folder nowhere" in refused("model.path=nowhere", at=tmp_path)[0]
