@@ -33,7 +33,7 @@ class BuildGroup(Message):
 
 
 class Leave(Message):
-    """End the rank's loop; the last command it gets."""
+    """End the rank's loop; the last command it gets, answered on the way out."""
 
 
 # -- commands: rollout -------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandOver(Message):
-    """Form batch `batch` on the destination ranks of `moves`; `truncated`: behaviour log-probs travel too.
+    """Form batch `batch` on the ranks `dests` from `moves`; `truncated`: behaviour log-probs travel too.
 
     Sent to every source and destination. Rewards and scores of all samples of the step come along (float32 bytes in
     the order of `samples`, sorted), since group statistics need all of them.
@@ -123,6 +123,7 @@ class HandOver(Message):
     batch: int
     group: str
     moves: list[Move]
+    dests: list[int]
     samples: list[int]
     rewards: bytes
     scores: bytes
@@ -161,12 +162,13 @@ class Advantages(Message):
 
 
 class TrainStep(Message):
-    """One optimizer step on these rows of the batch; tokens and sequences are the global norms."""
+    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of `loss`."""
 
     batch: int
     micro_batches: list[list[int]]
     tokens: float
     sequences: float
+    loss: str  # policy or sft
 
 
 class DropBatch(Message):
@@ -246,6 +248,10 @@ Command = (
     | LoadState
     | Export
 )
+
+
+ONE_WAY = (Admit, Rescore, Forget, DropBatch)
+"""Commands without an answer; a failure in one is still reported."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------

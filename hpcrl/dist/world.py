@@ -39,6 +39,7 @@ class World:
     size: int
     host: str
     place: Place
+    folder: Path
     store: dist.TCPStore
     sender: control.Sender
     commands: control.Inbox
@@ -96,6 +97,7 @@ def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: floa
         size=size,
         host=host,
         place=place,
+        folder=folder,
         store=store,
         sender=control.Sender(store, key, rank),
         commands=control.Inbox(control.connect(*address, start_s), rank_queue(rank), key, Command),

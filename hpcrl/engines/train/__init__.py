@@ -1,0 +1,28 @@
+"""Training engines by name. An engine's own imports happen here, when it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hpcrl.config import Config
+from hpcrl.engines.train.base import TrainEngine
+
+
+def make_train_engine(config: Config, model_path: Path, trainable: bool) -> TrainEngine:
+    """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
+    from hpcrl.engines.train.fsdp2 import FSDP2Engine
+
+    per_step = 1
+    if config.pipeline == "rlvr":
+        per_step = config.algorithm.ppo_epochs * config.algorithm.num_mini_batches
+    return FSDP2Engine(
+        config.trainer,
+        model_path,
+        dtype=getattr(torch, config.model.dtype),
+        total_steps=config.max_steps * per_step,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        trainable=trainable,
+        deterministic=config.deterministic,
+    )

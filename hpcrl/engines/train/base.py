@@ -58,8 +58,11 @@ class TrainEngine(Protocol):
     def onload(self) -> None:
         """Move them back (idempotent)."""
 
-    def save(self, folder: Path) -> None:
-        """Write sharded parameters, optimizer, scheduler and per-rank random state into a folder. Collective."""
+    def save(self, folder: Path) -> list[str]:
+        """Write sharded parameters, optimizer, scheduler and per-rank random state into a folder. Collective.
+
+        Returns the names of the files that this rank wrote; the caller makes them durable.
+        """
 
     def load(self, folder: Path) -> list[str]:
         """Restore what save() wrote, also on another number of ranks. Collective.

@@ -41,10 +41,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     return {"model": weights, "optimizer": moments}
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, optimizer_step: int) -> None:
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, optimizer_step: int) -> list[str]:
     """Write the sharded model and optimizer, each rank's random state, and trainer.json. Collective.
 
-    The caller makes the folder durable: it flushes and commits all files of a checkpoint together.
+    Returns the names of the files that this rank wrote. The caller makes the folder durable: it flushes and commits all files of a checkpoint together.
     """
     dcp.save(_tensors(model, optimizer), checkpoint_id=folder)
     torch.save(_random_state(), folder / f"random_rank{dist.get_rank()}.pt")
@@ -52,6 +52,9 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
         facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
         (folder / FACTS).write_text(json.dumps(facts) + "\n")
     dist.barrier()
+    own = [path.name for path in folder.glob(f"__{dist.get_rank()}_*.distcp")]
+    own.append(f"random_rank{dist.get_rank()}.pt")
+    return own + ([".metadata", FACTS] if dist.get_rank() == 0 else [])
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, list[str]]:

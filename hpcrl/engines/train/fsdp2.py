@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -110,11 +111,13 @@ class FSDP2Engine:
             for module in list(hf.modules()):
                 if type(module).__name__ in (hf._no_split_modules or ()):
                     fully_shard(module, **options)
-        fully_shard(model, reshard_after_forward=not self.keep_gathered, **options)
+        fully_shard(model, reshard_after_forward=False, **options)  # the head's backward comes next
         register_fsdp_forward_method(model, "own_logprobs")
         # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no pre-multiplied sum.
-        model.set_gradient_divide_factor(1.0)
-        model.set_force_sum_reduction_for_comms(True)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
 
         model.to_empty(device="cpu" if config.cpu_offload else self.device)
         full = dict(source.named_parameters()) if source is not None else {}
@@ -348,9 +351,9 @@ class FSDP2Engine:
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[str]:
         """See TrainEngine. The caller makes the files durable."""
-        checkpoint.save(Path(folder), self.model, self.optimizer, self.optimizer_step)
+        return checkpoint.save(Path(folder), self.model, self.optimizer, self.optimizer_step)
 
     def load(self, folder: Path) -> list[str]:
         """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""

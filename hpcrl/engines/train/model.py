@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -129,7 +130,7 @@ def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
             )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"model.path {path}: weights cannot be read: {_line(error)}") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]

@@ -1,0 +1,23 @@
+"""A scripted two-turn environment: asks once more, then compares the last answer. For tests and as an example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ScriptedEnv:
+    """Turn 1 gets `feedback`, turn 2 ends the episode; reward 1 where the last answer equals `answer`, else 0."""
+
+    def __init__(self, answer: Any = "", feedback: str = "check it and answer again"):
+        self._answer, self._feedback, self._turn = str(answer).strip(), feedback, 0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self._turn = 0
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._turn += 1
+        if self._turn == 1:
+            return self._feedback, 0.0, False, False, {}
+        success = float(action.strip() == self._answer)
+        return "", success, True, False, {"metrics": {"success": success}}

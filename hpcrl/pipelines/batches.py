@@ -1,0 +1,84 @@
+"""What the controller knows of a batch: ids and sizes per rank, never tokens; and how it is cut into commands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpcrl.dist.messages import Move
+from hpcrl.planning import balance, micro_batches
+from hpcrl.rollout.loop import Sizes
+
+
+@dataclass
+class BatchHandle:
+    """A batch that lies on ranks. `rows[rank]`: its samples there, ascending, which is the order of its rows.
+
+    mini_batches: the samples of each, over all ranks. late_fields: what has been filled in (old_logprobs, ...).
+    """
+
+    id: int
+    step: int
+    sizes: Mapping[int, Sizes]
+    mini_batches: Sequence[Sequence[int]]
+    rows: dict[int, list[int]]
+    reference_rows: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[int]:
+        """All sample ids, ascending."""
+        return sorted(self.sizes)
+
+    def plan(
+        self, rows: Mapping[int, list[int]], samples: Sequence[int], max_tokens: int
+    ) -> dict[int, list[list[int]]]:
+        """Row indices per micro-batch and rank for these samples; the same count of micro-batches on every rank."""
+        chosen = set(samples)
+        ranks = sorted(rows)
+        indices = [[i for i, sample in enumerate(rows[rank]) if sample in chosen] for rank in ranks]
+        lengths = [[self.sizes[rows[rank][i]].total for i in part] for rank, part in zip(ranks, indices, strict=True)]
+        plans = micro_batches(lengths, max_tokens)
+        return {
+            rank: [[part[i] for i in micro] for micro in plan]
+            for rank, part, plan in zip(ranks, indices, plans, strict=True)
+        }
+
+    def norms(self, samples: Sequence[int]) -> tuple[float, float]:
+        """Model tokens and sequences with a model token, over all ranks (weights are 1)."""
+        counts = [self.sizes[sample].model for sample in samples]
+        return float(sum(counts)), float(sum(count > 0 for count in counts))
+
+
+def split_mini_batches(group_samples: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Groups in order, cut into `count` mini-batches whose numbers of groups differ by one at most; siblings stay
+    together where there are as many groups as mini-batches, else samples are dealt out."""
+    if len(group_samples) < count:
+        flat = [sample for group in group_samples for sample in group]
+        return [flat[i::count] for i in range(count)]
+    bounds = [len(group_samples) * i // count for i in range(count + 1)]
+    return [[s for group in group_samples[a:b] for s in group] for a, b in itertools.pairwise(bounds)]
+
+
+def assign_rows(
+    sizes: Mapping[int, Sizes], parts: Sequence[Sequence[int]], ranks: Sequence[int]
+) -> dict[int, list[int]]:
+    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths."""
+    rows: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for part in parts:
+        shares = balance([sizes[sample].total for sample in part], len(ranks))
+        for rank, share in zip(ranks, shares, strict=True):
+            rows[rank].extend(part[i] for i in share)
+    return {rank: sorted(samples) for rank, samples in rows.items()}
+
+
+def moves(homes: Mapping[int, int], rows: Mapping[int, Sequence[int]], sizes: Mapping[int, Sizes]) -> list[Move]:
+    """One Move per pair of ranks: from where samples are (homes) to where they are wanted (rows)."""
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for dest, samples in rows.items():
+        for sample in samples:
+            pairs.setdefault((homes[sample], dest), []).append(sample)
+    return [
+        Move(source, dest, samples, [sizes[sample].total for sample in samples])
+        for (source, dest), samples in sorted(pairs.items())
+    ]

@@ -1,0 +1,90 @@
+"""Save and restore a run: every rank writes and seals its files, the controller commits them with the small state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
+from hpcrl.checkpoint.lineage import abandon_after
+from hpcrl.checkpoint.state import read_state, write_state
+from hpcrl.config import Config
+from hpcrl.dist.controller import Controller
+from hpcrl.dist.messages import LoadState, SaveState
+from hpcrl.layout import RoleLayout
+from hpcrl.pipelines.rollouts import Rollouts
+from hpcrl.rundir import check_owner
+
+
+class Checkpoints:
+    """The run's checkpoints/ folder."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        layout: RoleLayout,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        rollouts: Rollouts | None,
+    ):
+        self._controller, self._layout, self._config = controller, layout, config
+        self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
+        self._rollouts = rollouts
+        self._saved_step = self.restored_step = -1
+        self.counters: dict[str, float] = {"seconds": 0.0}
+        self._started = time.time()
+
+    def maybe_save(self, step: int) -> None:
+        """Save where save_every asks for it."""
+        if self._config.save_every and step % self._config.save_every == 0:
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Commit a checkpoint of `step` (idempotent). SupersededError when another attempt owns the run."""
+        if step == self._saved_step:
+            return
+        tmp = begin(self._root, step, self._attempt)
+        trainers = self._layout.ranks["trainer"]
+        answers = self._controller.call(dict.fromkeys(trainers, SaveState(str(tmp), "trainer")))
+        entries = [FileEntry(*file) for answer in answers.values() for file in answer.files]
+        self.counters["seconds"] += time.time() - self._started
+        self._started = time.time()
+        state = self._rollouts.state_dict() if self._rollouts is not None else {"cursor": {}, "scheduler": {}}
+        name = write_state(tmp, {**state, "dispositions": {}, "counters": {**self.counters, "step": step}})
+        entries += seal_files(tmp, [name])
+        world = {role: list(ranks) for role, ranks in self._layout.ranks.items()}
+        facts = Facts(config_hash=_hash(self._config), weight_version=step, attempt=self._attempt, world=world)
+        fence = lambda: check_owner(self._run_dir, self._attempt)  # noqa: E731
+        commit(self._root, step, tmp, entries, facts, keep=self._config.keep_checkpoints, fence=fence)
+        self._saved_step = step
+
+    def restore(self) -> int:
+        """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one."""
+        latest = find_latest(self._root) if self._root.exists() else None
+        for problem in latest.problems if latest is not None else []:
+            print(f"hpcrl: checkpoints: {problem}", flush=True)
+        step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
+        self.restored_step = step
+        abandoned = abandon_after(self._run_dir, step, self._attempt)
+        if abandoned:
+            print(f"hpcrl: {len(abandoned)} item(s) written after step {step} moved to abandoned/", flush=True)
+        if latest is None or latest.path is None:
+            return 0
+        state = read_state(latest.path)
+        trainers = self._layout.ranks["trainer"]
+        answers = self._controller.call(dict.fromkeys(trainers, LoadState(str(latest.path), "trainer")))
+        for warning in sorted({text for answer in answers.values() for text in answer.texts}):
+            print(f"hpcrl: {warning}", flush=True)
+        if self._rollouts is not None:
+            self._rollouts.load_state_dict(state)
+        self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
+        self._saved_step = step
+        print(f"hpcrl: resumed from {latest.path.name}", flush=True)
+        return step
+
+
+def _hash(config: Config) -> str:
+    return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

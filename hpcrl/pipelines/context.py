@@ -1,0 +1,131 @@
+"""A run as a pipeline sees it: steps, rollouts, trainer, weights, checkpoints, metrics."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from hpcrl.config import Config
+from hpcrl.data import PromptSource
+from hpcrl.dist import messages
+from hpcrl.dist.controller import Controller
+from hpcrl.layout import RoleLayout
+from hpcrl.metrics import MetricsLog
+from hpcrl.pipelines.checkpoints import Checkpoints
+from hpcrl.pipelines.evaluation import Evaluation
+from hpcrl.pipelines.parts import FABRIC, Reference, Trainer, Weights
+from hpcrl.pipelines.rollouts import Rollouts, replica_capacity
+from hpcrl.plot import plot as draw_plot
+from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.stats import Stats, flatten, merge
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has saved everything at a step boundary."""
+
+    def __init__(self, step: int, signal_number: int):
+        self.signal_number = signal_number
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}, everything is saved")
+
+
+class Run:
+    """Made by hpcrl.run on rank 0. Building it builds the engines of all ranks and restores the newest checkpoint."""
+
+    def __init__(
+        self, controller: Controller, layout: RoleLayout, config: Config, run_dir: Path, model_path: Path, attempt: int
+    ):
+        self.config, self.run_dir = config, run_dir
+        self._controller, self._layout = controller, layout
+        self.stop_signal = 0
+        self.last_step = config.max_steps
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.trainer = Trainer(controller, layout, config)
+        self.reference = Reference(controller, layout, config)
+        self.weights = Weights(controller, layout)
+        self._build()
+        loop = self._make_loop()
+        reinforces = config.pipeline == "rlvr"
+        source = PromptSource(config.data, "train", self.tokenizer, config.seed, config.rollout.num_prompts)
+        self.rollouts = Rollouts(loop, controller, layout, config, source, run_dir) if reinforces else None
+        self.evaluation = Evaluation(loop, controller, layout, config, self.tokenizer, run_dir) if loop else None
+        self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self.rollouts)
+        self.first_step = self.checkpoint.restore()
+        self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps)
+        self._step_started = time.perf_counter()
+        self._num_samples = 0
+
+    def steps(self) -> Iterator[int]:
+        """Steps still to do, from 1; each is trained on weights version step - 1 and publishes version step.
+
+        Stopped after the first boundary at which a signal had come, with a checkpoint of it.
+        """
+        for step in range(self.first_step + 1, self.config.max_steps + 1):
+            self._step_started = time.perf_counter()
+            yield step
+            if self.stop_signal:
+                self.checkpoint.save(step)
+                raise Stopped(step, self.stop_signal)
+
+    def evaluate(self, step: int) -> Stats:
+        """Held-out scores where they are due at this step (0: before training); nothing otherwise."""
+        every = self.config.eval_every
+        due = bool(every) and (step % every == 0 or step == self.config.max_steps)
+        return self.evaluation.scores(step) if due and self.evaluation is not None else {}
+
+    def end_at(self, step: int) -> None:
+        """The run is complete at this step."""
+        self.last_step = step
+
+    def log(self, step: int, *parts: Stats) -> None:
+        """Write the step's metrics."""
+        stats = merge(parts)
+        flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
+        elapsed = time.perf_counter() - self._step_started
+        tokens = stats["_tokens"].total if "_tokens" in stats else 0.0
+        samples = stats["_samples"].total if "_samples" in stats else 0.0
+        flat |= {"system/global_step": step, "system/samples": samples, "time/step_total": elapsed}
+        if tokens:
+            flat["system/tps"] = tokens / elapsed
+        self.metrics.log(step, flat)
+
+    def finish(self) -> str:
+        """Save, export the policy, draw the plot; returns what to tell the user."""
+        last = self.last_step
+        self.checkpoint.save(last)
+        self.trainer.export(self.run_dir / "hf")
+        self.metrics.close()
+        plot = draw_plot(self.run_dir)
+        examples = self.evaluation.before_and_after(last) if self.evaluation is not None else ""
+        return f"{examples}\nplot {plot}\nHF checkpoint {self.run_dir / 'hf'}"
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Engines and groups, role by role: what joins a default group must be built on all its ranks together."""
+        self._controller.await_world()
+        for role in ("trainer", "reference", "generator", "reward", "env"):
+            ranks = list(self._layout.ranks[role])
+            if ranks:
+                self._controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks)))
+        generators, layout = self._layout.ranks["generator"], self._layout.ranks
+        if generators:
+            ranks = sorted({*generators, *layout["trainer"], *layout["reference"]})
+            self._controller.call(dict.fromkeys(ranks, messages.BuildGroup(FABRIC, ranks)))
+            self.weights.build_groups()
+
+    def _make_loop(self) -> RolloutLoop | None:
+        if not self._layout.replicas:
+            return None
+        return RolloutLoop(
+            self._controller,
+            replica_capacity(self.config, self._layout),
+            self._layout.ranks["reward"],
+            self._layout.ranks["env"],
+            seed=self.config.seed,
+            burst_tokens=self.config.generator.burst_tokens,
+            deterministic=self.config.deterministic,
+        )

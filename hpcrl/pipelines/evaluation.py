@@ -1,0 +1,112 @@
+"""Held-out evaluation: the first prompts of data.val, greedily and as in training."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.data import PromptSource
+from hpcrl.dist.controller import Controller
+from hpcrl.dist.messages import Peek
+from hpcrl.files import write_durably
+from hpcrl.layout import RoleLayout
+from hpcrl.pipelines.parts import timed
+from hpcrl.pipelines.rollouts import make_sampling, replica_capacity
+from hpcrl.rollout.loop import Harvest, RolloutLoop
+from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.stats import Stats, merge, scalar
+
+FIRST_UID = 1 << 38
+"""Evaluation's prompts are numbered from here, away from those of training."""
+
+
+class Evaluation:
+    """Scores, and what the model answered to the first prompts before and after training."""
+
+    def __init__(
+        self,
+        loop: RolloutLoop,
+        controller: Controller,
+        layout: RoleLayout,
+        config: Config,
+        tokenizer: Any,
+        run_dir: Path,
+    ):
+        self._loop, self._controller, self._config = loop, controller, config
+        self._slots = replica_capacity(config, layout)
+        self._examples_file = run_dir / "examples.json"
+        val = config.data.val
+        source = PromptSource(config.data, "val", tokenizer, config.seed, 1) if val else None
+        found = source.head(config.eval.num_prompts) if source is not None else []
+        self._prompts = [replace(prompt, uid=FIRST_UID + i) for i, prompt in enumerate(found)]
+
+    def scores(self, step: int) -> Stats:
+        """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature)."""
+        if not self._prompts:
+            return {}
+        start, config = time.perf_counter(), self._config
+        harvest = self._generate(config.eval.temperature)
+        stats = _score_stats("val", harvest)
+        if step in {0, config.max_steps}:
+            self._keep_examples(step, harvest)
+        self._loop.forget(harvest.groups)
+        if config.rollout.temperature != config.eval.temperature:
+            sampled = self._generate(config.rollout.temperature)
+            stats |= _score_stats("val/sampled", sampled)
+            self._loop.forget(sampled.groups)
+        return merge([stats, timed("time/val_step", start)])
+
+    def before_and_after(self, last: int) -> str:
+        """The kept examples as text."""
+        if not self._examples_file.exists():
+            return ""
+        kept = json.loads(self._examples_file.read_text())
+        lines = []
+        for before, after in zip(kept.get("0", []), kept.get(str(last), []), strict=False):
+            lines.append(f"  {before['prompt']!r}, right answer {before['answer']!r}")
+            for name, example in (("before", before), ("after", after)):
+                verdict = "right" if example["score"] > 0 else "wrong"
+                lines.append(f"    {name:>6}: {example['response']!r} ({verdict})")
+        return "\n".join(["completions before and after:", *lines]) if lines else ""
+
+    def _generate(self, temperature: float) -> Harvest:
+        config = self._config
+        length = config.eval.max_new_tokens or config.rollout.max_new_tokens
+        scheduler = RolloutScheduler(SchedulerConfig(group_size=1, deterministic=config.deterministic), self._slots)
+        scheduler.begin_step(0, len(self._prompts))
+        waiting = iter(self._prompts)
+        return self._loop.drive(
+            scheduler,
+            {},
+            lambda count: [prompt for prompt, _ in zip(waiting, range(count), strict=False)],
+            make_sampling(config, temperature, length, truncate=False),
+            multi_turn=config.env is not None,
+        )
+
+    def _keep_examples(self, step: int, harvest: Harvest) -> None:
+        chosen = harvest.groups[: self._config.eval.num_examples]
+        kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
+        by_uid = {prompt.uid: prompt for prompt in self._prompts}
+        examples = []
+        for group in chosen:
+            sample, prompt = group.samples[0], by_uid[group.uid]
+            response = self._controller.call({sample.replica: Peek([sample.id])})[sample.replica].texts[0]
+            examples.append(
+                {"prompt": prompt.text, "answer": prompt.answer, "response": response, "score": sample.score}
+            )
+        kept[str(step)] = examples
+        write_durably(self._examples_file, json.dumps(kept, indent=1).encode())
+
+
+def _score_stats(prefix: str, harvest: Harvest) -> Stats:
+    samples = [group.samples[0] for group in harvest.groups]
+    lengths = [harvest.sizes[sample.id].model for sample in samples]
+    return merge(
+        {f"{prefix}/score/*": scalar(sample.score), f"{prefix}/response_length/*": scalar(length)}
+        for sample, length in zip(samples, lengths, strict=True)
+    )

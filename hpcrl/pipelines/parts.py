@@ -1,0 +1,198 @@
+"""What a pipeline calls: trainer, reference, weights, rollouts. Each call is a few commands in one total order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.config import Config
+from hpcrl.dist import messages
+from hpcrl.dist.controller import Controller
+from hpcrl.engines.gen.base import SamplingParams
+from hpcrl.layout import RoleLayout
+from hpcrl.pipelines.batches import BatchHandle, assign_rows, moves, split_mini_batches
+from hpcrl.rollout.loop import Sizes
+from hpcrl.stats import Stat, Stats, merge, scalar
+
+FABRIC = "rollout"
+
+
+def answers_stats(answers: Iterable[messages.Done]) -> Stats:
+    """The statistics of all ranks together."""
+    return merge({name: Stat(*values) for name, values in answer.stats.items()} for answer in answers)
+
+
+def sampling_of(config: Config) -> SamplingParams:
+    """How training rollouts are sampled."""
+    r = config.rollout
+    return SamplingParams(r.max_new_tokens, r.temperature, r.top_p, r.top_k, r.min_p, tuple(r.stop))
+
+
+def timed(name: str, start: float) -> Stats:
+    """Seconds since time.perf_counter() was `start`, as a statistic."""
+    return {name: scalar(time.perf_counter() - start)}
+
+
+class Trainer:
+    """The trainer ranks: the policy that learns."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
+        self._controller, self._config = controller, config
+        self.ranks = layout.ranks["trainer"]
+
+    def logprobs(self, batch: BatchHandle, into: str) -> Stats:
+        """Fill a token field with the policy's log-probs; skipped where one on-policy optimizer step follows, since
+        old_logprobs then equal the current ones."""
+        algorithm = self._config.algorithm
+        if algorithm.num_mini_batches * algorithm.ppo_epochs == 1 and algorithm.kl_reward_coef == 0:
+            return {}
+        return _logprobs(self._controller, self._config, "trainer", batch, batch.rows, into)
+
+    def advantages(self, batch: BatchHandle) -> Stats:
+        """Fill advantages and returns."""
+        answers = self._controller.call({rank: messages.Advantages(batch.id) for rank in self.ranks})
+        return answers_stats(answers.values())
+
+    def update(self, batch: BatchHandle, loss: str = "policy") -> Stats:
+        """All optimizer steps of a batch: ppo_epochs x mini-batches (one for the supervised loss)."""
+        start, parts = time.perf_counter(), []
+        epochs = self._config.algorithm.ppo_epochs if loss == "policy" else 1
+        for _ in range(epochs):
+            for mini_batch in batch.mini_batches:
+                plan = batch.plan(batch.rows, mini_batch, self._config.trainer.max_tokens_per_micro_batch)
+                tokens, sequences = batch.norms(mini_batch)
+                answers = self._controller.call(
+                    {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences, loss) for rank in self.ranks}
+                )
+                parts.append(answers_stats(answers.values()))
+        return merge([*parts, timed("time/step_train", start)])
+
+    def load_rows(self, step: int, rows: Sequence[int], sizes: Sequence[Sizes]) -> BatchHandle:
+        """A supervised batch from rows of the training data, balanced over the ranks."""
+        by_row = dict(zip(rows, sizes, strict=True))
+        handle = BatchHandle(step, step, by_row, [sorted(by_row)], assign_rows(by_row, [sorted(by_row)], self.ranks))
+        self._controller.call({rank: messages.LoadRows(handle.id, handle.rows[rank]) for rank in self.ranks})
+        return handle
+
+    def drop(self, batch: BatchHandle) -> None:
+        """Free the batch everywhere."""
+        for rank in sorted({*batch.rows, *batch.reference_rows}):
+            self._controller.send(rank, messages.DropBatch(batch.id))
+
+    def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> None:
+        """Every trainer rank writes its rows."""
+        self._controller.call({rank: messages.WriteRollouts(batch.id, str(folder), facts) for rank in self.ranks})
+
+    def export(self, folder: Path) -> None:
+        """Write the policy in HF layout."""
+        self._controller.call({rank: messages.Export(str(folder)) for rank in self.ranks})
+
+
+class Reference:
+    """The reference ranks: the frozen initial policy. Does nothing where the algorithm has no use for it."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
+        self._controller, self._config = controller, config
+        self.ranks, self._trainer_ranks = layout.ranks["reference"], layout.ranks["trainer"]
+
+    def logprobs(self, batch: BatchHandle, into: str) -> Stats:
+        """Fill a token field with the reference's log-probs."""
+        if not self.ranks:
+            return {}
+        if self.ranks == self._trainer_ranks:
+            return _logprobs(self._controller, self._config, "reference", batch, batch.rows, into)
+        stats = _logprobs(self._controller, self._config, "reference", batch, batch.reference_rows, into)
+        homes = {sample: rank for rank, samples in batch.reference_rows.items() for sample in samples}
+        transfer = messages.SendTokens(batch.id, FABRIC, into, moves(homes, batch.rows, batch.sizes))
+        self._controller.call(dict.fromkeys(sorted({*self.ranks, *self._trainer_ranks}), transfer))
+        return stats
+
+
+class Weights:
+    """From the trainers to the generator replicas: staged once, pulled by one replica after another."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout):
+        self._controller = controller
+        self._trainers, self._replicas = layout.ranks["trainer"], layout.replicas
+        self._sources = [
+            next((rank for rank in replica if rank in self._trainers), self._trainers[i % len(self._trainers)])
+            for i, replica in enumerate(self._replicas)
+        ]
+
+    def build_groups(self) -> None:
+        """One group per replica that shares no rank with its source."""
+        for i, (source, replica) in enumerate(zip(self._sources, self._replicas, strict=True)):
+            if replica != (source,):
+                ranks = sorted({source, *replica})
+                build = messages.BuildGroup(_weights_group(i), ranks)
+                self._controller.call(dict.fromkeys(ranks, build))
+
+    def publish(self, version: int) -> Stats:
+        """Load the trainers' weights into every replica under this version."""
+        if not self._replicas:
+            return {}
+        start = time.perf_counter()
+        stage = messages.Stage(version, sorted(set(self._sources)))
+        self._controller.call(dict.fromkeys(self._trainers, stage))
+        waiting = list(enumerate(zip(self._sources, self._replicas, strict=True)))
+        while waiting:
+            wave: dict[int, messages.Pull] = {}
+            later = []
+            for i, (source, replica) in waiting:
+                ranks = {source, *replica}
+                if ranks & wave.keys():
+                    later.append((i, (source, replica)))
+                else:
+                    wave |= dict.fromkeys(ranks, messages.Pull(version, source, list(replica), _weights_group(i)))
+            self._controller.call(wave)
+            waiting = later
+        return timed("time/step_model_update", start)
+
+
+def hand_over(
+    controller: Controller,
+    layout: RoleLayout,
+    config: Config,
+    step: int,
+    groups: Sequence[Any],
+    sizes: dict[int, Sizes],
+) -> BatchHandle:
+    """Move the groups' samples from the replicas that hold them to the ranks that train on them."""
+    done = {sample.id: sample for group in groups for sample in group.samples}
+    homes = {sample.id: sample.replica for sample in done.values()}
+    parts = split_mini_batches([[s.id for s in g.samples] for g in groups], config.algorithm.num_mini_batches)
+    trainers, references = layout.ranks["trainer"], layout.ranks["reference"]
+    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers))
+    if references and references != trainers:
+        handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references)
+    wanted = handle.rows | handle.reference_rows
+    order = handle.samples
+    command = messages.HandOver(
+        batch=handle.id,
+        group=FABRIC,
+        moves=moves(homes, wanted, sizes),
+        dests=sorted(wanted),
+        samples=order,
+        rewards=np.array([done[s].reward for s in order], dtype=np.float32).tobytes(),
+        scores=np.array([done[s].score for s in order], dtype=np.float32).tobytes(),
+        truncated=sampling_of(config).truncates,
+    )
+    controller.call(dict.fromkeys(sorted({*wanted, *homes.values()}), command))
+    return handle
+
+
+def _logprobs(
+    controller: Controller, config: Config, role: str, batch: BatchHandle, rows: dict[int, list[int]], into: str
+) -> Stats:
+    start = time.perf_counter()
+    plan = batch.plan(rows, batch.samples, config.trainer.max_tokens_per_micro_batch)
+    controller.call({rank: messages.Logprobs(batch.id, role, into, plan[rank]) for rank in sorted(rows)})
+    return timed(f"time/{into}", start)
+
+
+def _weights_group(replica: int) -> str:
+    return f"weights/{replica}"

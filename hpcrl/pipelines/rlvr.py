@@ -1,0 +1,26 @@
+"""Reinforcement learning from verifiable rewards (GRPO, REINFORCE++, ...): one step on one screen."""
+
+from __future__ import annotations
+
+from hpcrl.pipelines.context import Run
+
+
+def rlvr(run: Run) -> None:
+    """Train the policy of `run` to its last step."""
+    run.weights.publish(run.first_step)
+    if run.first_step == 0:
+        run.log(0, run.evaluate(0))
+    for step in run.steps():
+        batch = run.rollouts.next(step)
+        stats = [
+            run.rollouts.stats,
+            run.trainer.logprobs(batch, into="old_logprobs"),
+            run.reference.logprobs(batch, into="ref_logprobs"),
+            run.trainer.advantages(batch),
+            run.trainer.update(batch),
+        ]
+        run.rollouts.store(batch, run.trainer)
+        run.trainer.drop(batch)
+        stats.append(run.weights.publish(step))
+        run.log(step, *stats, run.evaluate(step))
+        run.checkpoint.maybe_save(step)

@@ -1,0 +1,39 @@
+"""Supervised fine-tuning on the answers of the training data."""
+
+from __future__ import annotations
+
+from hpcrl.config import Config
+from hpcrl.data import epoch_order, sft_rows
+from hpcrl.pipelines.context import Run
+from hpcrl.rollout.loop import Sizes
+from hpcrl.stats import scalar
+
+
+def sft(run: Run) -> None:
+    """Train to the last step, or until the sampled held-out score reaches sft.stop_score."""
+    config = run.config
+    rows = sft_rows(config.data, "train", run.tokenizer, config.seed)
+    for step in run.steps():
+        chosen = [_row(config, len(rows), (step - 1) * config.sft.batch_size + i) for i in range(config.sft.batch_size)]
+        chosen = sorted(set(chosen))
+        encoded = [rows.row(row) for row in chosen]
+        sizes = [Sizes(len(token_ids), sum(mask)) for token_ids, mask in encoded]
+        batch = run.trainer.load_rows(step, chosen, sizes)
+        stats = run.trainer.update(batch, loss="sft")
+        run.trainer.drop(batch)
+        scores = {}
+        if run.evaluation is not None and config.eval_every and step % config.eval_every == 0:
+            run.weights.publish(step)
+            scores = run.evaluate(step)
+        counted = {"_tokens": scalar(sum(size.total for size in sizes)), "_samples": scalar(len(sizes))}
+        run.log(step, counted, stats, scores)
+        run.checkpoint.maybe_save(step)
+        reached = scores.get("val/sampled/score/*", scores.get("val/score/*"))
+        if config.sft.stop_score is not None and reached and reached.total / reached.count >= config.sft.stop_score:
+            run.end_at(step)
+            return
+
+
+def _row(config: Config, num_rows: int, draw: int) -> int:
+    epoch, position = divmod(draw, num_rows)
+    return int(epoch_order(config.seed, "sft", epoch, num_rows)[position])

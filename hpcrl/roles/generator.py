@@ -1,0 +1,219 @@
+"""The generator role: one replica's engine, the responses it holds, their way to rewards and environments."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hpcrl.batch import STATUS
+from hpcrl.dist.messages import (
+    AbortSamples,
+    Admit,
+    Burst,
+    BurstDone,
+    Done,
+    Ended,
+    Forget,
+    Peek,
+    PromptPayload,
+    Rescore,
+    Response,
+    TurnDelta,
+)
+from hpcrl.engines.gen import make_gen_engine
+from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.rollout.types import FinishReason, Sample, split_sample_id
+
+if TYPE_CHECKING:
+    from hpcrl.roles.worker import Worker
+
+TOKEN_FIELDS = [
+    ("token_ids", np.dtype(np.int32)),
+    ("loss_mask", np.dtype(bool)),
+    ("gen_logprobs", np.dtype(np.float32)),
+    ("versions", np.dtype(np.int32)),
+    ("turn_ids", np.dtype(np.int32)),
+]
+BEHAVIOUR_FIELD = ("gen_logprobs_behaviour", np.dtype(np.float32))
+ROW_FIELDS = [("status", np.dtype(np.int8))]
+
+
+class GeneratorRole:
+    """`held` keeps every response from its first finished turn until it is forgotten or handed over."""
+
+    def __init__(self, worker: Worker):
+        self._worker = worker
+        self.engine = make_gen_engine(worker.config, worker.model_path, worker.tokenizer)
+        self.held: dict[int, Sample] = {}
+        self._prompts: dict[int, PromptPayload] = {}
+        self._admitted: set[int] = set()
+        worker.world.mailbox.open()
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {
+            Admit: self._admit,
+            Burst: self._burst,
+            AbortSamples: self._abort,
+            Rescore: self._rescore,
+            Forget: self._forget,
+            Peek: self._peek,
+        }
+
+    def look_after(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def pack(self, samples: Sequence[int]) -> dict[str, np.ndarray]:
+        """Fields of held samples, concatenated in order (hpcrl.dist.transfer.Fabric.exchange)."""
+        held = [self.held[sample] for sample in samples]
+        names = [name for name, _ in TOKEN_FIELDS]
+        if held and held[0].gen_logprobs_behaviour is not None:
+            names.append(BEHAVIOUR_FIELD[0])
+        packed = {name: np.concatenate([getattr(sample, name) for sample in held]) for name in names}
+        packed["status"] = np.array([STATUS.index(sample.finish_reason) for sample in held], dtype=np.int8)
+        return packed
+
+    def _admit(self, command: Admit, seq: int) -> None:
+        self._prompts |= {prompt.uid: prompt for prompt in command.prompts}
+        s = command.sampling
+        params = SamplingParams(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, tuple(s.stop))
+        going_on = {sample for sample, _ in command.samples if sample in self.held}
+        if going_on:
+            self._extend(going_on)
+        shared: dict[int, list[int]] = {}  # siblings get the same list: the engine prefills it once
+        requests = []
+        for sample, seed in command.samples:
+            if sample in going_on:
+                ids, turn = self.held[sample].token_ids.tolist(), int(self.held[sample].turn_ids[-1]) + 1
+            else:
+                uid, turn = split_sample_id(sample)[0], 0
+                ids = shared.setdefault(uid, np.frombuffer(self._prompts[uid].token_ids, dtype=np.int32).tolist())
+            requests.append(Request(sample, ids, params, seed + turn))
+        self._admitted |= {request.id for request in requests}
+        self.engine.add(requests)
+
+    def _extend(self, samples: set[int]) -> None:
+        """Append the observations that wait in the mailbox; the controller admits only what was observed."""
+        missing = set(samples)
+        deadline = time.monotonic() + self._worker.world.timeout_s
+        while missing:
+            for item in self._worker.world.mailbox.receive(1.0):
+                assert isinstance(item, TurnDelta)
+                self._append(self.held[item.sample], np.frombuffer(item.token_ids, dtype=np.int32), None)
+                missing.discard(item.sample)
+            if missing and time.monotonic() > deadline:
+                raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
+
+    def _append(self, sample: Sample, token_ids: np.ndarray, output: Output | None) -> None:
+        """Add a model turn (output) or an observation (None) to a held sample."""
+        count, turn = len(token_ids), int(sample.turn_ids[-1]) + (output is not None)
+        zeros = np.zeros(count, dtype=np.float32)
+        columns = {
+            "token_ids": token_ids,
+            "loss_mask": np.full(count, output is not None),
+            "gen_logprobs": zeros if output is None else output.gen_logprobs,
+            "versions": np.full(count, -1, dtype=np.int32) if output is None else output.versions,
+            "turn_ids": np.full(count, turn, dtype=np.int32),
+        }
+        if sample.gen_logprobs_behaviour is not None:
+            columns["gen_logprobs_behaviour"] = zeros if output is None else output.gen_logprobs_behaviour
+        for name, column in columns.items():
+            setattr(sample, name, np.concatenate([getattr(sample, name), column]))
+
+    def _burst(self, command: Burst, seq: int) -> BurstDone:
+        started = time.perf_counter()
+        before = sum(self.engine.progress().values())
+        with torch.no_grad():
+            outputs = self.engine.step(command.num_tokens)
+        progress = self.engine.progress()
+        decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
+        ended = [self._take_in(output) for output in outputs]
+        multi_turn = self._worker.config.env is not None and bool(command.envs)
+        self._post([e.sample for e in ended], command.envs if multi_turn else command.scorers, outputs)
+        return BurstDone(
+            seq,
+            finished=[] if multi_turn else ended,
+            turns=ended if multi_turn else [],
+            tokens=decoded,
+            live=len(progress),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _take_in(self, output: Output) -> Ended:
+        sample = self.held.get(output.id)
+        if sample is None:
+            payload = self._prompts[split_sample_id(output.id)[0]]
+            sample = self.held[output.id] = _empty_response(
+                output.id, np.frombuffer(payload.token_ids, dtype=np.int32), output.gen_logprobs_behaviour is not None
+            )
+        self._append(sample, output.token_ids, output)
+        sample.finish_reason = output.finish_reason
+        return Ended(output.id, len(sample.token_ids), int(sample.loss_mask.sum()), str(output.finish_reason))
+
+    def _post(self, samples: Sequence[int], receivers: Sequence[int], outputs: Sequence[Output] | None = None) -> None:
+        """Send the text of each sample's last turn to the rank that scores it or plays its environment."""
+        if not samples or not receivers:
+            return
+        turns = [o.token_ids for o in outputs] if outputs is not None else [self._last_turn(s) for s in samples]
+        texts = self._worker.tokenizer.batch_decode(turns, skip_special_tokens=True)
+        posts: dict[int, list[Response]] = defaultdict(list)
+        for sample, text in zip(samples, texts, strict=True):
+            uid = split_sample_id(sample)[0]
+            prompt = self._prompts[uid]
+            reason = str(self.held[sample].finish_reason)
+            posts[receivers[uid % len(receivers)]].append(
+                Response(sample, prompt.domain, text, prompt.meta, reason, self._worker.world.rank)
+            )
+        for rank, items in posts.items():
+            self._worker.world.mailbox.send(rank, items)
+
+    def _last_turn(self, sample: int) -> np.ndarray:
+        held = self.held[sample]
+        return held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
+
+    def _rescore(self, command: Rescore, seq: int) -> None:
+        self._post(command.samples, command.scorers)
+
+    def _abort(self, command: AbortSamples, seq: int) -> BurstDone:
+        outputs = self.engine.abort(command.samples)
+        self._drop(command.samples)
+        ended = [Ended(o.id, 0, len(o.token_ids), str(FinishReason.ABORT)) for o in outputs]
+        return BurstDone(seq, finished=ended, turns=[], tokens=0, live=len(self.engine.progress()), seconds=0.0)
+
+    def _forget(self, command: Forget, seq: int) -> None:
+        self._drop(command.samples)
+
+    def _drop(self, samples: Sequence[int]) -> None:
+        for sample in samples:
+            self.held.pop(sample, None)
+        self._admitted.difference_update(samples)
+        live = {split_sample_id(sample)[0] for sample in self._admitted}
+        self._prompts = {uid: prompt for uid, prompt in self._prompts.items() if uid in live}
+
+    def _peek(self, command: Peek, seq: int) -> Done:
+        held = [self.held[sample] for sample in command.samples]
+        texts = self._worker.tokenizer.batch_decode(
+            [h.token_ids[h.turn_ids >= 0] for h in held], skip_special_tokens=True
+        )
+        return Done(seq, texts=texts)
+
+
+def _empty_response(sample: int, prompt: np.ndarray, truncated: bool) -> Sample:
+    count = len(prompt)
+    return Sample(
+        id=sample,
+        token_ids=prompt,
+        loss_mask=np.zeros(count, dtype=bool),
+        gen_logprobs=np.zeros(count, dtype=np.float32),
+        versions=np.full(count, -1, dtype=np.int32),
+        turn_ids=np.full(count, -1, dtype=np.int32),
+        finish_reason=FinishReason.STOP,
+        gen_logprobs_behaviour=np.zeros(count, dtype=np.float32) if truncated else None,
+    )

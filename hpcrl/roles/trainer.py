@@ -1,0 +1,159 @@
+"""The trainer and reference roles: an engine each, and the commands on batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.algorithms import make_algorithm
+from hpcrl.algorithms.sft import sft_loss
+from hpcrl.batch import Norms, batch_from_samples
+from hpcrl.checkpoint.commit import seal_files
+from hpcrl.data import sft_rows
+from hpcrl.dist.messages import (
+    Advantages,
+    Done,
+    Export,
+    LoadRows,
+    LoadState,
+    Logprobs,
+    SaveState,
+    Stage,
+    TrainStep,
+    WriteRollouts,
+)
+from hpcrl.dist.weights import Bucket, stage
+from hpcrl.engines.train import make_train_engine
+from hpcrl.rollout.store import write_rollouts
+from hpcrl.rollout.types import FinishReason, Sample
+
+if TYPE_CHECKING:
+    from hpcrl.roles.worker import Worker
+
+
+class _EngineRole:
+    """What trainer and reference share."""
+
+    name: str
+
+    def __init__(self, worker: Worker, trainable: bool):
+        self._worker = worker
+        self.engine = make_train_engine(worker.config, worker.model_path, trainable)
+
+    def look_after(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None
+
+    def logprobs(self, command: Logprobs, seq: int) -> Done:
+        batch = self._worker.batches[command.batch]
+        values = self.engine.logprobs(batch, command.micro_batches, self._worker.config.rollout.temperature or 1.0)
+        setattr(batch, command.into, values)
+        return Done(seq)
+
+
+class ReferenceRole(_EngineRole):
+    """The frozen initial policy."""
+
+    name = "reference"
+
+    def __init__(self, worker: Worker):
+        super().__init__(worker, trainable=False)
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {}
+
+
+class TrainerRole(_EngineRole):
+    """The policy that learns."""
+
+    name = "trainer"
+
+    def __init__(self, worker: Worker):
+        super().__init__(worker, trainable=True)
+        self._algorithm = make_algorithm(worker.config.algorithm)
+        self._rows: Any = None
+        self.staged: tuple[int, list[Bucket]] = (-1, [])
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {
+            LoadRows: self._load_rows,
+            Advantages: self._advantages,
+            TrainStep: self._train_step,
+            WriteRollouts: self._write_rollouts,
+            Stage: self._stage,
+            SaveState: self._save,
+            LoadState: self._load,
+            Export: self._export,
+        }
+
+    def _load_rows(self, command: LoadRows, seq: int) -> Done:
+        if self._rows is None:
+            config = self._worker.config
+            self._rows = sft_rows(config.data, "train", self._worker.tokenizer, config.seed)
+        samples = [_supervised_sample(row, *self._rows.row(row)) for row in command.rows]
+        self._worker.batches[command.batch] = batch_from_samples(samples, command.rows)
+        return Done(seq)
+
+    def _advantages(self, command: Advantages, seq: int) -> Done:
+        batch, table = self._worker.batches[command.batch], self._worker.tables[command.batch]
+        return Done(seq, stats=self._algorithm.advantages(batch, table, _all_sum))
+
+    def _train_step(self, command: TrainStep, seq: int) -> Done:
+        stats = self.engine.train_step(
+            self._worker.batches[command.batch],
+            command.micro_batches,
+            sft_loss if command.loss == "sft" else self._algorithm.policy_loss,
+            Norms(command.tokens, command.sequences),
+            1.0 if command.loss == "sft" else self._worker.config.rollout.temperature,
+            entropy=command.loss == "policy",
+        )
+        return Done(seq, stats=stats)
+
+    def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
+        batch = self._worker.batches[command.batch]
+        num_ranks = len(self._worker.layout.ranks["trainer"])
+        write_rollouts(Path(command.folder), self._worker.world.rank, num_ranks, batch, {}, command.facts)
+        return Done(seq)
+
+    def _stage(self, command: Stage, seq: int) -> Done:
+        keep = self._worker.world.rank in command.sources
+        self.staged = (command.version, stage(self.engine.named_weights(), keep))
+        return Done(seq)
+
+    def _save(self, command: SaveState, seq: int) -> Done:
+        folder = Path(command.folder)
+        entries = seal_files(folder, self.engine.save(folder))
+        return Done(seq, files=[(e.path, e.size, e.sha256) for e in entries])
+
+    def _load(self, command: LoadState, seq: int) -> Done:
+        return Done(seq, texts=self.engine.load(Path(command.folder)))
+
+    def _export(self, command: Export, seq: int) -> Done:
+        self.engine.export_hf(Path(command.folder))
+        return Done(seq)
+
+
+def _all_sum(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:
+    count, mask = len(token_ids), np.array(loss_mask, dtype=bool)
+    return Sample(
+        id=row,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        loss_mask=mask,
+        gen_logprobs=np.zeros(count, dtype=np.float32),
+        versions=np.full(count, -1, dtype=np.int32),
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=FinishReason.STOP,
+    )

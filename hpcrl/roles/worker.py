@@ -1,0 +1,153 @@
+"""A rank's loop: execute the inbox in order, look after asynchronous work in between."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.batch import Batch
+from hpcrl.config import Config
+from hpcrl.dist.messages import BuildGroup, BuildRole, Done, DropBatch, Failed, Joined, Leave
+from hpcrl.dist.transfer import Fabric
+from hpcrl.dist.world import CONTROLLER_QUEUE, World
+from hpcrl.layout import RoleLayout
+from hpcrl.roles.exchange import Exchange
+
+IDLE_FIRST_S, IDLE_MOST_S = 0.0005, 0.004
+WAIT_S = 60.0
+
+
+class Role(Protocol):
+    """What a rank does in one role. A handler answers a command with Done, another event, or None for no answer."""
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        """Command type -> handler(command, seq)."""
+
+    def look_after(self) -> bool:
+        """Advance asynchronous work without blocking; whether anything happened."""
+
+    def close(self) -> None:
+        """End what the role started."""
+
+
+class Worker:
+    """One rank process: its roles and what they share (batches, groups)."""
+
+    def __init__(self, world: World, config: Config, layout: RoleLayout, model_path: Path, run_dir: Path):
+        self.world, self.config, self.layout = world, config, layout
+        self.model_path, self.run_dir = model_path, run_dir
+        self.batches: dict[int, Batch] = {}
+        self.tables: dict[int, RewardTable] = {}
+        self.fabrics: dict[str, Fabric] = {}
+        self.roles: dict[str, Role] = {}
+        self._default_ranks: list[int] | None = None
+        self._handlers: dict[type, Callable[[Any, int], Any]] = {
+            BuildRole: self._build_role,
+            BuildGroup: self._build_group,
+            DropBatch: self._drop_batch,
+        }
+        self._handlers |= Exchange(self).handlers()
+        self._left = False
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """Loaded when a role needs it: rank 0 may still be making the model folder when this rank joins."""
+        return AutoTokenizer.from_pretrained(self.model_path)
+
+    def serve(self) -> None:
+        """Join and execute commands until Leave. An exception in a command is reported and ends the rank."""
+        self.join()
+        idle_s = IDLE_FIRST_S
+        while not self._left:
+            asynchronous = bool({"reward", "env"} & set(self.roles))
+            if self.execute_one(idle_s if asynchronous else WAIT_S) or self._look_after():
+                idle_s = IDLE_FIRST_S
+            else:
+                idle_s = min(IDLE_MOST_S, idle_s * 2)
+
+    def join(self) -> None:
+        """Tell the controller that this rank reads its inbox."""
+        self.emit(Joined(self.world.host, os.getpid()))
+
+    def pump(self) -> bool:
+        """One round of the loop without waiting, for the controller's process."""
+        return self.execute_one(0.0) | self._look_after()
+
+    def emit(self, event: Any) -> None:
+        """Send an event to the controller."""
+        self.world.sender.send(CONTROLLER_QUEUE, event)
+
+    def execute_one(self, timeout_s: float) -> bool:
+        """Execute the next command if one comes within timeout_s."""
+        message = self.world.commands.get(timeout_s)
+        if message is None:
+            return False
+        _, seq, command = message
+        name = type(command).__name__
+        self.world.trace.enter(name, seq)
+        if isinstance(command, Leave):
+            self._left = True
+            self.emit(Done(seq))
+            return True
+        try:
+            answer = self._handlers[type(command)](command, seq)
+        except Exception as error:
+            traceback.print_exc()
+            text = "".join(traceback.format_exception_only(error)).strip().splitlines()
+            self.emit(Failed(seq, name, " ".join(text)[:2000]))
+            raise
+        self.world.trace.enter("idle", seq)
+        if answer is not None:
+            self.emit(answer)
+        return True
+
+    def close(self) -> None:
+        """End the roles; called once when the rank leaves or fails."""
+        for role in self.roles.values():
+            role.close()
+
+    def _look_after(self) -> bool:
+        return any([role.look_after() for role in self.roles.values()])
+
+    def _build_role(self, command: BuildRole, seq: int) -> Done:
+        from hpcrl.roles import ROLES  # the roles' engines are imported where a role is built
+
+        started = time.perf_counter()
+        if command.role in ("trainer", "reference"):
+            if self._default_ranks is None:
+                self.world.default_group(command.role, command.ranks, command.epoch)
+                self._default_ranks = command.ranks
+            elif self._default_ranks != command.ranks:
+                raise ValueError(
+                    f"{command.role} needs ranks {command.ranks} as its default group, but rank {self.world.rank} is "
+                    f"in one over {self._default_ranks}; colocated engines must have the same ranks"
+                )
+        role = ROLES[command.role](self)
+        self.roles[command.role] = role
+        self._handlers |= role.handlers()
+        return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"])
+
+    def _build_group(self, command: BuildGroup, seq: int) -> Done:
+        self.fabrics[command.name] = Fabric(
+            self.world.group(command.name, command.ranks, command.epoch), tuple(command.ranks)
+        )
+        return Done(seq)
+
+    def _drop_batch(self, command: DropBatch, seq: int) -> None:
+        self.batches.pop(command.batch, None)
+        self.tables.pop(command.batch, None)
+
+
+def leave_default_group() -> None:
+    """Destroy the default group where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""What runs on a node: agent -> ranks -> roles -> pipeline -> exit code.
+
+    python -m hpcrl.run RUN_DIR      one process per node (the agent starts the ranks), or one per rank (torchrun, MPI)
+
+RUN_DIR holds the config.yaml that `python -m hpcrl.launch` wrote. Time, seeds and environment variables are read here
+and in hpcrl/dist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import yaml
+
+from hpcrl.config import Config, parse
+from hpcrl.dist.agent import Agent, Verdict
+from hpcrl.dist.bootstrap import Place, find_place
+from hpcrl.exitcodes import ExitCode
+from hpcrl.layout import RoleLayout
+from hpcrl.rundir import CONFIG, close_run, open_run
+
+VERDICT = "verdict.json"
+
+
+def launch_local(config: Config) -> int:
+    """Open the run folder and run all ranks on this machine; returns the exit code."""
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
+    try:
+        return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1)
+    finally:
+        close_run(opened.run_dir, opened.attempt)
+
+
+def stored_config(run_dir: Path) -> Config:
+    """The configuration of a run folder."""
+    return parse(yaml.safe_load((run_dir / CONFIG).read_text()))
+
+
+def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
+    """The agent of one node: its share of the ranks, their end, one message about what went wrong."""
+    config = stored_config(run_dir)
+    layout = RoleLayout.from_config(config)
+    ranks = [rank for rank in range(layout.world_size) if node_of(rank, layout.world_size, num_nodes) == node]
+    world = world_folder(run_dir, attempt)
+    environ = {
+        "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "HPCRL_ATTEMPT": str(attempt),
+        "HPCRL_NODE": str(node),
+        "HPCRL_NUM_NODES": str(num_nodes),
+    }
+    if num_nodes == 1:
+        environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeouts = config.timeouts
+    agent = Agent(
+        lambda rank: [sys.executable, "-m", "hpcrl.run", str(run_dir)],
+        ranks,
+        environ=environ,
+        world_folder=world,
+        logs=run_dir / "logs" / f"attempt_{attempt:04d}",
+        grace_s=timeouts.grace_s,
+        silent_s=timeouts.command_s,
+    )
+    return _conclude(agent.run(), run_dir, attempt)
+
+
+def node_of(rank: int, world_size: int, num_nodes: int) -> int:
+    """Ranks fill nodes in order, as evenly as they go."""
+    return rank * num_nodes // world_size
+
+
+def world_folder(run_dir: Path, attempt: int) -> Path:
+    """Where the ranks of an attempt meet: endpoint, key, traces, verdict."""
+    return run_dir / "world" / f"attempt_{attempt:04d}"
+
+
+def run_rank(run_dir: Path, place: Place) -> int:
+    """One rank, from joining the world to leaving it; returns its exit code."""
+    from hpcrl.dist.control import ControlError
+    from hpcrl.dist.world import join, pin_threads
+    from hpcrl.roles.worker import Worker, leave_default_group
+
+    config = stored_config(run_dir)
+    layout = RoleLayout.from_config(config)
+    attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))
+    pin_threads(config.cluster.threads_per_rank)
+    timeouts = config.timeouts
+    model_path = Path(config.model.path) if config.model.path else run_dir / "model"
+    if place.index == 0:
+        (run_dir / "world").mkdir(exist_ok=True)
+    try:
+        world = join(
+            place,
+            layout.world_size,
+            world_folder(run_dir, attempt),
+            start_s=timeouts.start_s,
+            store_s=timeouts.store_s,
+            command_s=timeouts.command_s,
+        )
+    except (ControlError, TimeoutError) as error:
+        print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
+        return ExitCode.STORE_LOST
+    worker = Worker(world, config, layout, model_path, run_dir)
+    try:
+        if place.index == 0:
+            from hpcrl.controller import control
+
+            return control(world, worker, config, layout, run_dir, model_path, attempt)
+        worker.serve()
+        leave_default_group()
+        return ExitCode.DONE
+    except ControlError as error:
+        print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
+        return ExitCode.STORE_LOST
+    finally:
+        worker.close()
+
+
+def _conclude(verdict: Verdict, run_dir: Path, attempt: int) -> int:
+    """One line for the user where the run did not end well; the exit code."""
+    if verdict.controller_code is None:  # another node's agent speaks for the controller
+        return ExitCode.DONE if not verdict.lost else ExitCode.RANK_KILLED
+    if verdict.controller_code == 0:
+        return ExitCode.DONE
+    path = world_folder(run_dir, attempt) / VERDICT
+    if path.exists():
+        told = json.loads(path.read_text())
+        code, message = ExitCode(told["code"]), told["message"]
+    else:
+        code, message = ExitCode.RANK_KILLED, f"rank 0 (controller): {verdict.lost.get(0, 'ended without a word')}"
+    logs = run_dir / "logs" / f"attempt_{attempt:04d}"
+    where = "" if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.REQUEUE) else f" (logs: {logs})"
+    print(f"hpcrl: {message}{where}", file=sys.stderr, flush=True)
+    return code
+
+
+def main() -> int:
+    """Command line of a node or rank process."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
+    run_dir = Path(sys.argv[1])
+    config = stored_config(run_dir)
+    place = find_place(os.environ, RoleLayout.from_config(config).world_size)
+    if place.kind == "agent":
+        return run_node(run_dir, int(os.environ.get("HPCRL_ATTEMPT", "1")), place.node, place.num_nodes)
+    return run_rank(run_dir, place)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # process groups and inference engines leave threads that would hold the process
