@@ -179,6 +179,7 @@ def test_a_sound_model_folder_has_no_problems(tmp_path: Path) -> None:
     assert found.num_parameters == 16 * 8 + 8 + 8 + 64 + 32 + 32 + 64 + 96 + 96
 
 
+@pytest.mark.slow
 def test_a_made_tiny_model_has_no_problems(tmp_path: Path) -> None:
     from hpcrl.checkpoint.tiny import make_tiny_model
     from hpcrl.config import TinyModel

@@ -23,18 +23,23 @@ def main(argv: Sequence[str]) -> int:
             topic = argv[help_at[0] + 1 :]
             print(reference() if topic == ["markdown"] else section(topic[0]) if topic else overview())
             return ExitCode.DONE
-        config, layout, model, run = prepare(argv)
+        return start(argv)
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return ExitCode.BAD_INPUT
+
+
+def start(argv: Sequence[str]) -> int:
+    """Check the run, print its plan and, unless there is nothing to do, run it to its end; returns the exit code."""
+    config, layout, model, run = prepare(argv)
     print(describe(config, layout, model, run), flush=True)
     if config.dry_run:
         print("\ndry_run: nothing was started or written")
         return ExitCode.DONE
     if run.kind == "finished":
-        print(f"\nthis run is finished: {run.finished.get('reason', '')}; raise max_steps or choose another run_name")
+        print(f"\nfinished: {run.finished['reason']}; raise max_steps, or choose another run_name or resume=fresh")
         return ExitCode.DONE
-    from hpcrl.run import launch_local  # imports torch
+    from hpcrl.run import launch_local  # a dry run needs none of it
 
     return launch_local(config)
 

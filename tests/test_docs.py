@@ -1,0 +1,44 @@
+"""The documents keep their word: links lead somewhere, and the commands they name exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from hpcrl.config import load
+from tests.conftest import ROOT
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_document_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [
+        file.name for file in (ROOT / "docs").glob("*.md") if file.name != "README.md" and file.name not in index
+    ] == []
+
+
+def test_every_make_target_that_is_named_exists_and_is_listed() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.M))
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    named = {word for line in re.findall(r"^make (.+)$", text, re.M) for word in line.split("#")[0].split()}
+    assert {"demo", "test", "setup"} <= named <= targets
+    assert set(re.findall(r"^\.PHONY: (.+)$", makefile, re.M)[0].split()) == targets
+
+
+def test_every_launch_command_in_the_readme_is_a_valid_configuration() -> None:
+    commands = re.findall(r"^\S*python -m hpcrl\.launch (.+)$", (ROOT / "README.md").read_text(), re.M)
+    commands = [command for command in commands if "=" in command]
+    assert len(commands) >= 3
+    for command in commands:
+        assert load(shlex.split(command)).max_steps > 0

@@ -1,0 +1,112 @@
+"""Imports go one way, heavy libraries stay in their own file, and what is installed is what is here."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+OWN_FILE_ONLY = {
+    "megatron": ("hpcrl/engines/train/megatron",),
+    "deepspeed": ("hpcrl/engines/train/deepspeed",),
+    "vllm": ("hpcrl/engines/gen/vllm",),
+    "sglang": ("hpcrl/engines/gen/sglang",),
+    "mpi4py": ("hpcrl/dist/bootstrap",),
+}
+"""Library -> how the files that may import it begin."""
+
+
+def imported(file: Path) -> set[str]:
+    """Every module a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def sources() -> list[tuple[str, set[str]]]:
+    return [(str(file.relative_to(ROOT)), imported(file)) for file in sorted((ROOT / "hpcrl").rglob("*.py"))]
+
+
+def test_the_import_contracts_hold() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    if not lint.exists():
+        pytest.skip("import-linter is not installed")
+    done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+    assert f"Contracts: {len(PYPROJECT['tool']['importlinter']['contracts'])} kept, 0 broken." in done.stdout
+
+
+def test_an_import_against_the_direction_is_found(tmp_path: Path) -> None:
+    """Negative control: the same contracts, with one import too many."""
+    lint = Path(sys.executable).with_name("lint-imports")
+    if not lint.exists():
+        pytest.skip("import-linter is not installed")
+    for file in (ROOT / "hpcrl").rglob("*.py"):
+        copy = tmp_path / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(
+            file.read_text() + ("\nimport hpcrl.dist\n" if file.parts[-2:] == ("rewards", "base.py") else "")
+        )
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [lint, "--no-cache"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (
+        done.returncode == 1
+        and "algorithms, rewards and environments know neither ranks nor engines BROKEN" in done.stdout
+    )
+
+
+def test_engines_libraries_are_imported_in_their_own_file_only() -> None:
+    for file, names in sources():
+        for library, homes in OWN_FILE_ONLY.items():
+            if any(name.split(".")[0] == library for name in names):
+                assert file.startswith(homes), f"{file} imports {library}"
+
+
+def test_algorithms_rewards_and_envs_run_no_collectives_and_nothing_is_pickled_between_ranks() -> None:
+    for file, names in sources():
+        if file.startswith(("hpcrl/algorithms", "hpcrl/rewards", "hpcrl/envs")):
+            assert "torch.distributed" not in names, file
+        if file.startswith(("hpcrl/dist", "hpcrl/roles")):
+            assert "pickle" not in names, file
+
+
+def test_every_package_is_installed() -> None:
+    here = {".".join(file.relative_to(ROOT).parent.parts) for file in (ROOT / "hpcrl").rglob("__init__.py")}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == here | {"hpcrl.conf"}
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_conf_along_and_launches_without_the_checkout(tmp_path: Path) -> None:
+    for name in ("hpcrl", "conf", "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(tmp_path)], check=True)
+    build = [sys.executable, "-c", "from setuptools import build_meta; print(build_meta.build_wheel('.'))"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).extractall(installed)
+    code = (
+        "import hpcrl.config.compose as c; from hpcrl.config import load;"
+        "print(c.conf_dir()); print(load(['+experiment=demo', 'layout=disaggregated']).layout.name)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=installed, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == [str(installed / "hpcrl" / "conf"), "disaggregated"]
