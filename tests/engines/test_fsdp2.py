@@ -1,0 +1,419 @@
+"""FSDP2Engine on one and two ranks against transformers, and against itself under every split of the same work."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hpcrl.batch import Batch
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train import fsdp2
+from hpcrl.engines.train.fsdp2 import FSDP2Engine
+from hpcrl.engines.train.schedule import learning_rate
+from hpcrl.planning import balance, micro_batches
+from tests.engines.worlds import FAMILIES, make_batch, make_model_folder, norms_of, run_ranks, weighted_loss
+
+LENGTHS = (9, 21, 4, 14, 5, 17)
+TEMPERATURE = 0.7
+ONE = [list(range(len(LENGTHS)))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_model_folder(family, root / family) for family in FAMILIES}
+
+
+def engine(folder: Path, **config: Any) -> FSDP2Engine:
+    trainable = config.pop("trainable", True)
+    return FSDP2Engine(
+        TrainerConfig(**{"lr": 1e-3, "logits_chunk_tokens": 8} | config),
+        folder,
+        dtype=torch.float32,
+        total_steps=10,
+        trainable=trainable,
+    )
+
+
+def gradients_of(trainer: FSDP2Engine, batch: Batch, plan: list[list[int]], whole: Batch) -> dict[str, Tensor]:
+    trainer.accumulate(batch, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
+    gradients = {name: gradient.clone() for name, gradient in trainer.named_gradients()}
+    trainer.discard_gradients()
+    return gradients
+
+
+def worst_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Largest over parameters of the largest difference relative to that parameter's largest gradient."""
+    assert got.keys() == want.keys()
+    return max(float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
+
+
+def transformers_results(folder: Path, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs [T] and gradients of weighted_loss, one sequence at a time through transformers' eager attention."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    logprobs, entropies = [], []
+    for tokens in batch.token_ids.split(batch.lengths.tolist()):
+        log_p = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        first = log_p.new_zeros(1)
+        logprobs.append(torch.cat([first, log_p.gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([first, -(log_p.exp() * log_p).sum(-1)]))
+    found = torch.cat(logprobs) * batch.loss_mask
+    weighted_loss(found, torch.cat(entropies) * batch.loss_mask, batch, norms_of(batch))[0].backward()
+    return found.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+# ---- one rank
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_equal_transformers(family: str, folders: dict[str, Path], world_of_one: None) -> None:
+    batch = make_batch(LENGTHS)
+    want, gradients = transformers_results(folders[family], batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of the five falls back
+        trainer = engine(folders[family], packing="require")
+    got = trainer.logprobs(batch, ONE, TEMPERATURE)
+    assert (got - want).abs().max() < 1e-5
+    assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
+    for plan in ([[5, 0], [3], [1, 2, 4]], [[2], [], [1], [0, 3, 4, 5], []]):
+        assert (trainer.logprobs(batch, plan, TEMPERATURE) - want).abs().max() < 1e-5
+        assert worst_difference(gradients_of(trainer, batch, plan, batch), gradients) < 1e-5
+    # The same comparisons must fail when two tokens change places or one weight moves.
+    swapped = make_batch(LENGTHS)
+    swapped.token_ids[[3, 4]] = swapped.token_ids[[4, 3]]
+    assert (trainer.logprobs(swapped, ONE, TEMPERATURE) - want).abs().max() > 1e-3
+    assert worst_difference(gradients_of(trainer, swapped, ONE, batch), gradients) > 1e-3
+    with torch.no_grad():
+        trainer.model.get_parameter("hf.model.layers.0.self_attn.v_proj.weight").to_local()[0, 0] += 0.1
+    assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"packing": "off"}, {"activation_checkpointing": True}, {"cpu_offload": True}, {"large": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_ways_to_run_give_the_same_gradients(
+    change: dict[str, Any], folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(LENGTHS)
+    _, want = transformers_results(folders["qwen3"], batch)
+    if change == {"large": True}:
+        monkeypatch.setattr(fsdp2, "SMALL_MODEL_BYTES", 0)
+        change = {"activation_checkpointing": True}
+        assert not engine(folders["qwen3"]).keep_gathered
+    trainer = engine(folders["qwen3"], **change)
+    assert worst_difference(gradients_of(trainer, batch, [[0, 1], [2, 3], [4, 5]], batch), want) < 1e-5
+
+
+def test_rows_outside_the_mini_batch_take_no_part(folders: dict[str, Path], world_of_one: None) -> None:
+    trainer, batch = engine(folders["llama"]), make_batch(LENGTHS)
+    part = batch.select([1, 4])
+    got = gradients_of(trainer, batch, [[4], [1]], part)
+    assert worst_difference(got, gradients_of(trainer, part, [[0, 1]], part)) < 1e-5
+    logprobs = trainer.logprobs(batch, [[4], [1]], 1.0).split(batch.lengths.tolist())
+    assert [bool(piece.any()) for piece in logprobs] == [False, True, False, False, True, False]
+    with pytest.raises(ValueError, match="each once"):
+        trainer.logprobs(batch, [[1], [1]], 1.0)
+
+
+def test_bfloat16_computation_is_near_float32(folders: dict[str, Path], world_of_one: None) -> None:
+    batch = make_batch(LENGTHS)
+    want, gradients = transformers_results(folders["qwen2"], batch)
+    trainer = engine(folders["qwen2"], param_dtype="bfloat16")
+    error = (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs()[batch.loss_mask].mean()
+    assert 1e-5 < error < 0.1
+    got = gradients_of(trainer, batch, ONE, batch)
+    assert all(gradient.dtype == torch.float32 for gradient in got.values())
+    assert worst_difference(got, gradients) < 0.2
+    assert {tensor.dtype for _, tensor in trainer.named_weights()} == {torch.float32}
+
+
+def test_a_model_that_leaks_between_sequences_is_not_packed(
+    folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing that lets sequences see each other must be noticed, and what runs instead must be right."""
+
+    class Blind(fsdp2.PackedLayout):
+        def __init__(self, lengths: list[int], device: torch.device):
+            super().__init__([sum(lengths)], device)
+
+    monkeypatch.setattr(fsdp2, "PackedLayout", Blind)
+    with pytest.raises(ValueError, match="packing=require.*qwen2 differ"):
+        engine(folders["qwen2"], packing="require")
+    with pytest.warns(UserWarning, match="qwen2 cannot be packed"):
+        trainer = engine(folders["qwen2"])
+    batch = make_batch(LENGTHS)
+    want, gradients = transformers_results(folders["qwen2"], batch)
+    assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
+    assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
+
+
+def test_gemma2_without_packing_keeps_its_soft_caps(folders: dict[str, Path], world_of_one: None) -> None:
+    batch = make_batch(LENGTHS)
+    trainer = engine(folders["gemma2"], packing="off", trainable=False)
+    assert (
+        trainer.logprobs(batch, ONE, TEMPERATURE) - transformers_results(folders["gemma2"], batch)[0]
+    ).abs().max() < 1e-5
+
+
+def test_clipped_adamw_step_by_hand(folders: dict[str, Path], world_of_one: None) -> None:
+    """With eps far above the gradient, Adam's first step is lr * g / (|g| + eps): the clipped gradient shows."""
+    batch, limit = make_batch(LENGTHS), 0.01
+    trainer = engine(folders["qwen2"], max_grad_norm=limit, eps=1.0, weight_decay=0.5, lr=0.1)
+    before = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    gradients = gradients_of(trainer, batch, ONE, batch)
+    norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+    assert norm > 10 * limit
+    stats = trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+    assert stats["actor/grad_norm"].total == pytest.approx(norm, rel=1e-5)
+    assert stats["actor/lr"].total == 0.1 and stats["actor/logprob"].count == int(batch.loss_mask.sum())
+    for name, tensor in trainer.named_weights():
+        clipped = gradients[name] * (limit / norm)
+        decay = 0.5 if tensor.ndim == 2 else 0.0
+        expected = before[name] * (1 - 0.1 * decay) - 0.1 * clipped / (clipped.abs() + 1.0)
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_learning_rates_by_hand() -> None:
+    linear = TrainerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, lr_schedule="linear")
+    assert [round(learning_rate(linear, step, 6), 6) for step in range(8)] == [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1, 0.1]
+    cosine = TrainerConfig(lr=1.0, lr_schedule="cosine")
+    assert [round(learning_rate(cosine, step, 5), 6) for step in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
+    assert learning_rate(TrainerConfig(lr=0.3), 99, 5) == 0.3
+    assert learning_rate(TrainerConfig(lr=1.0, warmup_steps=4), 0, 5) == 0.25
+
+
+def test_names_and_export_are_those_of_transformers(
+    folders: dict[str, Path], world_of_one: None, tmp_path: Path
+) -> None:
+    for family in ("qwen3_moe", "gemma2"):
+        origin = shutil.copytree(folders[family], tmp_path / family)
+        (origin / "tokenizer.json").write_text("{}")
+        trainer, batch = engine(origin), make_batch(LENGTHS)
+        trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), 1.0, False)
+        weights = dict(trainer.named_weights())
+        expected = AutoModelForCausalLM.from_pretrained(origin).state_dict()
+        expected.pop("lm_head.weight")  # tied
+        assert list(weights) == list(expected)
+        assert all(weights[name].shape == expected[name].shape for name in expected)
+        trainer.export_hf(tmp_path / f"{family}-out")
+        assert (tmp_path / f"{family}-out" / "tokenizer.json").read_text() == "{}"
+        assert (tmp_path / f"{family}-out" / "generation_config.json").is_file()
+        want, _ = transformers_results(tmp_path / f"{family}-out", batch)
+        assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
+        assert (transformers_results(origin, batch)[0] - want).abs().max() > 1e-4  # the step shows
+        names = {
+            n for p in (origin, tmp_path / f"{family}-out") for n in [tuple(sorted(load_file(p / "model.safetensors")))]
+        }
+        assert len(names) == 1  # the export has the family's own tensor names on disk
+
+
+def test_bad_model_folders_are_one_line(folders: dict[str, Path], world_of_one: None, tmp_path: Path) -> None:
+    def broken(change: Callable[[dict[str, Tensor]], Any], name: str) -> Path:
+        folder = shutil.copytree(folders["qwen2"], tmp_path / name)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    norm, query = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+    no_weights = shutil.copytree(folders["qwen2"], tmp_path / "no_weights")
+    (no_weights / "model.safetensors").unlink()
+    truncated = shutil.copytree(folders["qwen2"], tmp_path / "truncated")
+    (truncated / "model.safetensors").write_bytes((truncated / "model.safetensors").read_bytes()[:5000])
+    strange = shutil.copytree(folders["qwen2"], tmp_path / "strange")
+    (strange / "config.json").write_text('{"model_type": "no_such_model"}')
+    (tmp_path / "empty").mkdir()
+    cases = {
+        tmp_path / "empty": "no config.json",
+        no_weights: "no weights; one of model.safetensors",
+        truncated: "weights cannot be read",
+        strange: "no_such_model",
+        broken(lambda t: t.pop(norm), "missing"): f"the weights lack {norm}",
+        broken(lambda t: t.update({query: torch.zeros(3, 5)}), "shape"): rf"{query} has shape \[3, 5\].*\[32, 32\]",
+    }
+    for folder, message in cases.items():
+        with pytest.raises(ValueError, match=message) as error:
+            engine(folder)
+        assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_resume_continues_bit_for_bit(folders: dict[str, Path], world_of_one: None, tmp_path: Path) -> None:
+    batch = make_batch(LENGTHS)
+
+    def step(trainer: FSDP2Engine) -> None:
+        trainer.train_step(batch, [[0, 1, 2], [3, 4, 5]], weighted_loss, norms_of(batch), 1.0, True)
+
+    def draws() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    settings = {"lr_schedule": "linear", "warmup_steps": 3}
+    first = engine(folders["qwen2"], **settings)
+    step(first)
+    step(first)
+    first.save(tmp_path)
+    drawn = draws()
+    step(first)
+    second = engine(folders["qwen2"], **settings)
+    assert second.load(tmp_path) == []
+    assert second.optimizer_step == 2
+    assert draws() == drawn
+    step(second)
+    for (name, one), (_, other) in zip(first.named_weights(), second.named_weights(), strict=True):
+        assert torch.equal(one, other), name
+    with pytest.raises(ValueError, match=r"no trainer\.json"):
+        second.load(tmp_path.parent)
+
+
+# ---- two ranks
+
+
+def deal(whole: Batch, assignment: list[list[int]], max_tokens: int) -> tuple[Batch, list[list[int]]]:
+    """This rank's rows and micro-batches."""
+    lengths = whole.lengths.tolist()
+    plans = micro_batches([[lengths[row] for row in rows] for rows in assignment], max_tokens)
+    return whole.select(assignment[dist.get_rank()]), plans[dist.get_rank()]
+
+
+def _cases() -> dict[str, tuple[Batch, list[list[int]], int]]:
+    """name -> (all rows, rows by rank, tokens per micro-batch)."""
+    batch = make_batch(LENGTHS)
+    masked = make_batch(LENGTHS)
+    masked.loss_mask[masked.row_ids < 3] = False  # rank 0 has rows 0, 1, 2
+    giant = make_batch((5, 60, 6, 4))
+    return {
+        "balanced": (batch, balance(LENGTHS, 2), 25),
+        "fewer_rows_than_ranks": (make_batch((11,)), [[], [0]], 25),
+        "one_giant": (giant, [[0, 2, 3], [1]], 12),
+        "a_rank_all_masked": (masked, [[0, 1, 2], [3, 4, 5]], 25),
+    }
+
+
+def _two_ranks(folders: dict[str, Path], scratch: Path) -> dict[str, Any]:
+    """Everything that needs two ranks, in one world: a start costs seconds."""
+    results: dict[str, Any] = {}
+    for family in ("qwen2", "qwen3_moe"):
+        trainer = engine(folders[family])
+        for name, (whole, assignment, max_tokens) in _cases().items():
+            mine, plan = deal(whole, assignment, max_tokens)
+            results[f"{family}/{name}"] = gradients_of(trainer, mine, plan, whole)
+            results[f"{family}/{name}/logprobs"] = trainer.logprobs(mine, plan, TEMPERATURE)
+    whole, assignment, max_tokens = _cases()["balanced"]
+    mine, plan = deal(whole, assignment, max_tokens)
+    unpacked = engine(folders["qwen2"], packing="off")
+    uneven = whole.select([[0], [1, 2, 3, 4, 5]][dist.get_rank()])
+    results["unpacked"] = gradients_of(unpacked, uneven, [list(range(uneven.num_sequences))], whole)
+    fsdp2.SMALL_MODEL_BYTES = 0
+    results["large"] = gradients_of(engine(folders["qwen2"]), mine, plan, whole)
+
+    trainer = engine(folders["qwen2"])
+    results["stats"] = trainer.train_step(mine, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
+    trainer.save(scratch / "two")
+    results["saved"] = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    trainer.train_step(mine, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
+    results["continued"] = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    again = engine(folders["qwen2"])
+    results["warnings"] = [again.load(scratch / "two"), again.load(scratch / "one")]
+    results["resharded"] = {name: tensor.clone() for name, tensor in again.named_weights()}
+    again.export_hf(scratch / "exported")
+    try:
+        engine(scratch)
+    except ValueError as error:
+        results["error"] = str(error)
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    folders: dict[str, Path], world_of_one: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
+    scratch = tmp_path_factory.mktemp("two_ranks")
+    for name in ("one", "two"):
+        (scratch / name).mkdir()
+    trainer, batch = engine(folders["qwen2"]), make_batch(LENGTHS)
+    for _ in range(2):
+        trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+    trainer.save(scratch / "one")
+    torch.save({name: tensor.clone() for name, tensor in trainer.named_weights()}, scratch / "one.pt")
+    return scratch, run_ranks(2, _two_ranks, folders, scratch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["balanced", "fewer_rows_than_ranks", "one_giant", "a_rank_all_masked"])
+def test_two_ranks_equal_one(
+    family: str, case: str, folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    whole, assignment, _ = _cases()[case]
+    trainer = engine(folders[family])
+    everything = [list(range(whole.num_sequences))]
+    want = gradients_of(trainer, whole, everything, whole)
+    logprobs = trainer.logprobs(whole, everything, TEMPERATURE).split(whole.lengths.tolist())
+    for rank, result in enumerate(two_ranks[1]):
+        assert worst_difference(result[f"{family}/{case}"], want) < 1e-5
+        mine = torch.cat([logprobs[row] for row in assignment[rank]] or [torch.zeros(0)])
+        assert (result[f"{family}/{case}/logprobs"] - mine).abs().max() < 1e-5 if len(mine) else not assignment[rank]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_without_packing_and_layer_by_layer(
+    folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    batch = make_batch(LENGTHS)
+    want = gradients_of(engine(folders["qwen2"]), batch, ONE, batch)
+    for result in two_ranks[1]:
+        assert worst_difference(result["unpacked"], want) < 1e-5
+        assert worst_difference(result["large"], want) < 1e-5
+
+
+@pytest.mark.slow
+def test_step_stats_count_once(folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (result["stats"] for result in two_ranks[1])
+    batch = make_batch(LENGTHS)
+    stats = engine(folders["qwen2"]).train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+    assert first["actor/grad_norm"].total == pytest.approx(stats["actor/grad_norm"].total, rel=1e-5)
+    assert "actor/grad_norm" not in second and "actor/lr" not in second
+    counted = first["actor/logprob"].count + second["actor/logprob"].count
+    assert counted == stats["actor/logprob"].count == int(batch.loss_mask.sum())
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_one_and_two_ranks(
+    folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    scratch, (first, second) = two_ranks
+    assert first["warnings"][0] == [] and "written by 1 trainer ranks, now there are 2" in first["warnings"][1][0]
+    for name, want in torch.load(scratch / "one.pt").items():
+        assert torch.equal(first["resharded"][name], want) and torch.equal(second["resharded"][name], want), name
+    exported = AutoModelForCausalLM.from_pretrained(scratch / "exported").state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in first["resharded"].items())
+
+    trainer, batch = engine(folders["qwen2"]), make_batch(LENGTHS)
+    assert "written by 2 trainer ranks, now there are 1" in trainer.load(scratch / "two")[0]
+    assert trainer.optimizer_step == 1
+    for name, tensor in trainer.named_weights():
+        assert torch.equal(tensor, first["saved"][name]), name
+    # The moments came along: the next step is that of the two ranks, which one without them does not take.
+    trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+    moved = dict(trainer.named_weights())["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]
+    want = first["continued"]["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]
+    used = want.abs() > 1e-4
+    assert used.any() and ((moved - want)[used].abs() < 1e-5).float().mean() > 0.98
+
+
+@pytest.mark.slow
+def test_a_bad_folder_is_an_error_on_every_rank(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert all("no config.json" in result["error"] for result in two_ranks[1])

@@ -1,0 +1,94 @@
+"""Chunked log-probs and entropies against the dense formulas, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcrl.engines.train.logits import Head, token_logprobs
+
+
+def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, temperature: float):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if head.softcap:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    log_p = (logits * head.scale / temperature).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(with_bias: bool) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, generator=generator) for s in ((23, 8), (31, 8), (31,)))
+    return [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_() if with_bias else None]
+
+
+@pytest.mark.parametrize("head", [Head(), Head(softcap=2.0), Head(scale=0.25), Head(softcap=3.0, scale=2.0)])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 100])
+def test_equals_dense(head: Head, with_bias: bool, chunk_tokens: int) -> None:
+    targets = torch.randint(31, (23,), generator=torch.Generator().manual_seed(1))
+    weights = torch.linspace(-1, 2, 23)
+    gradients = []
+    for chunked in (False, True):
+        tensors = inputs(with_bias)
+        if chunked:
+            result = token_logprobs(
+                *tensors, targets, head=head, temperature=0.7, chunk_tokens=chunk_tokens, entropy=True
+            )
+        else:
+            expected = result = dense(*tensors, targets, head, 0.7)
+        ((result[0] + 0.4 * result[1]) * weights).sum().backward()
+        gradients.append([t.grad for t in tensors if t is not None])
+    for got, want in zip(result, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for got, want in zip(*gradients, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_without_entropy_the_gradient_is_that_of_logprobs_alone() -> None:
+    targets = torch.arange(23)
+    tensors, others = inputs(True), inputs(True)
+    logprobs, entropy = token_logprobs(
+        *tensors, targets, head=Head(softcap=2.0), temperature=1.0, chunk_tokens=5, entropy=False
+    )
+    assert entropy is None
+    logprobs.sum().backward()
+    dense(*others, targets, Head(softcap=2.0), 1.0)[0].sum().backward()
+    for got, want in zip(tensors, others, strict=True):
+        assert (got.grad - want.grad).abs().max() <= 1e-5 * want.grad.abs().max()
+
+
+def test_no_more_than_a_chunk_of_logits_exists() -> None:
+    """Largest float tensor made in either pass; the check sees the dense formula's [N, V]."""
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                self.size = max(self.size, result.numel())
+            return result
+
+    hidden, weight = torch.randn(200, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    targets = torch.zeros(200, dtype=torch.int64)
+    with Largest() as chunked:
+        token_logprobs(hidden, weight, None, targets, head=Head(), temperature=1.0, chunk_tokens=20, entropy=True)[
+            0
+        ].sum().backward()
+    with Largest() as whole:
+        dense(hidden, weight, None, targets, Head(), 1.0)[0].sum().backward()
+    assert chunked.size == 20 * 50
+    assert whole.size == 200 * 50
+
+
+def test_bfloat16_keeps_logprobs_in_float32() -> None:
+    tensors = inputs(False)
+    hidden, weight = (t.detach().bfloat16().requires_grad_() for t in tensors[:2])
+    targets = torch.arange(23)
+    got = token_logprobs(hidden, weight, None, targets, head=Head(), temperature=1.0, chunk_tokens=6, entropy=False)[0]
+    got.sum().backward()
+    assert got.dtype == torch.float32 and weight.grad.dtype == torch.bfloat16
+    want = dense(hidden.float(), weight.float(), None, targets, Head(), 1.0)[0]
+    assert (got - want).abs().max() < 0.05

@@ -1,0 +1,381 @@
+"""The native generator against transformers: log-probs, greedy tokens, weight updates, and what it must refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hpcrl.checkpoint.tiny import make_tokenizer
+from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.native import NativeEngine
+from hpcrl.rollout.types import FinishReason
+
+VOCAB = 320
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[1], norm_topk_prob=True),
+    "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=True),
+}
+
+
+def make_model(config: Any, seed: int = 0) -> PreTrainedModel:
+    """A model whose weights, norms and biases included, are random and large enough to matter."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0, 0.2, generator=generator) if "norm" in name else weight.normal_(
+                0.0, 0.15, generator=generator
+            )
+    return model
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(CONFIGS[request.param])
+    model.save_pretrained(folder, max_shard_size="40KB")  # several files
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("qwen2")
+    model = make_model(CONFIGS["qwen2"])
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def engine_of(folder: Path, max_slots: int = 4, **options: Any) -> NativeEngine:
+    defaults = {"max_length": 128, "dtype": torch.float32, "kv_bucket": 16}
+    return NativeEngine(folder, max_slots=max_slots, **(defaults | options))
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, size=length).tolist()
+
+
+def mixed_requests(count: int = 12) -> list[Request]:
+    """Unequal prompts (one a single token) and lengths, and every kind of sampling."""
+    kinds = [{}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}]
+    return [
+        Request(i, prompt_of(i, 1 + 5 * i), SamplingParams(3 + 5 * (i % 5), **kinds[i % 4]), seed=1000 + i)
+        for i in range(count)
+    ]
+
+
+def run(engine: NativeEngine, requests: Sequence[Request], burst: int = 7) -> dict[int, Output]:
+    engine.add(requests)
+    outputs: dict[int, Output] = {}
+    while engine.progress():
+        outputs |= {o.id: o for o in engine.step(burst)}
+    return outputs
+
+
+@torch.no_grad()
+def logits_of(model: Any, request: Request, output: Output) -> torch.Tensor:
+    """transformers' logits [n, vocab] at each of the response's tokens."""
+    ids = torch.tensor([[*request.prompt_ids, *output.token_ids]])
+    return model(ids).logits[0, len(request.prompt_ids) - 1 : -1]
+
+
+def largest_error(model: Any, requests: Sequence[Request], outputs: dict[int, Output]) -> tuple[float, float]:
+    """Largest differences of gen_logprobs and of gen_logprobs_behaviour from transformers'."""
+    plain, behaviour = [0.0], [0.0]
+    for request in requests:
+        output, params = outputs[request.id], request.params
+        logits = logits_of(model, request, output)
+        ids = torch.from_numpy(output.token_ids).long()[:, None]
+        expected = (logits / (params.temperature or 1.0)).log_softmax(-1).gather(1, ids)[:, 0]
+        plain.append(float((expected - torch.from_numpy(output.gen_logprobs)).abs().max()))
+        if params.truncates:
+            warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+            warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+            warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+            warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+            expected = warpers(None, logits).log_softmax(-1).gather(1, ids)[:, 0]
+            behaviour.append(float((expected - torch.from_numpy(output.gen_logprobs_behaviour)).abs().max()))
+    return max(plain), max(behaviour)
+
+
+def test_logprobs_are_those_of_transformers(model_folder: tuple[Any, Path]) -> None:
+    model, folder = model_folder
+    requests = mixed_requests()
+    outputs = run(engine_of(folder), requests)
+    assert max(largest_error(model, requests, outputs)) < 1e-4
+    # Negative control: one weight of the reference a little off.
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    exact = weight[3, 5].item()
+    with torch.no_grad():
+        weight[3, 5] += 0.5
+        assert min(largest_error(model, requests, outputs)) > 1e-3
+        weight[3, 5] = exact
+
+
+def test_greedy_tokens_are_those_of_generate(model_folder: tuple[Any, Path]) -> None:
+    model, folder = model_folder
+    requests = [Request(i, prompt_of(i, 4 + 9 * i), SamplingParams(20, temperature=0.0), seed=i) for i in range(4)]
+    outputs = run(engine_of(folder), requests)
+    for request in requests:
+        ids = torch.tensor([list(request.prompt_ids)])
+        expected = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
+        assert outputs[request.id].token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+
+
+def test_weights_under_the_names_in_memory_equal_those_on_disk(model_folder: tuple[Any, Path]) -> None:
+    """On disk a mixture has a tensor per expert, in memory one for all; a tied head may be there or not."""
+    model, folder = model_folder
+    requests = mixed_requests(5)
+    loaded = run(engine_of(folder), requests)
+    engine = engine_of(folder, load=False)
+    named = {name: tensor for name, tensor in model.state_dict().items()}
+    engine.load_weights(named.items(), version=0)
+    given = run(engine, requests)
+    assert all(np.array_equal(loaded[i].gen_logprobs, given[i].gen_logprobs) for i in loaded)
+    if model.config.tie_word_embeddings:
+        del named["model.embed_tokens.weight"]
+        engine.load_weights(iter(named.items()), version=1)
+    else:
+        del named["lm_head.weight"]
+        with pytest.raises(ValueError, match=r"1 of \d+ weights are missing, e.g. \['lm_head.weight'\]"):
+            engine.load_weights(named.items(), version=1)
+
+
+def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_folder: tuple[Any, Path]) -> None:
+    """Reference: the old model's keys and values of what it was fed, then the new model over that cache."""
+    old, folder = model_folder
+    new = make_model(old.config, seed=1)
+    engine = engine_of(folder, max_slots=2)
+    requests = [Request(i, prompt_of(i, 6 + 5 * i), SamplingParams(14), seed=i) for i in range(2)]
+    engine.add(requests)
+    engine.step(5)
+    engine.load_weights(new.state_dict().items(), version=7)
+    outputs = {o.id: o for o in engine.step(20)}
+    for request in requests:
+        output = outputs[request.id]
+        assert output.versions.tolist() == [0] * 5 + [7] * 9
+        tokens, fed = [*request.prompt_ids, *output.token_ids.tolist()], len(request.prompt_ids) + 4
+        with torch.no_grad():
+            cache = DynamicCache(config=old.config)
+            before = old(torch.tensor([tokens[:fed]]), past_key_values=cache, use_cache=True).logits[0]
+            after = new(torch.tensor([tokens[fed:-1]]), past_key_values=cache, use_cache=True).logits[0]
+        logits = torch.cat((before[len(request.prompt_ids) - 1 :], after))
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids).long()[:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(output.gen_logprobs), expected, atol=1e-4, rtol=0)
+        # Negative control: a fresh cache under the new weights gives other numbers.
+        fresh = logits_of(new, request, output)[5:].log_softmax(-1)
+        assert (
+            fresh.gather(1, torch.tensor(output.token_ids[5:]).long()[:, None])[:, 0] - expected[5:]
+        ).abs().max() > 0.01
+
+
+def test_siblings_share_a_prefill_without_noticing(qwen2: tuple[Any, Path]) -> None:
+    model, folder = qwen2
+    prompts = [prompt_of(0, 11), prompt_of(1, 30), prompt_of(2, 1)]
+    requests = [Request(i, prompts[i % 3], SamplingParams(9 + i), seed=i) for i in range(9)]
+    outputs = run(engine_of(folder, max_slots=9), requests)
+    assert max(largest_error(model, requests, outputs)) < 1e-4
+    assert len({outputs[i].token_ids.tobytes() for i in range(9)}) == 9
+
+
+def test_many_requests_through_few_slots(qwen2: tuple[Any, Path]) -> None:
+    """Slots change hands, the cache grows past its first size, aborts and moves happen on the way."""
+    model, folder = qwen2
+    rng = np.random.default_rng(5)
+    engine = engine_of(folder, max_slots=7, kv_bucket=8)
+    requests = [
+        Request(i, prompt_of(i, int(rng.integers(1, 40))), SamplingParams(int(rng.integers(1, 60))), seed=i)
+        for i in range(40)
+    ]
+    outputs: dict[int, Output] = {}
+    waiting = list(requests)
+    while waiting or engine.progress():
+        engine.add([waiting.pop() for _ in range(min(len(waiting), int(rng.integers(0, 9))))])
+        outputs |= {o.id: o for o in engine.step(int(rng.integers(1, 9)))}
+        running = [i for i, count in engine.progress().items() if count > 20]
+        outputs |= {o.id: o for o in engine.abort(running[:1])}
+    assert outputs.keys() == set(range(40))
+    assert max(largest_error(model, requests, outputs)) < 1e-4
+    aborted = sum(o.finish_reason is FinishReason.ABORT for o in outputs.values())
+    assert 3 < aborted < 30
+
+
+def test_end_of_sequence_ids(qwen2: tuple[Any, Path], tmp_path: Path) -> None:
+    """generation_config.json decides; ignore_eos goes past them."""
+    model, folder = qwen2
+    request = Request(0, prompt_of(3, 8), SamplingParams(30), seed=4)
+    free = run(engine_of(folder), [request])[0].token_ids
+    second = next(k for k in range(2, 30) if free[k] not in free[:k])
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB - 1, int(free[second])]}))
+    engine = engine_of(tmp_path)
+    stopped = run(engine, [request])[0]
+    assert stopped.finish_reason is FinishReason.STOP and np.array_equal(stopped.token_ids, free[: second + 1])
+    ignoring = replace(request, params=replace(request.params, ignore_eos=True))
+    assert np.array_equal(run(engine, [ignoring])[0].token_ids, free)
+    assert model.config.eos_token_id is None
+
+
+def test_stop_strings_end_responses_where_they_are_complete(qwen2: tuple[Any, Path]) -> None:
+    _, folder = qwen2
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(VOCAB))
+    engine = engine_of(folder, max_slots=8, tokenizer=tokenizer)
+    free = run(engine, [Request(i, prompt_of(i, 6), SamplingParams(40), seed=i) for i in range(8)])
+    stops = {i: (tokenizer.decode(free[i].token_ids[10:13]).strip("\ufffd")[:3] or "never", "e") for i in range(8)}
+    requests = [
+        Request(i, prompt_of(i, 6), SamplingParams(40, stop=() if i == 7 else stops[i]), seed=i) for i in range(8)
+    ]
+    stopped = run(engine, requests)
+    ended = 0
+    for i in range(7):
+        ids = free[i].token_ids
+        hit = [n for n in range(1, 41) if any(s in tokenizer.decode(ids[:n]) for s in stops[i])]
+        length = hit[0] if hit else 40
+        assert np.array_equal(stopped[i].token_ids, ids[:length])
+        assert (stopped[i].finish_reason is FinishReason.STOP) == bool(hit)
+        ended += length < 40
+    assert ended >= 5 and len(stopped[7].token_ids) == 40
+    with pytest.raises(ValueError, match=r"request 3: stop strings .* tokenizer"):
+        engine_of(folder).add([requests[3]])
+
+
+def bits(outputs: dict[int, Output]) -> dict[int, tuple[bytes, bytes]]:
+    return {i: (o.token_ids.tobytes(), o.gen_logprobs.tobytes()) for i, o in outputs.items()}
+
+
+def test_deterministic_mode_gives_the_same_bits_whatever_ran_before(qwen2: tuple[Any, Path]) -> None:
+    _, folder = qwen2
+    requests = mixed_requests()
+
+    def calls(engine: NativeEngine) -> dict[int, tuple[bytes, bytes]]:
+        engine.add(requests[:7])
+        outputs = {o.id: o for o in engine.step(6)}
+        outputs |= {o.id: o for o in engine.abort([2])}
+        return bits(outputs | run(engine, requests[7:]))
+
+    fresh, used = (engine_of(folder, max_slots=5, deterministic=True) for _ in range(2))
+    run(used, [Request(i, prompt_of(50 + i, 60), SamplingParams(60), seed=i) for i in range(8)])
+    assert calls(fresh) == calls(used) == calls(used)
+
+
+def test_deterministic_mode_gives_the_same_bits_whoever_else_is_live(qwen2: tuple[Any, Path]) -> None:
+    _, folder = qwen2
+    engine = engine_of(folder, max_slots=6, deterministic=True)
+    requests = [Request(i, prompt_of(i, 9), SamplingParams(12), seed=i) for i in range(6)]
+    together = bits(run(engine, requests))
+    for count in (1, 3):
+        assert bits(run(engine, requests[:count])) == {i: together[i] for i in range(count)}
+
+
+def test_the_cache_is_as_long_as_needed(qwen2: tuple[Any, Path]) -> None:
+    _, folder = qwen2
+    engine = engine_of(folder, max_slots=2, max_length=256, kv_bucket=16)
+    assert engine.cache_capacity == 0
+    run(engine, [Request(0, prompt_of(0, 10), SamplingParams(10), seed=0)])
+    assert engine.cache_capacity == 32
+    run(engine, [Request(0, prompt_of(0, 10), SamplingParams(200), seed=0)])
+    assert 210 <= engine.cache_capacity <= 320
+    engine.sleep()
+    assert engine.cache_capacity == 0
+
+
+def test_bfloat16_stays_close(model_folder: tuple[Any, Path]) -> None:
+    model, folder = model_folder
+    requests = [Request(i, prompt_of(i, 10), SamplingParams(10), seed=i) for i in range(3)]
+    outputs = run(engine_of(folder, dtype=torch.bfloat16), requests)
+    assert 1e-5 < largest_error(model, requests, outputs)[0] < 0.5
+
+
+def test_weights_that_are_not_finite_are_named(qwen2: tuple[Any, Path]) -> None:
+    model, folder = qwen2
+    engine = engine_of(folder)
+    named = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    named["model.norm.weight"][0] = float("nan")
+    engine.load_weights(named.items(), version=3)
+    engine.add([Request(17, [1, 2], SamplingParams(4), seed=0)])
+    with pytest.raises(ValueError, match=r"request 17: .* not finite under weights version 3"):
+        engine.step(1)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        (CONFIGS["qwen2"], {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding window"),
+        (CONFIGS["qwen3_moe"], {"use_sliding_window": True, "sliding_window": 8}, "sliding window"),
+        (CONFIGS["llama"], {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'linear'"),
+        (CONFIGS["llama"], {"mlp_bias": True}, "mlp_bias"),
+        (CONFIGS["qwen2"], {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (CONFIGS["qwen2"], {"model_type": "gpt2"}, "model_type 'gpt2'"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(config: Any, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | changes))
+    with pytest.raises(ValueError, match=words):
+        engine_of(tmp_path, load=False)
+
+
+def test_bad_folders_and_sizes_are_refused(qwen2: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = qwen2
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        engine_of(tmp_path)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"no .*safetensors"):
+        engine_of(tmp_path)
+    with pytest.raises(ValueError, match="max_length 512 exceeds the 256 positions"):
+        engine_of(folder, max_length=512)
+    with pytest.raises(ValueError, match="max_slots is 0"):
+        engine_of(folder, max_slots=0)
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"'model.embed_tokens.weight' has shape \[320, 32\], the model has \[320, 64\]"
+    ):
+        engine_of(tmp_path)

@@ -1,0 +1,96 @@
+"""Small models, batches and process groups for the tests of training engines."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpcrl.batch import Batch, Norms, batch_from_samples
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.stats import Stats, stat
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
+VOCAB = 100
+
+
+def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
+    """A random two-layer model in HF layout. Weights are large, so that attention matters for every log-prob."""
+    torch.manual_seed(1)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+    }
+    if family == "qwen3_moe":
+        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family == "gemma2":  # soft caps and a window small enough to matter
+        settings |= {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    config = AutoConfig.for_model(family, **settings | changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_batch(lengths: Sequence[int], num_prompt_tokens: int = 3, seed: int = 0) -> Batch:
+    """Random sequences; everything after the first num_prompt_tokens is model tokens."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number, length in enumerate(lengths):
+        zeros = np.zeros(length, np.float32)
+        mask = np.arange(length) >= num_prompt_tokens
+        ids = rng.integers(0, VOCAB, length).astype(np.int32)
+        samples.append(Sample(number << 24, ids, mask, zeros, zeros.astype(int), zeros.astype(int), FinishReason.STOP))
+    return batch_from_samples(samples, list(range(len(lengths)))).check()
+
+
+def norms_of(batch: Batch) -> Norms:
+    return Norms(float(batch.loss_mask.sum()), float(batch.num_sequences))
+
+
+def weighted_loss(logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+    """A loss whose gradient differs from token to token, so that a mix-up of tokens shows."""
+    weights = torch.cos(batch.token_ids.float() + batch.position_ids) + 0.5
+    loss = -(logprobs * weights)[batch.loss_mask].sum() / norms.tokens
+    if entropy is not None:
+        loss = loss - 0.3 * (entropy * weights)[batch.loss_mask].sum() / norms.tokens
+    return loss, {"actor/logprob": stat(logprobs, batch.loss_mask)}
+
+
+@contextlib.contextmanager
+def process_group(rank: int, size: int, rendezvous: str) -> Iterator[None]:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank_main(rank: int, size: int, rendezvous: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with process_group(rank, size, rendezvous):
+        torch.save(work(*args), f"{rendezvous}.{rank}")
+
+
+def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """work(*args) on `size` new processes with a gloo group; their results by rank. `work` must be a module's function."""
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"{folder}/world"
+        mp.spawn(_rank_main, (size, rendezvous, work, args), nprocs=size)
+        return [torch.load(f"{rendezvous}.{rank}", weights_only=False) for rank in range(size)]
