@@ -54,14 +54,14 @@ class JsonlTable:
 
     def row(self, index: int) -> dict[str, Any]:
         line = self._bytes[self._starts[index] : self._ends[index]].removeprefix(b"\xef\xbb\xbf")
+        if line.lstrip().startswith(b"["):
+            raise BadRow(f"{self.where(index)}: an array; write one object per line (jsonl)")
         try:
             row = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if index == 0 and line.lstrip().startswith(b"["):
-                raise BadRow(f"{self.where(index)}: a JSON array; write one object per line (jsonl)") from error
             raise BadRow(f"{self.where(index)}: not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise BadRow(f"{self.where(index)}: {_kind(row)} instead of an object")
+            raise BadRow(f"{self.where(index)}: {line[:40].decode(errors='replace').strip()} is not an object")
         return row
 
     def where(self, index: int) -> str:
@@ -142,7 +142,3 @@ def open_table(source: DataSource, seed: int, split: Split) -> Table:
     if not len(table):
         raise ValueError(f"{source.path}: holds no rows")
     return table
-
-
-def _kind(value: object) -> str:
-    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

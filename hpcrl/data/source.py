@@ -167,9 +167,10 @@ class PromptSource:
         self.dispositions.load_state_dict(state["dispositions"])
 
     def _identity(self) -> dict[str, str]:
+        mixed = len(self._streams) > 1  # else the batch size has no influence
         return {
-            **self._rows.fingerprint(),
             "seed": str(self._seed),
             "shuffle": str(self._config.shuffle),
-            "mix": ", ".join(f"{stream.name} {stream.share}" for stream in self._streams),
+            "mix": ", ".join(f"{stream.name} {stream.share}" for stream in self._streams) if mixed else "none",
+            **self._rows.fingerprint(),
         }

@@ -1,0 +1,185 @@
+"""How rows are read, in every format, and what is said about those that cannot be."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import DataConfig, DataSource
+from hpcrl.data import validate_sources
+from hpcrl.data.rows import MAX_PROBLEMS, RowSet, domain_shares
+
+USER = [{"role": "user", "content": "2+2?"}]
+
+
+def only_row(path: str, **config: Any):
+    return RowSet(DataConfig(train=path, **config), "train", seed=0).row(0)
+
+
+@pytest.mark.parametrize("key", ["prompt", "question", "problem"])
+def test_plain_prompts(write_jsonl, key: str):
+    row = only_row(write_jsonl("a.jsonl", {key: "2+2?", "answer": "4", "level": 3}))
+    assert (row.messages, row.answer, row.response, row.domain) == (USER, "4", "4", "default")
+    assert row.extra == {"answer": "4", "level": 3}
+
+
+@pytest.mark.parametrize("key", ["answer", "ground_truth", "label", "solution"])
+def test_answer_keys(write_jsonl, key: str):
+    assert only_row(write_jsonl("a.jsonl", {"prompt": "2+2?", key: 4})).answer == 4
+
+
+def test_configured_keys_win(write_jsonl):
+    path = write_jsonl(
+        "a.jsonl", {"prompt": "no", "answer": "no", "ask": "2+2?", "gold": "4", "kind": "sum", "tag": "no"}
+    )
+    row = only_row(path, prompt_key="ask", answer_key="gold", tag_key="kind", system_prompt="Be brief.")
+    assert row.messages == [{"role": "system", "content": "Be brief."}, *USER]
+    assert (row.answer, row.domain) == ("4", "sum")
+
+
+def test_messages_with_a_written_answer_and_tools(write_jsonl):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    messages = [{"role": "system", "content": "S"}, *USER, {"role": "assistant", "content": "4"}]
+    row = only_row(write_jsonl("a.jsonl", {"messages": messages, "tools": tools}), system_prompt="ignored")
+    assert row.messages == messages[:2] and row.response == row.answer == "4" and row.tools == tools
+
+
+def test_verl_parquet(tmp_path: Path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "data_source": f"openai/gsm8k{n % 2}",
+            "prompt": USER,
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n)},
+            "extra_info": {"split": "train", "index": n},
+            "day": datetime.date(2024, 1, 2),
+        }
+        for n in range(3)
+    ]
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    found = RowSet(DataConfig(train=str(path)), "train", seed=0)
+    assert found.domain_names == ["openai/gsm8k0", "openai/gsm8k1"] and found.domains.tolist() == [0, 1, 0]
+    row = found.row(2)
+    assert (row.messages, row.answer, row.domain) == (USER, "2", "openai/gsm8k0")
+    assert row.extra["extra_info"] == {"split": "train", "index": 2} and row.extra["day"] == "2024-01-02"
+    assert found.where(2) == f"{path}:row 2"
+    json.dumps(row.extra)
+
+
+def test_sources_follow_each_other_and_a_tag_covers_a_source(write_jsonl):
+    a = write_jsonl("a.jsonl", {"prompt": "p0", "tag": "x"}, {"prompt": "p1"})
+    b = write_jsonl("b.jsonl", {"prompt": "p2", "tag": "x"})
+    found = RowSet(DataConfig(train=[a, DataSource(path=b, tag="y"), "task:add"]), "train", seed=0)
+    assert [found.row(n).messages[0]["content"] for n in range(3)] == ["p0", "p1", "p2"]
+    assert [found.row(n).domain for n in range(4)] == ["x", "default", "y", "add"]
+    assert found.domain_names == ["x", "default", "y", "add"]
+
+
+def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \r\n{"prompt": "b"}\r\n{"prompt": 3}')
+    assert validate_sources(DataConfig(train=str(path))) == [
+        f"{path}:5: prompt must be text or a list of messages, it is int"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'prompt': 1}", "not JSON"),
+        ('"text"', ""text" is not an object"),
+        ({"ask": "a", "gold": "b"}, "no prompt: looked for prompt, messages, question, problem (data.prompt_key); "),
+        ({"ask": "a", "gold": "b"}, "the row has ask, gold"),
+        ({"prompt": "  "}, "prompt is empty"),
+        ({"prompt": []}, "prompt must be text or a list of messages"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role must be one of system, user"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be text"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages holds no user turn to answer"),
+        ({"prompt": "a", "tag": 3}, "tag must be text, not '3'"),
+        ({"prompt": "a", "tools": "x"}, "tools must be a list of objects"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(write_jsonl, line: Any, message: str):
+    path = write_jsonl("a.jsonl", {"prompt": "good"}, line, {"prompt": "good"})
+    (problem,) = validate_sources(DataConfig(train=path))
+    assert problem.startswith(f"{path}:2: ") and message in problem and "\n" not in problem
+
+
+def test_a_chosen_answer_key_must_be_there(write_jsonl):
+    path = write_jsonl("a.jsonl", {"prompt": "a", "x": 1})
+    (problem,) = validate_sources(DataConfig(train=path, answer_key="gold"))
+    assert problem == f"{path}:1: no gold (data.answer_key); the row has prompt, x"
+
+
+def test_problems_are_capped_and_said_to_be_more(write_jsonl):
+    path = write_jsonl("a.jsonl", *["broken"] * 50)
+    problems = validate_sources(DataConfig(train=path))
+    assert len(problems) == MAX_PROBLEMS + 1 and "more rows are wrong" in problems[-1]
+    assert problems[MAX_PROBLEMS - 1].startswith(f"{path}:{MAX_PROBLEMS}: ")
+
+
+def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
+    (tmp_path / "x.parquet").write_bytes(b"no parquet")
+    empty, array = write_jsonl("empty.jsonl", "", "  "), write_jsonl("array.json", '[{"prompt": "a"}]')
+    train = [f"{tmp_path}/missing.jsonl", str(tmp_path), empty, f"{tmp_path}/x.parquet", "task:nope", __file__]
+    sized = DataSource(path=array, size=3)
+    problems = validate_sources(DataConfig(train=[*train, sized], val=array))
+    expected = [
+        "missing.jsonl: no such file",
+        ": a folder; give a jsonl or parquet file",
+        "empty.jsonl: holds no rows",
+        "x.parquet: not a parquet file",
+        "task:nope: there is no task 'nope'; built in are add, sort_digits",
+        "unknown format '.py'",
+        "size is for generated sources",
+        "array.json:1: an array; write one object per line",
+    ]
+    assert len(problems) == len(expected)
+    for problem, text in zip(problems, expected, strict=True):
+        assert text in problem
+
+
+def test_good_data_has_no_problems_and_needs_no_torch(write_jsonl):
+    path = write_jsonl("a.jsonl", {"prompt": "a", "answer": "b"})
+    code = (
+        "import sys; from hpcrl.data import validate_sources; from hpcrl.config import DataConfig\n"
+        f"assert validate_sources(DataConfig(train=[{path!r}, 'task:add'], val={path!r})) == []\n"
+        "print([m for m in ('torch', 'transformers', 'pyarrow', 'reasoning_gym') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("probs", "batch", "counts"),
+    [
+        ({"a": 0.3, "b": 0.7}, 10, {"a": 3, "b": 7}),
+        ({"a": 0.29, "b": 0.71}, 100, {"a": 29, "b": 71}),  # int(.29 * 100) is 28 in binary
+        ({"b": 0.55, "a": 0.45}, 10, {"b": 5, "a": 5}),
+        ({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, 64, {"a": 21, "b": 21, "c": 22}),
+    ],
+)
+def test_domain_shares(probs: dict, batch: int, counts: dict):
+    shares = domain_shares(sorted(probs), probs, batch)
+    assert shares == counts and list(shares) == list(probs)
+
+
+def test_domain_shares_that_do_not_fit(write_jsonl):
+    path = write_jsonl("a.jsonl", {"prompt": "a", "tag": "x"}, {"prompt": "b", "tag": "y"})
+    with pytest.raises(ValueError, match=r"must name the domains x, y; 'z' differs"):
+        domain_shares(["x", "y"], {"x": 0.5, "y": 0.2, "z": 0.3}, 10)
+    config = DataConfig(train=path, domain_interleave_probs={"x": 0.01, "y": 0.99})
+    assert validate_sources(config, 64) == [
+        "data.domain_interleave_probs.x=0.01 of rollout.num_prompts=64 is no prompt"
+    ]
+    assert validate_sources(config, 128) == []

@@ -1,0 +1,79 @@
+"""Supervised rows: which tokens are learnt from."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.config import DataConfig
+from hpcrl.data import PromptSource, sft_rows
+
+
+def marked(tokenizer, row: tuple[list[int], list[bool]]) -> list[str]:
+    """The runs of marked tokens as text."""
+    runs: list[list[int]] = []
+    before = False
+    for token, mark in zip(*row, strict=True):
+        if mark:
+            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
+        before = mark
+    return [tokenizer.decode(run) for run in runs]
+
+
+def test_a_task_row_is_the_prompt_of_the_rollouts_and_its_answer(tokenizer):
+    config = DataConfig(train="task:sort_digits", shuffle=False)
+    rows = sft_rows(config, "train", tokenizer, seed=5)
+    prompts = PromptSource(config, "train", tokenizer, seed=5, batch_size=1)
+    assert len(rows) == 65536
+    for index in range(3):
+        prompt, row = prompts.next(), rows.row(index)
+        ids, mask = row
+        count = len(prompt.token_ids)
+        assert tuple(ids[:count]) == prompt.token_ids and not any(mask[:count]) and all(mask[count:])
+        assert marked(tokenizer, row) == [f"{prompt.answer}<|im_end|>"]
+        assert ids[-1] == tokenizer.eos_token_id and ids.count(tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2?", "response": "four", "answer": "4"},
+        {"prompt": "2+2?", "completion": "four"},
+        {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]},
+    ],
+)
+def test_written_answers(tokenizer, write_jsonl, row: dict):
+    rows = sft_rows(DataConfig(train=write_jsonl("a.jsonl", row)), "train", tokenizer)
+    assert tokenizer.decode(rows.row(0)[0]) == (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>"
+    )
+    assert marked(tokenizer, rows.row(0)) == ["four<|im_end|>"]
+
+
+def test_every_assistant_turn_is_marked(tokenizer, write_jsonl):
+    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    rows = sft_rows(DataConfig(train=write_jsonl("a.jsonl", {"messages": messages})), "train", tokenizer)
+    ids, mask = rows.row(0)
+    assert marked(tokenizer, (ids, mask)) == ["b<|im_end|>", "d<|im_end|>"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write_jsonl):
+    class Forgetful:
+        eos_token_id, eos_token, chat_template = tokenizer.eos_token_id, tokenizer.eos_token, "x"
+        __call__ = staticmethod(tokenizer)
+
+        def apply_chat_template(self, messages: list, **_: object) -> str:
+            return "".join(m["content"] for m in messages[-2:])
+
+    messages = [{"role": role, "content": c} for role, c in [("user", "a"), ("assistant", "b"), ("user", "c")]]
+    path = write_jsonl("a.jsonl", {"messages": [*messages, {"role": "assistant", "content": "d"}]})
+    with pytest.raises(ValueError, match=r"a.jsonl:1: the chat template rewrites earlier turns"):
+        sft_rows(DataConfig(train=path), "train", Forgetful()).row(0)
+
+
+def test_a_row_without_an_answer_is_named(tokenizer, write_jsonl):
+    path = write_jsonl("a.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "c"})
+    rows = sft_rows(DataConfig(train=path), "train", tokenizer)
+    with pytest.raises(ValueError, match=r"a.jsonl:2: no answer to learn from"):
+        rows.row(1)

@@ -1,0 +1,223 @@
+"""The stream of prompts: epochs, mix, long prompts, and a cursor that resumes exactly."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.config import DataConfig, DataSource
+from hpcrl.data import PromptSource, epoch_order
+from hpcrl.rollout.types import Disposition, Prompt
+
+DOMAINS = {"a": 5, "b": 3, "c": 4}
+SHORT = 10  # tokens: the longer half of the prompts below has more
+MIX = {"a": 0.5, "b": 0.2, "c": 0.3}
+
+
+@pytest.fixture
+def mixed_file(write_jsonl) -> str:
+    rows = [{"prompt": f"{tag}{n}", "tag": tag, "answer": n} for tag, count in DOMAINS.items() for n in range(count)]
+    return write_jsonl("mixed.jsonl", *rows)
+
+
+def source(tokenizer: Any, config: DataConfig, seed: int = 0, batch_size: int = 10) -> PromptSource:
+    return PromptSource(config, "train", tokenizer, seed, batch_size)
+
+
+def test_a_prompt_is_the_rendered_template(tokenizer, write_jsonl):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = write_jsonl("a.jsonl", {"question": "2+2?", "answer": "#### 4", "tools": tools, "level": 1})
+    prompt = source(tokenizer, DataConfig(train=path)).next()
+    messages = [{"role": "user", "content": "2+2?"}]
+    expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert prompt.text == expected and '"name": "add"' in expected
+    assert list(prompt.token_ids) == tokenizer(expected, add_special_tokens=False).input_ids
+    assert (prompt.uid, prompt.epoch, prompt.row, prompt.answer, prompt.domain) == (0, 0, 0, "#### 4", "default")
+    assert prompt.extra == {"answer": "#### 4", "tools": tools, "level": 1}
+
+
+def test_without_a_chat_template_the_text_is_the_prompt(tokenizer, write_jsonl):
+    class Plain:
+        chat_template = None
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
+            return {"input_ids": [7] * add_special_tokens + tokenizer(text).input_ids}
+
+    prompt = source(Plain(), DataConfig(train=write_jsonl("a.jsonl", {"prompt": "ab"}))).next()
+    assert prompt.text == "ab" and list(prompt.token_ids) == [7, *tokenizer("ab").input_ids]
+
+
+def test_every_epoch_has_every_row_once_in_its_own_order(tokenizer, mixed_file):
+    prompts = source(tokenizer, DataConfig(train=mixed_file))
+    drawn = [prompts.next() for _ in range(36)]
+    assert [p.uid for p in drawn] == list(range(36))
+    orders = [[p.row for p in drawn if p.epoch == epoch] for epoch in range(3)]
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    other = source(tokenizer, DataConfig(train=mixed_file), seed=1)
+    assert [other.next().row for _ in range(12)] != orders[0]
+    plain = source(tokenizer, DataConfig(train=mixed_file, shuffle=False))
+    assert [plain.next().row for _ in range(24)] == [*range(12), *range(12)]
+
+
+def test_orders_never_change():
+    assert epoch_order(0, "all", 0, 8).tolist() == [4, 3, 7, 6, 5, 1, 0, 2]
+    assert epoch_order(0, "all", 1, 8).tolist() != epoch_order(0, "all", 0, 8).tolist()
+
+
+def test_every_batch_holds_the_exact_mix_spread_evenly(tokenizer, mixed_file):
+    prompts = source(tokenizer, DataConfig(train=mixed_file, domain_interleave_probs=MIX))
+    for _ in range(6):
+        batch = [prompts.next() for _ in range(10)]
+        assert Counter(p.domain for p in batch) == {"a": 5, "b": 2, "c": 3}
+        assert {p.domain for p in batch[:5]} == {"a", "b", "c"}
+        assert all(p.text.startswith(f"<|im_start|>user\n{p.domain}") for p in batch)
+    # Each domain has epochs of its own: 30 draws of a are 6 epochs of its 5 rows.
+    assert prompts.next().epoch == 6
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_resume_continues_exactly(tokenizer, tmp_path_factory, data):
+    mix = data.draw(st.sampled_from([{}, MIX]))
+    limit = data.draw(st.sampled_from([1024, SHORT]))
+    stop = data.draw(st.integers(0, 40))
+    path = tmp_path_factory.mktemp("resume") / "mixed.jsonl"
+    rows = [
+        {"prompt": tag + "x" * (5 * (n % 2)) + str(n), "tag": tag}
+        for tag, count in DOMAINS.items()
+        for n in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(train=str(path), domain_interleave_probs=mix, max_prompt_tokens=limit)
+    whole = source(tokenizer, config)
+    expected = [whole.next() for _ in range(stop + 30)]
+
+    first = source(tokenizer, config)
+    for _ in range(stop):
+        first.next()
+    open_uids = first.dispositions.open_uids
+    for uid in open_uids[::2]:
+        first.dispositions.settle(uid, Disposition.TRAINED)
+    settled = first.dispositions.drain()
+    second = source(tokenizer, config)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [second.next() for _ in range(30)] == expected[stop:]
+    by_uid = {p.uid: p for p in expected}
+    for uid in open_uids[1::2]:
+        assert second.prompt(uid) == by_uid[uid]
+    # What was settled before and after is what the uninterrupted source settled, and the trained ones.
+    rest = second.dispositions.drain()
+    too_long = [s.uid for s in settled + rest if s.disposition is Disposition.TOO_LONG]
+    assert sorted(too_long) == [s.uid for s in whole.dispositions.drain()] and bool(too_long) == (limit == SHORT)
+    assert second.dispositions.counts()["too_long"] == len(too_long)
+
+
+def test_a_changed_file_or_setting_is_refused_by_name(tokenizer, mixed_file, write_jsonl):
+    config = DataConfig(train=[mixed_file, "task:add"])
+    state = source(tokenizer, config).state_dict()
+    source(tokenizer, config).load_state_dict(state)
+    cases = {
+        "seed is not what": source(tokenizer, config, seed=1),
+        "shuffle is not what": source(tokenizer, config.model_copy(update={"shuffle": False})),
+        "task:add is not what": source(
+            tokenizer, DataConfig(train=[mixed_file, DataSource(path="task:add", options={"max_digits": 1})])
+        ),
+        "mixed.jsonl is not what": source(
+            tokenizer, DataConfig(train=[DataSource(path=mixed_file, tag="t"), "task:add"])
+        ),
+    }
+    mixed = DataConfig(train=mixed_file, domain_interleave_probs=MIX)
+    cases["mix is not what the checkpoint was made with (it was none, it is a 5, b 2, c 3)"] = source(tokenizer, mixed)
+    write_jsonl("mixed.jsonl", {"prompt": "another"})
+    cases["mixed.jsonl is not what the checkpoint was made with (it was 12 rows"] = source(tokenizer, config)
+    for message, changed in cases.items():
+        with pytest.raises(ValueError, match="resume=fresh") as caught:
+            changed.load_state_dict(state)
+        assert message in str(caught.value)
+
+
+def long_file(write_jsonl) -> str:
+    return write_jsonl(
+        "long.jsonl",
+        {"prompt": "short 0"},
+        {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "head " * 30 + "the end?"}]},
+        {"messages": [{"role": "system", "content": "S" * 100}, {"role": "user", "content": "q"}]},
+        {"prompt": "short 3"},
+    )
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer, write_jsonl):
+    config = DataConfig(train=long_file(write_jsonl), max_prompt_tokens=40, shuffle=False)
+    prompts = source(tokenizer, config)
+    assert [(p.uid, p.row, p.epoch) for p in (prompts.next() for _ in range(4))] == [
+        (0, 0, 0), (3, 3, 0), (4, 0, 1), (7, 3, 1),
+    ]  # fmt: skip
+    dropped = prompts.dispositions.drain()
+    assert [(d.uid, d.row, d.disposition) for d in dropped] == [
+        (1, 1, "too_long"), (2, 2, "too_long"), (5, 1, "too_long"), (6, 2, "too_long"),
+    ]  # fmt: skip
+    assert dropped[0].reason.endswith(" tokens") and prompts.dispositions.open_uids == [0, 3, 4, 7]
+
+
+def test_a_dropped_prompt_is_replaced_from_its_own_domain(tokenizer, write_jsonl):
+    rows = [{"prompt": "x" * 50 * (n % 2) + "y", "tag": tag} for tag in "ab" for n in range(6)]
+    config = DataConfig(
+        train=write_jsonl("a.jsonl", *rows), max_prompt_tokens=40, domain_interleave_probs={"a": 0.25, "b": 0.75}
+    )
+    prompts = source(tokenizer, config, batch_size=8)
+    for _ in range(5):
+        assert Counter(prompts.next().domain for _ in range(8)) == {"a": 2, "b": 6}
+    assert prompts.dispositions.counts("b")["too_long"] > prompts.dispositions.counts("a")["too_long"] > 0
+
+
+def test_long_prompts_are_cut_at_the_head_of_the_last_message(tokenizer, write_jsonl):
+    config = DataConfig(train=long_file(write_jsonl), max_prompt_tokens=40, shuffle=False, overlong_prompts="truncate")
+    prompts = source(tokenizer, config)
+    drawn = [prompts.next() for _ in range(3)]
+    assert [p.row for p in drawn] == [0, 1, 3], "row 2 is too long without its last message"
+    cut = drawn[1]
+    assert len(cut.token_ids) == 40
+    assert cut.text.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n")
+    assert cut.text.endswith("head the end?<|im_end|>\n<|im_start|>assistant\n")
+    assert list(cut.token_ids) == tokenizer(cut.text).input_ids
+    assert prompts.prompt(cut.uid) == cut
+
+
+def test_long_prompts_can_be_an_error_with_their_place(tokenizer, write_jsonl):
+    path = long_file(write_jsonl)
+    prompts = source(tokenizer, DataConfig(train=path, max_prompt_tokens=40, shuffle=False, overlong_prompts="error"))
+    prompts.next()
+    with pytest.raises(ValueError, match=rf"{path}:2: the prompt has \d+ tokens, data.max_prompt_tokens=40"):
+        prompts.next()
+
+
+def test_nothing_but_long_prompts_is_an_error_not_a_hang(tokenizer, mixed_file):
+    config = DataConfig(train=mixed_file, max_prompt_tokens=2, domain_interleave_probs=MIX)
+    with pytest.raises(ValueError, match=r"all 5 prompts of domain a have more than data.max_prompt_tokens=2"):
+        source(tokenizer, config).next()
+
+
+def test_evaluation_takes_the_first_rows_in_order(tokenizer, write_jsonl):
+    path = long_file(write_jsonl)
+    val = PromptSource(DataConfig(val=path, max_prompt_tokens=40), "val", tokenizer, seed=3, batch_size=8)
+    assert [p.uid for p in val.head(5)] == [0, 3] and [p.uid for p in val.head(1)] == [0]
+    assert all(isinstance(p, Prompt) for p in val.head(2)) and val.dispositions.num_drawn == 0
+
+
+def test_a_missing_split_is_named(tokenizer):
+    with pytest.raises(ValueError, match=r"data.val is not set"):
+        PromptSource(DataConfig(), "val", tokenizer, seed=0, batch_size=1)
+
+
+def test_gsm8k_prompts(tokenizer, shared_data):
+    prompts = source(tokenizer, DataConfig(train=str(shared_data / "gsm8k" / "train.jsonl"), max_prompt_tokens=120))
+    drawn = [prompts.next() for _ in range(100)]
+    assert all(len(p.token_ids) <= 120 and "####" in p.answer for p in drawn)
+    dropped = prompts.dispositions.counts()["too_long"]
+    assert dropped > 0 and prompts.dispositions.num_drawn == 100 + dropped
