@@ -122,7 +122,7 @@ def test_truncation_is_that_of_transformers(
     assume(top_k or top_p < 1 or min_p)
     logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(seed))
     plan = plan_of([{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}] * 2, 1000)
-    mine = truncate((logits / temperature).softmax(-1), plan.top_k, plan.top_p, plan.min_p, 16)
+    mine = truncate((logits / temperature).softmax(-1), plan.top_k, plan.top_p, plan.min_p, max(16, top_k % 1000))
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)

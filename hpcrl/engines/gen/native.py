@@ -122,6 +122,11 @@ class NativeEngine:
             self._waiting, 0
         )
 
+    @property
+    def cache_capacity(self) -> int:
+        """Positions per slot the KV cache has memory for now."""
+        return self._cache.capacity
+
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights by tensors under their HF names; running requests keep their KV cache and go on.

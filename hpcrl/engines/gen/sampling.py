@@ -118,7 +118,7 @@ def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: 
     """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of what is left, then min-p (arXiv
     2407.01082) drop a token; the most probable one always stays. Not renormalised.
 
-    Parameters as in SamplingPlan. Only the `width` most probable are sorted, more where a row keeps them all.
+    Parameters as in SamplingPlan. Only the `width` most probable are sorted, more where a row keeps all of those.
     """
     vocab = probs.shape[1]
     while True:
