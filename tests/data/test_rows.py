@@ -97,7 +97,7 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
     ("line", "message"),
     [
         ("{'prompt': 1}", "not JSON"),
-        ('"text"', ""text" is not an object"),
+        ('"text"', '"text" is not an object'),
         ({"ask": "a", "gold": "b"}, "no prompt: looked for prompt, messages, question, problem (data.prompt_key); "),
         ({"ask": "a", "gold": "b"}, "the row has ask, gold"),
         ({"prompt": "  "}, "prompt is empty"),
