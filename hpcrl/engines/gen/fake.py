@@ -89,13 +89,12 @@ class FakeEngine:
         if not isinstance(named, Collection):
             self.version = -1  # as in the native engine: an iterator that fails leaves no weights
         weights = {name: tensor.detach().clone() for name, tensor in named}
-        for name, tensor in weights.items() if self._shapes is not None else ():
-            if self._shapes.get(name) != tuple(tensor.shape):
-                raise ValueError(
-                    f"weight {name!r} has shape {list(tensor.shape)}, the model has {self._shapes.get(name)}"
-                )
-        if missing := sorted((self._shapes or {}).keys() - weights.keys()):
-            raise ValueError(f"{len(missing)} weights are missing, e.g. {missing[:3]}")
+        if self._shapes is not None:
+            for name, tensor in weights.items():
+                if (shape := self._shapes.get(name)) != tuple(tensor.shape):
+                    raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the model has {shape}")
+            if missing := sorted(self._shapes.keys() - weights.keys()):
+                raise ValueError(f"{len(missing)} weights are missing, e.g. {missing[:3]}")
         self.weights, self.version = weights, version
 
     def sleep(self) -> None:

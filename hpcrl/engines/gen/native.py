@@ -202,8 +202,7 @@ class NativeEngine:
         slots, iteration = self._slots, self._tape.end
         live = slots.num_live
         rows = self.max_slots if self._deterministic else live
-        if self._plan is None:
-            self._replan(rows)
+        plan = self._plan or self._replan(rows)
         length = round_up(int(slots.positions[:live].max()) + 1, self._bucket)
         self._cache.reserve(length)
         # Left-overs of free slots must not point past what is read.
@@ -212,12 +211,11 @@ class NativeEngine:
             self._tensor(slots.tokens[:rows]), self._tensor(slots.positions[:rows]), self._cache, length
         )
         uniform = self._tensor(uniforms(slots.origins[:rows], iteration))
-        picked = sample(logits, self._plan, uniform)
-        ids, logprobs, behaviour = (None if t is None else t.cpu().numpy() for t in picked)
+        ids, logprobs, behaviour = (t.cpu().numpy() for t in sample(logits, plan, uniform))
         if not np.isfinite(logprobs[:live]).all():
             bad = slots.requests[int(np.argmin(np.isfinite(logprobs[:live])))].id
             raise ValueError(f"request {bad}: the logits are not finite under weights version {self.version}")
-        self._tape.write(self.version, ids, logprobs, logprobs if behaviour is None else behaviour)
+        self._tape.write(self.version, ids, logprobs, behaviour)
         slots.tokens[:rows] = ids
         slots.positions[:live] += 1
         return self._collect(ids[:live], iteration)
@@ -226,9 +224,10 @@ class NativeEngine:
         """The outputs of the requests that end with these tokens (int64 [live]); their slots are free afterwards."""
         stopped = (ids[:, None] == self._slots.stop_ids[: len(ids)]).any(axis=1)
         for stop, members in self._stop_groups:
+            assert self._stops is not None  # add() refuses stop strings without a tokenizer
             for slot in members[self._stops.closers(stop)[ids[members]]]:
                 tail = self._tape.read(self._slots.tracks[slot], "token_ids", last=self._stops.window(stop))
-                stopped[slot] |= self._stops.completes(stop, tail)
+                stopped[slot] |= self._stops.completes(stop, tail.tolist())
         done = np.flatnonzero(stopped | (self._slots.last_iteration[: len(ids)] == iteration)).tolist()
         outputs = [self._output(slot, FinishReason.STOP if stopped[slot] else FinishReason.LENGTH) for slot in done]
         self._vacate(done)
@@ -256,14 +255,15 @@ class NativeEngine:
             self._cache.move(sources, targets, int(self._slots.positions[targets].max()))
         self._plan = None
 
-    def _replan(self, rows: int) -> None:
+    def _replan(self, rows: int) -> SamplingPlan:
         """Derive from the slots what stays the same until one of them changes hands."""
-        self._plan = self._slots.plan(rows, self._arch.vocab_size, self._device)
         groups: dict[tuple[str, ...], list[int]] = {}
         for slot, request in enumerate(self._slots.requests):
             if request.params.stop:
                 groups.setdefault(request.params.stop, []).append(slot)
         self._stop_groups = [(stop, np.array(members)) for stop, members in groups.items()]
+        self._plan = self._slots.plan(rows, self._arch.vocab_size, self._device)
+        return self._plan
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

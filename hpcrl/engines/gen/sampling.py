@@ -89,9 +89,9 @@ class SamplingPlan:
         )
 
 
-def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Token ids int64 [R], their log-softmax(logits / T) float32 [R] and, if any row truncates, the same renormalised
-    over what truncation left.
+def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids int64 [R], their log-softmax(logits / T) float32 [R], and the same renormalised over what truncation
+    left (the very same tensor where no row truncates).
 
     logits: float32 [R, vocab], overwritten. uniform: float32 [R] in [0, 1).
     """
@@ -108,9 +108,9 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
     ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
     ids.clamp_(max=logits.shape[1] - 1)  # only a row of NaN needs it; its log-prob tells
     if plan.greedy is not None:
-        ids = torch.where(plan.greedy[:, None], probs.argmax(-1, keepdim=True), ids)
+        ids = torch.where(plan.greedy[:, None], probs.max(-1, keepdim=True).indices, ids)  # faster than argmax
     logprobs = probs.gather(1, ids).log_()[:, 0]
-    behaviour = None if kept is probs else (kept.gather(1, ids) / total).log_()[:, 0]
+    behaviour = logprobs if kept is probs else (kept.gather(1, ids) / total).log_()[:, 0]
     return ids[:, 0], logprobs, behaviour
 
 
