@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import Enum
+from typing import Any
 
 from hpcrl.rollout.events import Answered, DoneSample, Group, Scored
 from hpcrl.rollout.types import FinishReason, make_sample_id
@@ -43,3 +46,19 @@ class LiveGroup:
 
     def frozen(self) -> Group:
         return Group(self.uid, self.attempt, self.version, tuple(sample.done for sample in self.samples))
+
+    def saved(self) -> dict[str, Any]:
+        """JSON-able content of a group that is done."""
+        return asdict(self.frozen()) | {"failures": self.failures}
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any], homes: Sequence[int]) -> LiveGroup:
+        """The saved group; samples whose replica is not among `homes` are given one together."""
+        group = cls(saved["uid"], saved["attempt"], saved["failures"], saved["version"], len(saved["samples"]))
+        group.pending = 0
+        for sample, done in zip(group.samples, saved["samples"], strict=True):
+            sample.replica = done["replica"] if done["replica"] in homes else homes[group.uid % len(homes)]
+            reason = FinishReason(done["finish_reason"])
+            sample.done = DoneSample(**(done | {"replica": sample.replica, "finish_reason": reason}))
+            sample.state = State.DONE
+        return group

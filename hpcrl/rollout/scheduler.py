@@ -40,7 +40,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from hpcrl.rollout.events import (
@@ -145,10 +145,7 @@ class RolloutScheduler:
         self._check_hope()
         self._start_groups()
         self._continue_answered()
-        if self.config.deterministic:
-            self._spread()
-        else:
-            self._fill()
+        self._route()
         self._tally.record("in_flight/*", len(self._open))
         return self._commands()
 
@@ -164,9 +161,8 @@ class RolloutScheduler:
         for group in picked:
             del self._valid[group.uid]
             self._settle(group, Disposition.TRAINED)
-            lag = self.version - group.version
-            self._tally.record("version_lag/*", lag)
-            self._tally.record("off_policy_ratio", float(lag > 0))
+            self._tally.record("version_lag/*", self.version - group.version)
+            self._tally.record("off_policy_ratio", float(self.version > group.version))
             for sample in group.samples:
                 self._forget(sample)
                 self._tally.record("kept_length", sample.done.num_tokens)
@@ -208,7 +204,7 @@ class RolloutScheduler:
             "version": self.version,
             "newest_uid": self._newest_uid,
             "queue": [[uid, *tries[uid]] for uid in sorted(tries)],
-            "finished": [asdict(group.frozen()) | {"failures": group.failures} for group in self._valid.values()],
+            "finished": [group.saved() for group in self._valid.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,20 +214,11 @@ class RolloutScheduler:
         for uid, attempt, failures in state["queue"]:
             heapq.heappush(self._queue, uid)
             self._tries[uid] = (attempt, failures)
-        homes = list(self._replicas)
         for saved in state["finished"]:
-            group = LiveGroup(
-                saved["uid"], saved["attempt"], saved["failures"], saved["version"], len(saved["samples"])
-            )
-            group.pending = 0
-            for sample, done in zip(group.samples, saved["samples"], strict=True):
-                home = done["replica"] if done["replica"] in self._replicas else homes[group.uid % len(homes)]
-                reason = FinishReason(done["finish_reason"])
-                sample.done = DoneSample(**(done | {"replica": home, "finish_reason": reason}))
-                sample.replica, sample.state = home, State.DONE
+            group = self._valid[saved["uid"]] = LiveGroup.restored(saved, list(self._replicas))
+            for sample in group.samples:
                 self._samples[sample.id] = sample
-                self._replicas[home].samples.add(sample.id)
-            self._valid[group.uid] = group
+                self._replicas[sample.replica].samples.add(sample.id)
 
     # -- events
 
@@ -292,11 +279,9 @@ class RolloutScheduler:
                 self._judge(sample.group)
 
     def _replica_lost(self, name: int) -> None:
-        lost = self._replicas.pop(name, None)
-        if lost is None:
-            self._tally.count("stale")
+        if name not in self._replicas:
             return
-        samples = [self._samples[sample_id] for sample_id in sorted(lost.samples)]
+        samples = [self._samples[sample_id] for sample_id in sorted(self._replicas.pop(name).samples)]
         for sample in samples:
             self._forget(sample)
         for group in dict.fromkeys(sample.group for sample in samples):
@@ -361,8 +346,8 @@ class RolloutScheduler:
     def _release(self, group: LiveGroup) -> None:
         """Forget the group and have the replicas forget it."""
         self._open.pop(group.uid, None)
-        self._overdue.discard(group.uid)
         self._valid.pop(group.uid, None)
+        self._overdue.discard(group.uid)
         for sample in group.samples:
             if sample.id in self._samples and sample.replica >= 0:
                 self._emit(Drop, sample)
@@ -378,8 +363,8 @@ class RolloutScheduler:
         return sorted(self._valid.values(), key=self._is_overdue, reverse=True)[: self._need]
 
     def _is_overdue(self, group: LiveGroup) -> bool:
-        """Started anew so often, without a failure of its own, that the batch waits for it."""
-        return group.attempt - group.failures >= self.config.max_attempts
+        """Dropped so often, without its fault, that the batch waits for it; in order of uid it gets its turn anyway."""
+        return not self.config.deterministic and group.attempt - group.failures >= self.config.max_attempts
 
     # -- starting and routing
 
@@ -445,17 +430,20 @@ class RolloutScheduler:
                     self._emit(Continue, sample)
         self._touched.clear()
 
-    def _fill(self) -> None:
+    def _route(self) -> None:
         """Give waiting samples to the replicas with the most room, siblings together where it suffices."""
+        if self.config.deterministic:
+            self._spread()
         while self._waiting:
             head = self._samples.get(self._waiting[0])
             if head is None:
                 heapq.heappop(self._waiting)
                 continue
             name = self._replicas.roomiest()
-            if self._replicas[name].room <= 0:
+            room = self._replicas[name].room
+            if room <= 0:
                 return
-            for _ in range(self._replicas[name].room if self.config.siblings_together else 1):
+            for _ in range(room if self.config.siblings_together else 1):
                 self._admit(heapq.heappop(self._waiting), name)
                 following = self._samples.get(self._waiting[0]) if self._waiting else None
                 if following is None or following.group is not head.group:
@@ -481,8 +469,7 @@ class RolloutScheduler:
     def _move(self, sample: LiveSample, state: State) -> None:
         """Change a sample's state and its replica's counts."""
         old, sample.state = sample.state, state
-        replica = self._replicas.get(sample.replica)
-        if replica is None:
+        if (replica := self._replicas.get(sample.replica)) is None:
             return
         replica.acting += (state is State.ACTING) - (old is State.ACTING)
         change = (state is State.RUNNING) - (old is State.RUNNING)

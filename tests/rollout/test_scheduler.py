@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.config import Config
@@ -30,6 +30,7 @@ from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.types import Disposition, FinishReason, make_sample_id, split_sample_id
 
 STOP = FinishReason.STOP
+SEARCH = settings(deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))  # a seed cannot be shrunk
 
 
 @dataclass
@@ -135,7 +136,7 @@ def run_steps(scheduler, world, need, steps, disturb=None):
     batches, ends, next_uid = [], [], 0
     for version in range(steps):
         scheduler.begin_step(version, need)
-        for turn in range(2_000):
+        for turn in range(5_000):
             if scheduler.ready():
                 break
             fresh = range(next_uid, next_uid + scheduler.wants())
@@ -147,7 +148,7 @@ def run_steps(scheduler, world, need, steps, disturb=None):
             world.carry_out(scheduler.plan(events))
             assert scheduler.in_flight + len(scheduler.finished()) <= scheduler.budget
         else:
-            raise AssertionError("no batch after 2,000 turns")
+            raise AssertionError("no batch after 5,000 turns")
         batches.append(scheduler.take())
         for group in batches[-1]:
             for sample in group.samples:
@@ -170,7 +171,7 @@ def check_accounting(scheduler, batches, ends, offered):
 # -- properties
 
 
-@settings(max_examples=60, deadline=None)
+@settings(SEARCH, max_examples=200)
 @given(
     seed=st.integers(0, 2**32),
     replicas=st.integers(1, 4),
@@ -183,7 +184,7 @@ def check_accounting(scheduler, batches, ends, offered):
     max_lag=st.sampled_from([0, 0, 0.5, 1, 2]),
     chaos=st.booleans(),
 )
-def test_accounting_budget_and_termination_under_random_events(  # noqa: PLR0917
+def test_accounting_budget_and_termination_under_random_events(
     seed, replicas, capacity, group_size, need, over_sampling, deterministic, max_turns, max_lag, chaos
 ):
     rng = random.Random(seed)
@@ -197,7 +198,7 @@ def test_accounting_budget_and_termination_under_random_events(  # noqa: PLR0917
     def disturb(scheduler, world):
         events = []
         live = sorted(i for held in world.held.values() for i in held)
-        if chaos and live and rng.random() < 0.05:
+        if chaos and live and rng.random() < 0.01:
             events.append(Failed((rng.choice(live),), "crash"))
         if chaos and world.scoring and rng.random() < 0.1:
             lost = world.some(world.scoring)  # the world forgets them, Rescore brings them back
@@ -223,7 +224,7 @@ def test_accounting_budget_and_termination_under_random_events(  # noqa: PLR0917
         assert scheduler.in_flight == 0 and not any(world.running.values()) and not any(world.held.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(SEARCH, max_examples=60)
 @given(
     order=st.integers(0, 2**32),
     over_sampling=st.integers(0, 3),
@@ -237,10 +238,10 @@ def test_deterministic_mode_ignores_the_order_of_events(order, over_sampling, ma
         config = SchedulerConfig(3, over_sampling, filter_std=True, deterministic=True)
         scheduler = RolloutScheduler(config, world.capacities)
         batches, ends, _ = run_steps(scheduler, world, 4, 3)
-        admissions = {
-            name: [(kind, ids) for kind, ids in history if kind == "Admit"] for name, history in world.history.items()
-        }
-        return batches, ends, admissions
+        # without over-sampling nothing is dropped, and the next turns come at the same place too
+        kinds = ("Admit",) if over_sampling else ("Admit", "Continue")
+        orders = {name: [order for order in history if order[0] in kinds] for name, history in world.history.items()}
+        return batches, ends, orders
 
     assert run(order) == run(0)
 
