@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import cut_to_fit, encode, render
 from hpcrl.data.rows import Row, RowSet, domain_shares
-from hpcrl.rollout.dispositions import Dispositions
+from hpcrl.rollout.dispositions import Dispositions, Settled
 from hpcrl.rollout.types import Disposition, Prompt
 from hpcrl.tasks import Split
 
@@ -55,6 +55,7 @@ class PromptSource:
         places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
         self._pattern = [n for _, n in sorted(places)]
         self._num_given = 0
+        self._dropped: list[Settled] = []
         self.dispositions = Dispositions()
 
     def _make_streams(self, batch_size: int) -> list[_Stream]:
@@ -91,11 +92,17 @@ class PromptSource:
             if len(token_ids) <= self._config.max_prompt_tokens:
                 self._num_given += 1
                 return Prompt(uid, parsed.domain, epoch, row, tuple(token_ids), text, parsed.answer, parsed.extra)
-            self.dispositions.settle(uid, Disposition.TOO_LONG, f"{len(token_ids)} tokens")
+            reason = f"{len(token_ids)} tokens"
+            self._dropped.append(self.dispositions.settle(uid, Disposition.TOO_LONG, reason))
         raise ValueError(
             f"data.{self._split}: all {len(stream.rows)} prompts of domain {stream.name} have more than "
             f"data.max_prompt_tokens={self._config.max_prompt_tokens} tokens"
         )
+
+    def take_dropped(self) -> list[Settled]:
+        """The over-long prompts since the last call (a resume keeps those that were not taken)."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def prompt(self, uid: int) -> Prompt:
         """An open prompt again (after a resume, or for another attempt). KeyError when it is not open."""
@@ -149,6 +156,7 @@ class PromptSource:
             "num_given": self._num_given,
             "num_drawn": {stream.name: stream.num_drawn for stream in self._streams},
             "dispositions": self.dispositions.state_dict(),
+            "dropped": [astuple(settled) for settled in self._dropped],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,6 +173,7 @@ class PromptSource:
         for stream in self._streams:
             stream.num_drawn = state["num_drawn"][stream.name]
         self.dispositions.load_state_dict(state["dispositions"])
+        self._dropped = [Settled(*fields[:4], Disposition(fields[4]), fields[5]) for fields in state["dropped"]]
 
     def _identity(self) -> dict[str, str]:
         mixed = len(self._streams) > 1  # else the batch size has no influence

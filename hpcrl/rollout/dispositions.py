@@ -22,16 +22,12 @@ class Settled:
 
 
 class Dispositions:
-    """Open prompts by uid and counts of the settled ones, so that its size follows the prompts in flight.
-
-    The settled prompts themselves are handed out once, by `drain`.
-    """
+    """Open prompts by uid and counts of the settled ones, so that its size follows the prompts in flight."""
 
     def __init__(self) -> None:
         self._next_uid = 0
         self._open: dict[int, tuple[int, int, str]] = {}
         self._counts: Counter[tuple[str, str, str]] = Counter()
-        self._fresh: list[Settled] = []
 
     def open(self, epoch: int, row: int, domain: str) -> int:
         """Uid of a prompt that is drawn now."""
@@ -40,17 +36,12 @@ class Dispositions:
         self._open[uid] = (epoch, row, domain)
         return uid
 
-    def settle(self, uid: int, disposition: Disposition, reason: str = "") -> None:
-        """Close a prompt. Settling one twice, or one never drawn, is a bug of the caller."""
+    def settle(self, uid: int, disposition: Disposition, reason: str = "") -> Settled:
+        """Close a prompt; returns the record. Settling one twice, or one never drawn, is a bug of the caller."""
         assert uid in self._open, f"prompt {uid} is {'settled already' if uid < self._next_uid else 'not drawn yet'}"
         epoch, row, domain = self._open.pop(uid)
-        self._counts[domain, disposition, reason if disposition is Disposition.FILTERED else ""] += 1
-        self._fresh.append(Settled(uid, epoch, row, domain, disposition, reason))
-
-    def drain(self) -> list[Settled]:
-        """Prompts settled since the last call, in order of settling."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
+        self._counts[domain, disposition.value, reason if disposition is Disposition.FILTERED else ""] += 1
+        return Settled(uid, epoch, row, domain, disposition, reason)
 
     def origin(self, uid: int) -> tuple[int, int]:
         """(epoch, row) of an open prompt. KeyError when it is not open."""
@@ -76,8 +67,7 @@ class Dispositions:
         return totals
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state. What was settled and not drained yet is not part of it: drain first."""
-        assert not self._fresh, f"{len(self._fresh)} settled prompts were not drained before the state was taken"
+        """JSON-able state."""
         return {
             "next_uid": self._next_uid,
             "open": [[uid, *origin] for uid, origin in sorted(self._open.items())],
@@ -89,4 +79,3 @@ class Dispositions:
         self._next_uid = state["next_uid"]
         self._open = {uid: (epoch, row, domain) for uid, epoch, row, domain in state["open"]}
         self._counts = Counter({(domain, kind, why): count for domain, kind, why, count in state["counts"]})
-        self._fresh = []

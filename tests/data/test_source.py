@@ -99,23 +99,24 @@ def test_resume_continues_exactly(tokenizer, tmp_path_factory, data):
     expected = [whole.next() for _ in range(stop + 30)]
 
     first = source(tokenizer, config)
-    for _ in range(stop):
+    taken = []
+    for n in range(stop):
         first.next()
+        if n < stop // 2:
+            taken += first.take_dropped()
     open_uids = first.dispositions.open_uids
     for uid in open_uids[::2]:
         first.dispositions.settle(uid, Disposition.TRAINED)
-    settled = first.dispositions.drain()
     second = source(tokenizer, config)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [second.next() for _ in range(30)] == expected[stop:]
     by_uid = {p.uid: p for p in expected}
     for uid in open_uids[1::2]:
         assert second.prompt(uid) == by_uid[uid]
-    # What was settled before and after is what the uninterrupted source settled, and the trained ones.
-    rest = second.dispositions.drain()
-    too_long = [s.uid for s in settled + rest if s.disposition is Disposition.TOO_LONG]
-    assert sorted(too_long) == [s.uid for s in whole.dispositions.drain()] and bool(too_long) == (limit == SHORT)
-    assert second.dispositions.counts()["too_long"] == len(too_long)
+    dropped = whole.take_dropped()
+    assert taken + second.take_dropped() == dropped and bool(dropped) == (limit == SHORT)
+    counts = second.dispositions.counts()
+    assert (counts["too_long"], counts["trained"]) == (len(dropped), len(open_uids[::2]))
 
 
 def test_a_changed_file_or_setting_is_refused_by_name(tokenizer, mixed_file, write_jsonl):
@@ -158,7 +159,7 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, write_jsonl):
     assert [(p.uid, p.row, p.epoch) for p in (prompts.next() for _ in range(4))] == [
         (0, 0, 0), (3, 3, 0), (4, 0, 1), (7, 3, 1),
     ]  # fmt: skip
-    dropped = prompts.dispositions.drain()
+    dropped = prompts.take_dropped()
     assert [(d.uid, d.row, d.disposition) for d in dropped] == [
         (1, 1, "too_long"), (2, 2, "too_long"), (5, 1, "too_long"), (6, 2, "too_long"),
     ]  # fmt: skip
