@@ -14,9 +14,6 @@ CONTROLLER = 0
 ROLES: tuple[RoleName, ...] = ("trainer", "generator", "reference", "reward", "env")
 """The roles besides the controller, in the order in which they take ranks."""
 
-ENGINE_ROLES = ("trainer", "reference")
-"""Roles whose engine owns the default process group of its ranks."""
-
 
 @dataclass(frozen=True)
 class RoleLayout:
@@ -115,13 +112,11 @@ def _check_ranks(
     if CONTROLLER in mine and world_size > 1:
         text = f"layout.{role}: shares rank 0 with the controller in a world of {world_size} ranks"
         yield Problem(at, f"{text}; only a world of one rank does (layout=single)")
-    for other in ENGINE_ROLES[: ENGINE_ROLES.index(role)] if role in ENGINE_ROLES else ():
-        if set(mine) & set(ranks[other]) and mine != ranks[other]:
-            text = (
-                f"layout.{role}: ranks {_span(mine)} overlap with ranks {_span(ranks[other])} of {other}; "
-                f"let {role} take all of them or ranks of its own"
-            )
-            yield Problem(at, text)
+    trainers = ranks["trainer"]
+    if role == "reference" and set(mine) & set(trainers) and mine != trainers:
+        # Both engines own the default process group of their ranks, so they share all of it or nothing.
+        text = f"layout.reference: ranks {_span(mine)} overlap with ranks {_span(trainers)} of trainer"
+        yield Problem(at, f"{text}; let reference take all of them or ranks of its own")
 
 
 def _chain(config: Config, role: RoleName) -> list[RoleName]:

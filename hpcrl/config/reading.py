@@ -80,9 +80,8 @@ def parse(data: Mapping[str, Any]) -> Config:
 def read(argv: Sequence[str]) -> Reading:
     """Like load(), but collects the problems, so that the caller can look for more before it gives up."""
     composition = compose(argv)
-    composition.data.setdefault(
-        "run_name", composition.choices.get("experiment", composition.data.get("pipeline", "rlvr"))
-    )
+    pipeline = "sft" if composition.data.get("pipeline") == "sft" else "rlvr"
+    composition.data.setdefault("run_name", composition.choices.get("experiment", pipeline))
     reading = _validate(composition.data, composition)
     reading.problems[:0] = composition.problems
     reading.unread += [path for p in composition.problems for path in (p.path, *p.involves) if path]
@@ -92,9 +91,9 @@ def read(argv: Sequence[str]) -> Reading:
     return reading
 
 
-def _validate(data: Mapping[str, Any], composition: Composition) -> Reading:
+def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
     """Types and keys. Each round takes out what was wrong, until the rest can be read."""
-    data = copy.deepcopy(dict(data))
+    data: dict[str, Any] = copy.deepcopy(dict(given))
     if not data.get("run_dir"):
         data["run_dir"] = f"runs/{data.get('run_name', Config.model_fields['run_name'].default)}"
     reading = Reading(None, composition)
@@ -129,8 +128,8 @@ def _explain(path: Path, detail: Any) -> str:
         context = detail["ctx"]
         got = str(context.get("tag", detail["input"]))
         expected = context.get("expected_tags", context.get("expected", ""))
-        near = get_close_matches(got, [word.strip(" '") for word in expected.replace(" or ", ",").split(",")], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        options = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
+        hint = f"; did you mean {close[0]}?" if (close := get_close_matches(got, options, n=1)) else ""
         return f"{name}: expected {expected}, got {got!r}{hint}"
     if kind == "string_pattern_mismatch":
         return f"{name}: expected letters, digits, '.', '_' and '-' only, got {_short(detail['input'])}"

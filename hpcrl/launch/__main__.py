@@ -91,7 +91,8 @@ def _check_run(reading: Reading, config: Config) -> RunState | None:
     if reading.unread and (Path(config.run_dir) / CONFIG).exists():
         return None
     try:
-        return check_run(config.model_dump(mode="json"), config.run_dir, config.resume)
+        started = config.model_copy(update={"dry_run": False})
+        return check_run(started.model_dump(mode="json"), config.run_dir, config.resume)
     except ConfigError as error:
         reading.add([Problem((), line, (("run_dir",), ("run_name",))) for line in error.problems])
         return None

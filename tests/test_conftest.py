@@ -1,0 +1,54 @@
+"""What a skip means: allowed on a user's machine, a failure where everything is required."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+MODULES = {
+    "test_one.py": "import pytest\n\ndef test_component():\n    pytest.skip('none')\n\ndef test_fine():\n    pass\n",
+    "test_two.py": "import pytest\n\npytest.importorskip('no_such_library')\n\ndef test_never():\n    pass\n",
+    "test_three.py": "import pytest\n\n@pytest.mark.xfail(strict=True)\ndef test_known():\n    assert False\n",
+    "test_five.py": "import pytest\n\n@pytest.mark.gpu\ndef test_gpu():\n    pytest.skip('as if there were none')\n",
+    "test_four.py": "import pytest\n\n@pytest.mark.soak\ndef test_long():\n    assert False\n",
+}
+
+
+def closing_line(folder: Path, require: str) -> str:
+    environment = os.environ | {"HPCRL_REQUIRE_ALL": require}
+    words = [
+        "-q",
+        "--continue-on-collection-errors",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:hypothesispytest",
+    ]
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip().splitlines()[-1].split(" in ")[0]
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    for name, text in MODULES.items():
+        (tmp_path / "tests" / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_skip_passes_for_a_user_and_fails_where_all_is_required_but_for_a_gpu(suite: Path) -> None:
+    assert closing_line(suite, "0") == "1 passed, 3 skipped, 1 deselected, 1 xfailed"
+    assert closing_line(suite, "1") == "1 failed, 1 passed, 1 skipped, 1 deselected, 1 xfailed, 1 error"
