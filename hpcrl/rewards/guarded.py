@@ -27,7 +27,7 @@ def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | Non
         scores = reward.score(items)
         if len(scores) != len(items):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(items)} responses")
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() in a reward ends a sample, not its process
         return [failed(describe(error))] if len(items) == 1 else None
     return [_checked(score) for score in scores]
 

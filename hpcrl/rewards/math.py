@@ -20,7 +20,7 @@ from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import after_marker, after_thinking, last_boxed
 
 SOFT_LIMIT_S = 1  # of each parse and comparison, by signal; the pool's timeout kills what no signal reaches
-_ANSWER_IS = re.compile(r"answer(?:\s+is)?\s*[:=]?\s*(.+)", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"answer\s*(?:is|[:=])\s*[:=]?\s*((?:(?!answer\s*(?:is|[:=])).)+)", re.IGNORECASE)
 _MARKUP = re.compile(r"\\left|\\right|\\[!,;:> ]|\\displaystyle|\^\{?\\circ\}?|\\?[$%]|[\s~]")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:,|\{,\}|\\,| )\d{3})+)(?!\d)")

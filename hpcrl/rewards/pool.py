@@ -245,7 +245,6 @@ class _Worker:
         try:
             while block := os.read(self._stdout, READ_BYTES):
                 self._in += block
-            self._gone = True
         except BlockingIOError:
             pass
         return take_answers(self._in)

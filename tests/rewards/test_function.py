@@ -1,0 +1,98 @@
+"""User functions: their signatures, their results, and what is said about those that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import RewardConfig
+from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.function import FunctionReward
+
+FILE = Path(__file__).with_name("user_rewards.py")
+MODULE = "tests.rewards.user_rewards"
+
+
+def make(name: str, **section: Any) -> FunctionReward:
+    return FunctionReward(RewardConfig(name="function", function=f"{FILE}:{name}", **section))
+
+
+def item(response: str, answer: Any = "a", **extra: Any) -> RewardItem:
+    return RewardItem(1, "domain", "p:", response, answer, extra)
+
+
+def test_verl():
+    reward = make("compute_score")
+    assert reward.signature == "verl" and not reward.batched
+    assert reward.score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
+    assert reward.score([item("dict")]) == [Score(0.5, 0.5, metrics={"acc": 1.0})]
+    verl_row = item("source", data_source="openai/gsm8k", extra_info={"index": 7})
+    assert reward.score([verl_row]) == [Score(1.0, 1.0, metrics={"gsm8k": 1.0, "index": 7.0})]
+
+
+def test_trl_gets_all_columns_and_options():
+    reward = make("trl", options={"bonus": 0.5})
+    assert reward.signature == "trl" and reward.batched
+    items = [item("xx", level=1), item("skip", level=2), item("", level=3)]
+    assert [s.reward for s in reward.score(items)] == [3.5, 0.0, 3.5]
+    with pytest.raises(ValueError, match="1 results for 2 responses"):
+        reward.score([item("short", level=1), item("b", level=2)])
+
+
+def test_trl_async_with_few_columns():
+    assert [s.score for s in make("trl_async").score([item("a"), item("b")])] == [1.0, 0.0]
+
+
+def test_trl_with_message_lists():
+    assert make("trl_messages", options={"conversational": True}).score([item("yes")]) == [Score(1.0, 1.0)]
+
+
+def test_openrlhf():
+    reward = make("reward_func")
+    assert reward.signature == "openrlhf"
+    assert reward.score([item("a"), item("bb")]) == [
+        Score(1.0, 0.5, metrics={"length": 3.0}),
+        Score(0.0, 0.5, metrics={"length": 4.0}),
+    ]
+
+
+def test_native_and_objects_and_import_paths():
+    assert make("native").score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
+    assert make("Judge").score([item("a")]) == [Score(1.0, 1.0)]
+    by_module = FunctionReward(RewardConfig(name="function", function=f"{MODULE}:native"))
+    assert by_module.signature == "hpcrl" and by_module.score([item("a")]) == [Score(1.0, 1.0)]
+
+
+@pytest.mark.parametrize("response", ["text", "none"])
+def test_a_result_that_is_no_number_is_an_error(response: str):
+    with pytest.raises(TypeError, match="not a number"):
+        make("compute_score").score([item(response)])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (f"{FILE}:nothing", "has no nothing"),
+        (f"{FILE}:NUMBER", "NUMBER is not callable, it is int"),
+        (f"{FILE}:Unmakable", r"Unmakable\(\) raised RuntimeError: no weights"),
+        (f"{FILE}:unknown", r"parameters \(a, b\) fit no known signature"),
+        ("nowhere.py:f", "no such file"),
+        ("no_such_module:f", "importing no_such_module failed: ModuleNotFoundError"),
+        ("justaname", r"an import path is package.module:callable or file.py:callable"),
+    ],
+)
+def test_functions_that_do_not_fit(function: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        FunctionReward(RewardConfig(name="function", function=function))
+
+
+def test_a_file_that_fails_names_its_error(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    with pytest.raises(ValueError, match=r"broken.py:f: running the file failed: SyntaxError"):
+        FunctionReward(RewardConfig(name="function", function=f"{tmp_path}/broken.py:f"))
+
+
+def test_a_signature_can_be_given():
+    assert make("unknown", signature="verl").signature == "verl"

@@ -1,0 +1,196 @@
+"""The pool: no reward, however bad, costs more than its own sample, and no process outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpcrl.config import Config, DataConfig, RewardConfig
+from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.pool import RewardPool
+
+FILE = Path(__file__).with_name("user_rewards.py")
+
+
+def function(name: str, **section: Any) -> RewardConfig:
+    return RewardConfig(name="function", function=f"{FILE}:{name}", **{"timeout_s": 1.0, **section})
+
+
+def items(responses: Sequence[str], domain: str = "d", **extra: Any) -> list[RewardItem]:
+    return [RewardItem(n, domain, "p", response, "right", extra) for n, response in enumerate(responses)]
+
+
+def collect(pool: RewardPool, limit_s: float = 60.0) -> dict[int, Score]:
+    found: dict[int, Score] = {}
+    deadline = time.monotonic() + limit_s
+    while pool.pending:
+        assert time.monotonic() < deadline, f"{pool.pending} responses were never scored; {found}"
+        for sample_id, score in pool.poll():
+            assert sample_id not in found, "scored twice"
+            found[sample_id] = score
+        time.sleep(0.002)
+    return found
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Any]:
+    pools: list[RewardPool] = []
+
+    def make(**sections: RewardConfig) -> RewardPool:
+        pools.append(RewardPool(Config(reward=sections)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+    assert not [child for child in psutil.Process().children() if "hpcrl.rewards.worker" in " ".join(child.cmdline())]
+
+
+def test_each_bad_response_costs_itself_alone(make_pool):
+    bad = {
+        "raise": "RuntimeError: two lines",
+        "exit": "SystemExit: 0",
+        "hang": "timeout after 1 s",
+        "die": "the reward's process ended with exit code 3",
+        "kill": "the reward's process ended by SIGKILL",
+        "nan": "the reward returned nan",
+        "inf": "the reward returned inf",
+        "text": "TypeError: the result is str '1.0', not a number",
+        "none": "TypeError: the result is NoneType 'None', not a number",
+    }
+    responses = [word for name in bad for word in ("right", name, "wrong")]
+    pool = make_pool(default=function("compute_score", num_processes=2))
+    pool.submit(items(responses))
+    assert pool.pending == len(responses)
+    found = collect(pool)
+    for n, response in enumerate(responses):
+        expected = {"right": Score(1.0, 1.0), "wrong": Score(0.0, 0.0)}.get(response) or Score(0.0, 0.0, bad[response])
+        assert found[n] == expected
+    stats = pool.stats()
+    assert stats["scored"] == len(responses) and stats["errors"] == len(bad)
+    assert stats["timeouts"] == 1 and stats["restarts"] == 3
+
+
+def test_batched_calls_are_taken_apart_when_they_fail(make_pool):
+    responses = ["a", "raise", "bb", "die", "ccc", "nan", "skip", "short", "hang", "dddd"]
+    pool = make_pool(default=function("trl"))
+    pool.submit(items(responses, level=0))
+    found = collect(pool)
+    assert {responses[n]: score.reward for n, score in found.items() if not score.error} == {
+        "a": 1, "bb": 2, "ccc": 3, "skip": 0, "short": 1, "dddd": 4,
+    }  # fmt: skip
+    assert {responses[n]: score.error for n, score in found.items() if score.error} == {
+        "raise": "KeyError: 'level'",
+        "die": "the reward's process ended with exit code 1",
+        "nan": "the reward returned nan",
+        "hang": "timeout after 1 s",
+    }
+
+
+def test_children_of_a_reward_are_killed_with_it(make_pool):
+    mark = 100_000 + os.getpid()
+    pool = make_pool(default=function("compute_score"))
+    pool.submit(items(["spawn and hang"], extra_info={"sleep": mark}))
+    alive = lambda: [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", str(mark)]]  # noqa: E731
+    seen = False
+    while pool.pending:
+        pool.poll()
+        seen = seen or bool(alive())
+        time.sleep(0.05)
+    time.sleep(0.1)
+    assert seen and not alive()
+
+
+def test_polls_never_wait_and_a_pool_can_be_closed_while_one_hangs(make_pool):
+    pool = make_pool(default=function("compute_score", timeout_s=100))
+    pool.submit(items(["hang", "x" * 300_000, "right"]))
+    for _ in range(100):
+        start = time.perf_counter()
+        pool.poll()
+        assert time.perf_counter() - start < 1
+        time.sleep(0.01)
+    pool.close()
+    pool.close()
+
+
+def test_long_responses_and_unsendable_rows(make_pool):
+    pool = make_pool(default=function("compute_score", timeout_s=30))
+    long = "x" * 3_000_000
+    pool.submit([RewardItem(1, "d", "p", long, long), RewardItem(2, "d", "p", "right", "right", {"row": object()})])
+    found = collect(pool)
+    assert found[1] == Score(1.0, 1.0) and found[2].error.startswith("TypeError")
+
+
+def test_domains_go_to_their_rewards_and_cheap_ones_are_scored_at_once(make_pool):
+    pool = make_pool(a=RewardConfig(), b=RewardConfig(name="sort_digits"), default=function("native"))
+    pool.submit([RewardItem(1, "a", "p", "Right", "right"), RewardItem(2, "b", "p", "1 2", "1 2")])
+    assert dict(pool.poll()) == {1: Score(1.0, 1.0), 2: Score(1.0, 1.0)}
+    pool.submit([RewardItem(3, "a", "p", "x", None), RewardItem(4, "else", "p", "x", "x", {}, "length")])
+    found = collect(pool)
+    assert found[3].error == "ValueError: the row has no answer to compare with (data.answer_key)"
+    assert found[4] == Score(0.0, 0.0)
+
+
+def test_maths_in_a_worker_with_the_soft_limit():
+    pool = RewardPool(Config(data=DataConfig(train=str(FILE)), reward={"m": RewardConfig(name="math", timeout_s=20)}))
+    try:
+        pool.submit([RewardItem(n, "m", "p", rf"\boxed{{\frac{{{2 * n}}}{{6}}}}", f"#### {n}/3") for n in range(50)])
+        pool.submit([RewardItem(99, "m", "p", r"\boxed{(x+y+z)^{999}}", "1")])
+        found = collect(pool)
+        assert all(found[n].score == 1 for n in range(50)) and found[99] == Score(0.0, 0.0)
+    finally:
+        pool.close()
+
+
+def test_a_reward_that_cannot_start_stops_the_run(make_pool):
+    pool = make_pool(default=function("nothing"))
+    pool.submit(items(["right"]))
+    with pytest.raises(RuntimeError, match=r"reward default: .*has no nothing"):
+        collect(pool)
+
+
+def test_a_worker_that_dies_while_it_starts_is_tried_three_times(make_pool, tmp_path: Path):
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
+    pool = make_pool(default=RewardConfig(name="function", function=f"{tmp_path}/deadly.py:f"))
+    with pytest.raises(
+        RuntimeError, match="no worker came up in 3 attempts: the reward's process ended with exit code 7"
+    ):
+        pool.submit(items(["right"]))
+        collect(pool)
+
+
+def test_workers_die_with_a_killed_parent(tmp_path: Path):
+    code = (
+        "import time; from hpcrl.config import *; from hpcrl.rewards.pool import RewardPool\n"
+        f"pool = RewardPool(Config(reward={{'d': RewardConfig(name='function', function='{FILE}:native')}}))\n"
+        "time.sleep(1); print('up', flush=True); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "up\n"
+    workers = psutil.Process(parent.pid).children()
+    assert len(workers) == 1
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_worker_imports_no_torch(tmp_path: Path):
+    (tmp_path / "spy.py").write_text(
+        "import sys\ndef f(items):\n    return [float('torch' in sys.modules or 'transformers' in sys.modules)]\n"
+    )
+    pool = RewardPool(Config(reward={"d": RewardConfig(name="function", function=f"{tmp_path}/spy.py:f")}))
+    try:
+        pool.submit(items(["x"]))
+        assert collect(pool) == {0: Score(0.0, 0.0)}
+    finally:
+        pool.close()
