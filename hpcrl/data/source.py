@@ -156,7 +156,7 @@ class PromptSource:
             "num_given": self._num_given,
             "num_drawn": {stream.name: stream.num_drawn for stream in self._streams},
             "dispositions": self.dispositions.state_dict(),
-            "dropped": [astuple(settled) for settled in self._dropped],
+            "dropped": [[*astuple(s)[:4], s.disposition.value, s.reason] for s in self._dropped],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,7 +173,10 @@ class PromptSource:
         for stream in self._streams:
             stream.num_drawn = state["num_drawn"][stream.name]
         self.dispositions.load_state_dict(state["dispositions"])
-        self._dropped = [Settled(*fields[:4], Disposition(fields[4]), fields[5]) for fields in state["dropped"]]
+        self._dropped = [
+            Settled(uid, epoch, row, domain, Disposition(kind), reason)
+            for uid, epoch, row, domain, kind, reason in state["dropped"]
+        ]
 
     def _identity(self) -> dict[str, str]:
         mixed = len(self._streams) > 1  # else the batch size has no influence

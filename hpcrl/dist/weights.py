@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 BUCKET_BYTES = 256 << 20
+ALIGN = 16
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -33,33 +34,43 @@ class Bucket:
             dtype = getattr(torch, entry.dtype)
             size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
             yield entry.name, self.data[at : at + size].view(dtype).view(entry.shape)
-            at += -(-size // 16) * 16  # 16-byte alignment, so that every dtype can be viewed
+            at += _padded(size)
 
 
 def stage(named: Iterable[tuple[str, torch.Tensor]], keep: bool) -> list[Bucket]:
     """Exhaust `named` (a collective on the trainers); ranks that publish keep copies in buckets of about 256 MiB."""
     buckets: list[Bucket] = []
-    pending: list[tuple[Entry, torch.Tensor]] = []
-    size = 0
+    entries: list[Entry] = []
+    parts: list[torch.Tensor] = []
 
     def flush() -> None:
-        data = torch.empty(size, dtype=torch.uint8)
-        bucket = Bucket([entry for entry, _ in pending], data)
-        for (_, view), (_, tensor) in zip(bucket.tensors(), pending, strict=True):
-            view.copy_(tensor)
-        buckets.append(bucket)
+        buckets.append(Bucket(list(entries), torch.cat(parts)))
+        entries.clear()
+        parts.clear()
 
     for name, tensor in named:
         if not keep:
             continue
-        pending.append((Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)), tensor.detach()))
-        size += -(-tensor.numel() * tensor.element_size() // 16) * 16
-        if size >= BUCKET_BYTES:
+        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+        # Copied before the next one is drawn: the engine may reuse the memory. A bucket is allocated twice meanwhile.
+        parts.append(_padded_bytes(tensor.detach()))
+        if sum(part.numel() for part in parts) >= BUCKET_BYTES:
             flush()
-            pending, size = [], 0
-    if pending:
+    if entries:
         flush()
     return buckets
+
+
+def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory as bytes, padded to ALIGN so that the next tensor can be viewed in any dtype."""
+    size = tensor.numel() * tensor.element_size()
+    copy = torch.zeros(_padded(size), dtype=torch.uint8)
+    copy[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return copy
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
 
 
 def send_buckets(group: dist.ProcessGroupGloo, buckets: list[Bucket], root: int) -> None:
@@ -79,7 +90,7 @@ def receive_buckets(group: dist.ProcessGroupGloo, root: int) -> Iterator[Bucket]
     _broadcast(group, header, root)
     for entries in msgspec.msgpack.decode(header.numpy().tobytes(), type=list[list[Entry]]):
         nbytes = [int(np.prod(e.shape, dtype=np.int64)) * getattr(torch, e.dtype).itemsize for e in entries]
-        data = torch.empty(sum(-(-n // 16) * 16 for n in nbytes), dtype=torch.uint8)
+        data = torch.empty(sum(_padded(n) for n in nbytes), dtype=torch.uint8)
         _broadcast(group, data, root)
         yield Bucket(entries, data)
 

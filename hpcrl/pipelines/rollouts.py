@@ -14,6 +14,7 @@ from hpcrl.files import step_name
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.batches import BatchHandle
 from hpcrl.pipelines.parts import Trainer, hand_over, timed
+from hpcrl.rollout.events import Group
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
@@ -94,13 +95,14 @@ class Rollouts:
     def _draw(self, count: int) -> list[Prompt]:
         return [self.source.next() for _ in range(count)]
 
-    def _record(self, groups: list[Any]) -> None:
+    def _record(self, groups: list[Group]) -> None:
+        """Keep what became of every prompt that ended in this step, over-long ones too."""
         rewards = {group.uid: tuple(sample.reward for sample in group.samples) for group in groups}
-        for ended in self.scheduler.settled():
-            self.source.dispositions.settle(ended.uid, ended.disposition, ended.reason)
-            prompt = self._prompts.pop(ended.uid)
-            self._records.append(
-                DispositionRecord(
-                    ended.uid, ended.attempt, ended.disposition, ended.reason, prompt.domain, rewards.get(ended.uid, ())
-                )
-            )
+        ended = [(self.source.dispositions.settle(e.uid, e.disposition, e.reason), e) for e in self.scheduler.settled()]
+        for record, _ in ended:
+            del self._prompts[record.uid]
+        everything = [*((record, e.attempt) for record, e in ended), *((s, 0) for s in self.source.take_dropped())]
+        self._records += [
+            DispositionRecord(s.uid, attempt, s.disposition, s.reason, s.domain, rewards.get(s.uid, ()))
+            for s, attempt in everything
+        ]

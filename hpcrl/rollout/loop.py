@@ -14,7 +14,7 @@ from hpcrl.dist.controller import Controller
 from hpcrl.rollout import events
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, sampling_seed, split_sample_id
-from hpcrl.stats import Stats, merge, scalar
+from hpcrl.stats import Stat, Stats, merge, scalar
 
 BURSTS_AHEAD = 2
 PAYLOAD_BYTES = 1 << 20
@@ -192,7 +192,8 @@ class RolloutLoop:
         if aborted:
             yield events.Aborted(aborted)
         ended = [e for e in event.finished + event.turns if e.reason != FinishReason.ABORT]
-        self._note({"tokens": scalar(event.tokens), "burst_s": scalar(event.seconds)} if event.tokens else {})
+        if event.tokens:
+            self._note({"system/decode_tps": Stat(event.tokens, event.seconds)})
         if not ended:
             return
         self._sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens) for e in ended}
