@@ -105,7 +105,7 @@ def test_tokens_of_no_probability_are_never_drawn() -> None:
 def test_truncation_by_hand(params: dict[str, float], kept: list[float]) -> None:
     probs = torch.tensor([[0.1, 0.5, 0.2, 0.15, 0.05]], dtype=torch.float32)
     plan = plan_of([params], 5)
-    torch.testing.assert_close(truncate(probs, plan.top_k, plan.top_p, plan.min_p, 2), torch.tensor([kept]))
+    torch.testing.assert_close(truncate(probs, plan.top_k, plan.top_p, plan.min_p), torch.tensor([kept]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,7 +122,7 @@ def test_truncation_is_that_of_transformers(
     assume(top_k or top_p < 1 or min_p)
     logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(seed))
     plan = plan_of([{"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}] * 2, 1000)
-    mine = truncate((logits / temperature).softmax(-1), plan.top_k, plan.top_p, plan.min_p, max(16, top_k % 1000))
+    mine = truncate((logits / temperature).softmax(-1), plan.top_k, plan.top_p, plan.min_p)
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -137,6 +137,14 @@ def test_truncation_is_that_of_transformers(
     torch.testing.assert_close(mine / mine.sum(-1, keepdim=True), theirs, atol=2e-3, rtol=0)
 
 
+def test_ties_with_the_last_kept_token_stay() -> None:
+    probs = torch.tensor([[0.2, 0.3, 0.2, 0.2, 0.1]])
+    plan = plan_of([{"top_k": 2}], 5)
+    torch.testing.assert_close(
+        truncate(probs, plan.top_k, plan.top_p, plan.min_p), torch.tensor([[0.2, 0.3, 0.2, 0.2, 0]])
+    )
+
+
 def test_frequencies_follow_the_truncated_distribution() -> None:
     """Chi-square of 40,000 draws; the negative control, the untruncated distribution, is far off."""
     count, vocab = 40_000, 12
@@ -144,7 +152,7 @@ def test_frequencies_follow_the_truncated_distribution() -> None:
     params = {"temperature": 0.8, "top_p": 0.9}
     probs = (logits / 0.8).softmax(-1)
     plan = plan_of([params], vocab)
-    kept = truncate(probs, plan.top_k, plan.top_p, plan.min_p, vocab)[0]
+    kept = truncate(probs, plan.top_k, plan.top_p, plan.min_p)[0]
     uniform = uniforms(np.array([stream_origin(s, 0) for s in range(count)]), 0)
     ids, logprobs, behaviour = sample(
         logits.repeat(count, 1), plan_of([params] * count, vocab), torch.from_numpy(uniform)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-FIRST_WIDTH = 256  # how many of the most probable tokens are sorted before looking whether more are needed
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -53,7 +52,6 @@ class SamplingPlan:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    width: int  # tokens to sort at first: no top_k in use is larger
 
     @classmethod
     def build(
@@ -85,7 +83,6 @@ class SamplingPlan:
             top_k=column(k),
             top_p=column(p),
             min_p=column(min_p[rows].astype(np.float32)),
-            width=int(max(FIRST_WIDTH, *k[k < vocab_size], 0)) if len(rows) else FIRST_WIDTH,
         )
 
 
@@ -100,7 +97,7 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
     probs = logits.softmax(-1)
     kept = probs
     if plan.truncated is not None:
-        part = truncate(probs[plan.truncated], plan.top_k, plan.top_p, plan.min_p, plan.width)
+        part = truncate(probs[plan.truncated], plan.top_k, plan.top_p, plan.min_p)
         kept = probs.index_copy(0, plan.truncated, part)
     # In order of the vocabulary for truncated and other rows alike: a row's token must not depend on its neighbours.
     cumulative = kept.cumsum(-1)
@@ -114,21 +111,25 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
     return ids[:, 0], logprobs, behaviour
 
 
-def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> Tensor:
+def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of what is left, then min-p (arXiv
-    2407.01082) drop a token; the most probable one always stays. Not renormalised.
+    2407.01082) drop a token; the most probable one, and whatever ties with the last one kept, stay. Not renormalised.
 
-    Parameters as in SamplingPlan. Only the `width` most probable are sorted, more where a row keeps all of those.
+    Parameters as in SamplingPlan.
     """
     vocab = probs.shape[1]
-    while True:
-        width = min(width, vocab)
-        values, order = probs.topk(width)
-        cumulative = values.cumsum(-1)
-        mass = torch.where(top_k < vocab, cumulative.gather(1, (top_k - 1).clamp(max=width - 1)), 1.0)
-        keep = torch.arange(width, device=probs.device) < top_k
-        keep &= cumulative - values < top_p * mass
-        keep &= values >= min_p * values[:, :1]
-        if width == vocab or not bool(keep[:, -1].any()):
-            return torch.zeros_like(probs).scatter_(1, order, values * keep)
-        width *= 8
+    values = _descending(probs)
+    cumulative = values.cumsum(-1)
+    mass = torch.where(top_k < vocab, cumulative.gather(1, top_k - 1), 1.0)
+    keep = torch.arange(vocab, device=probs.device) < top_k
+    keep &= cumulative - values < top_p * mass
+    keep &= values >= min_p * values[:, :1]
+    smallest = values.gather(1, keep.sum(-1, keepdim=True) - 1)  # `keep` is a prefix
+    return torch.where(probs >= smallest, probs, 0.0)
+
+
+def _descending(probs: Tensor) -> Tensor:
+    """Each row sorted; on CPU by numpy, which is some twenty times faster than torch at it."""
+    if probs.device.type != "cpu":
+        return probs.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)
