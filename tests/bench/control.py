@@ -1,5 +1,7 @@
 """Control and bulk hand-over between two processes: hpcrl (store queues, gloo) against Ray (actor calls, object store).
 
+    python -m tests.bench.control
+
 Prints one JSON line: milliseconds (p50) of both sides and their ratios. Ray runs in .venv-ray, made by
 tests/bench/ray/setup.sh. The sides alternate, each figure is the median of the rounds: machines drift.
 
@@ -22,15 +24,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from rollouts import FIELDS, NUM_ROLLOUTS, NUM_TOKENS, checksum, make_rollouts, pack
 
 from hpcrl.dist.bootstrap import Place
 from hpcrl.dist.messages import Done, DropBatch, HandOver, Leave, Move
 from hpcrl.dist.transfer import Fabric
 from hpcrl.dist.world import CONTROLLER_QUEUE, World, join, rank_queue
+from tests.bench.ray.rollouts import FIELDS, NUM_ROLLOUTS, NUM_TOKENS, checksum, make_rollouts, pack
 
-HERE = Path(__file__).resolve().parent
-RAY_PYTHON = HERE.parents[1] / ".venv-ray" / "bin" / "python"
+ROOT = Path(__file__).resolve().parents[2]
+RAY_PYTHON = ROOT / ".venv-ray" / "bin" / "python"
+RAY_PROGRAM = ROOT / "tests" / "bench" / "ray" / "run_ray.py"
 SENDER, PEER = 0, 1
 TIMEOUT_S = 60.0
 SAMPLES = list(range(NUM_ROLLOUTS))
@@ -71,7 +74,7 @@ def run_peer(folder: Path) -> None:
 
 def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        peer = subprocess.Popen([sys.executable, __file__, "--peer", folder])
+        peer = subprocess.Popen([sys.executable, "-m", "tests.bench.control", "--peer", folder], cwd=ROOT)
         try:
             world, fabric = join_pair(SENDER, Path(folder))
             rollouts = make_rollouts()
@@ -115,8 +118,8 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
 
 
 def measure_ray(calls: int, moves: int) -> dict[str, float]:
-    command = [str(RAY_PYTHON), str(HERE / "ray" / "run_ray.py"), str(calls), str(moves)]
-    environment = os.environ | {"PYTHONPATH": str(HERE)}
+    command = [str(RAY_PYTHON), str(RAY_PROGRAM), str(calls), str(moves)]
+    environment = os.environ | {"PYTHONPATH": str(RAY_PROGRAM.parent)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -136,7 +139,8 @@ def main() -> None:
         run_peer(options.peer)
         return
     if not RAY_PYTHON.exists():
-        sys.exit(f"{RAY_PYTHON} is missing: run tests/bench/ray/setup.sh first")
+        print(json.dumps({"bench": "control", "skipped": "no .venv-ray: run tests/bench/ray/setup.sh"}))
+        return
     ours, theirs = [], []
     for _ in range(options.rounds):
         ours.append(measure_hpcrl(options.calls, options.moves))

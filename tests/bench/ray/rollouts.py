@@ -1,4 +1,4 @@
-"""The 512 rollouts that tests/bench/control.py moves, the same for Ray and for hpcrl. Needs numpy alone."""
+"""The 512 rollouts that tests/bench/control.py moves, the same for Ray and for hpcrl. Imports numpy alone."""
 
 from __future__ import annotations
 

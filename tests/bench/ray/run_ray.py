@@ -1,4 +1,4 @@
-"""The Ray half of tests/bench/control.py, run in .venv-ray with PYTHONPATH=tests/bench (Ray's workers inherit it).
+"""The Ray half of tests/bench/control.py, run in .venv-ray with its folder in PYTHONPATH (for Ray's workers).
 
 Arguments: number of calls, number of moves. Prints one JSON line of milliseconds (p50).
 
