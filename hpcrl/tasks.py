@@ -109,7 +109,7 @@ class ReasoningGymTask:
         self.size = size
         half = 1 << 30
         first = _hash(f"{name}/{seed}") % (half - size) + (half if split == "val" else 0)
-        self._recipe = {"name": name, "size": size, "seed": first, "options": options}
+        self._recipe: dict[str, Any] = {"name": name, "size": size, "seed": first, "options": options}
         self._dataset: Any = None
 
     def row(self, index: int) -> dict[str, Any]:

@@ -177,7 +177,6 @@ def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:
             return Qwen3Config(head_dim=head_dim, **common)
         case "qwen3_moe":
             return Qwen3MoeConfig(
-                head_dim=head_dim,
                 num_experts=spec.num_experts,
                 num_experts_per_tok=min(2, spec.num_experts),
                 moe_intermediate_size=spec.intermediate_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,10 @@ class BadRow(ValueError):
 class Table(Protocol):
     """Rows as plain dicts. `digest` changes when the content does. `fixed_domain`: that of all rows, if it is known."""
 
-    digest: str
     fixed_domain: str | None
+
+    @property
+    def digest(self) -> str: ...
 
     def __len__(self) -> int: ...
 
@@ -36,18 +39,21 @@ class Table(Protocol):
 class JsonlTable:
     """One JSON object per line; empty lines are skipped. The file is read once, rows are decoded when asked for."""
 
-    fixed_domain = None
+    fixed_domain: str | None = None
 
     def __init__(self, path: Path):
         self.path = path
         self._bytes = path.read_bytes()
-        self.digest = hashlib.blake2b(self._bytes, digest_size=16).hexdigest()
         ends = np.flatnonzero(np.frombuffer(self._bytes, np.uint8) == ord("\n"))
         starts = np.concatenate([[0], ends + 1])
         ends = np.concatenate([ends, [len(self._bytes)]])
         kept = [n for n, (a, b) in enumerate(zip(starts, ends, strict=True)) if self._bytes[a:b].strip()]
         self._lines = np.array(kept, dtype=np.int64)
         self._starts, self._ends = starts[self._lines], ends[self._lines]
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.blake2b(self._bytes, digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -71,7 +77,7 @@ class JsonlTable:
 class ParquetTable:
     """A parquet file (verl's layout and any other with the keys of a jsonl file)."""
 
-    fixed_domain = None
+    fixed_domain: str | None = None
 
     def __init__(self, path: Path):
         import pyarrow as arrow  # slow to import, and not everyone has parquet files
@@ -82,8 +88,11 @@ class ParquetTable:
             self._table = parquet.read_table(path).combine_chunks()
         except (arrow.ArrowException, OSError) as error:
             raise ValueError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
-        with path.open("rb") as file:
-            self.digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    @cached_property
+    def digest(self) -> str:
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -105,7 +114,7 @@ class TaskTable:
     def __init__(self, task: Task, path: str, seed: int, options: dict[str, Any]):
         self.task = task
         self.path = path
-        self.fixed_domain = task.name
+        self.fixed_domain: str | None = task.name
         facts = json.dumps([path, seed, task.size, options], sort_keys=True)
         self.digest = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,11 @@ class FunctionReward:
 
     def _call(self, **arguments: Any) -> Any:
         result = self._function(**_accepted(self._function, {**arguments, **self._options}))
-        return asyncio.run(result) if inspect.isawaitable(result) else result
+        return asyncio.run(_result_of(result)) if inspect.isawaitable(result) else result
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def load_function(path: str) -> Callable[..., Any]:

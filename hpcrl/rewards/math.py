@@ -100,7 +100,7 @@ def equivalent(gold: str, given: str) -> bool:
     if a is not None and b is None:
         b = _number_of_things(given)
     if a is not None and b is not None:
-        return abs(a - b) <= Decimal("1e-6") * min(abs(a), abs(b), 1)
+        return abs(a - b) <= Decimal("1e-6") * min(abs(a), abs(b), Decimal(1))
     if _is_word(gold) or _is_word(given):  # math-verify multiplies letters: "listen" would equal "silent"
         return plain(gold).casefold() == plain(given).casefold()
     if is_explosive(gold) or is_explosive(given):

@@ -50,7 +50,7 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
         for source in sources(config.data, split):
             if is_generated(source.path):
                 domain, name = built_in_reward(source.path)
-                found.setdefault(source.tag or domain, RewardConfig(name=name))
+                found.setdefault(source.tag or domain, RewardConfig.model_validate({"name": name}))
                 continue
             try:
                 table = open_table(source, config.seed, split)
