@@ -19,12 +19,13 @@ AllSum = Callable[[Tensor], Tensor]
 class RewardTable:
     """Rewards of the whole step on all ranks, sorted by sample id: group and batch statistics need all of them.
 
-    rewards float32 [N], group_ids int64 [N], sample_ids int64 [N].
+    rewards float32 [N], group_ids int64 [N], sample_ids int64 [N], scores float32 [N].
     """
 
     rewards: Tensor
     group_ids: Tensor
     sample_ids: Tensor
+    scores: Tensor
 
 
 class Algorithm(Protocol):
@@ -34,7 +35,7 @@ class Algorithm(Protocol):
     needs_entropy: bool  # entropy with gradients in the loss
 
     def advantages(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """Fill batch.advantages and batch.returns [T] in place. Collective where all_sum is used: on every rank alike."""
+        """Fill batch.advantages and batch.returns [T] in place. Collective over the ranks of all_sum."""
 
     def policy_loss(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
         """A LossFn (engines/train/base.py)."""

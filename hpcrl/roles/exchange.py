@@ -50,7 +50,7 @@ class Exchange:
         rewards = torch.frombuffer(bytearray(command.rewards), dtype=torch.float32)
         scores = torch.frombuffer(bytearray(command.scores), dtype=torch.float32)
         groups = torch.tensor([split_sample_id(s)[0] for s in command.samples], dtype=torch.int64)
-        worker.tables[command.batch] = RewardTable(rewards, groups, ids)
+        worker.tables[command.batch] = RewardTable(rewards, groups, ids, scores)
         worker.batches[command.batch] = _to_batch(received, fields, worker.tables[command.batch], scores)
         return Done(seq)
 

@@ -1,0 +1,139 @@
+"""Pure tensor maths of policy-gradient algorithms.
+
+Token tensors here are compact: [M], the model tokens (loss_mask) of a packed batch in order, `rows` [M] their row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.base import AllSum
+from hpcrl.batch import Norms
+
+Over = Literal["batch", "group"] | None
+Estimator = Literal["k1", "abs", "k2", "k3"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+KL_LIMIT = 10.0
+LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond every clip and still finite in float32
+DEGENERATE_STD = 1e-6
+
+
+def normalize_rewards(rewards: Tensor, group_ids: Tensor, mean: Over, std: Over, eps: float) -> Tensor:
+    """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over the batch, the group or not
+    at all. A spread of at most 1e-6, as of one member or equal rewards, divides by nothing.
+
+    rewards [N], group_ids int64 [N].
+    """
+    values = rewards.double()
+    _, groups = torch.unique(group_ids, return_inverse=True)
+    everything = torch.zeros_like(groups)
+    normalized = values if mean is None else values - _moments(values, groups if mean == "group" else everything)[0]
+    if std is not None:
+        spread = _moments(values, groups if std == "group" else everything)[1]
+        normalized = normalized / torch.where(spread > DEGENERATE_STD, spread + eps, 1.0)
+    return normalized.float()
+
+
+def _moments(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation (0 for one member) of each entry's group, [N] each."""
+    size = int(groups.max()) + 1 if groups.numel() else 0
+    zeros = values.new_zeros(size)
+    counts = zeros.index_add(0, groups, torch.ones_like(values))
+    means = (zeros.index_add(0, groups, values) / counts)[groups]
+    squares = zeros.index_add(0, groups, (values - means).square())
+    return means, (squares / (counts - 1).clamp(min=1)).sqrt()[groups]
+
+
+def discounted_returns(token_rewards: Tensor, rows: Tensor, gamma: float) -> Tensor:
+    """float32 [M]: G_t = r_t + gamma G_{t+1} within each row, by doubling: log2(longest row) vector operations.
+
+    After the pass with distance d, G_t sums the first 2d rewards from t on. token_rewards [M], rows int64 [M], sorted.
+    """
+    returns = token_rewards.double()
+    longest = int(torch.bincount(rows).max()) if rows.numel() else 0
+    distance, discount = 1, gamma
+    while distance < longest:
+        same = rows[distance:] == rows[:-distance]
+        ahead = torch.where(same, returns[distance:], 0.0)
+        returns = torch.cat([returns[:-distance] + discount * ahead, returns[-distance:]])
+        distance, discount = 2 * distance, discount * discount
+    return returns.float()
+
+
+def whiten(values: Tensor, all_sum: AllSum) -> Tensor:
+    """float32 [M]: values minus their mean over sqrt(unbiased variance + 1e-8), over the tokens of all ranks.
+
+    Collective over the ranks of all_sum, which may hold no token.
+    """
+    x = values.double()
+    count, total = all_sum(torch.stack([x.new_tensor(float(x.numel())), x.sum()])).unbind()
+    mean = total / count.clamp(min=1)
+    squares = all_sum((x - mean).square().sum().reshape(1)).squeeze(0)
+    return ((x - mean) / (squares / (count - 1).clamp(min=1) + 1e-8).sqrt()).float()
+
+
+def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """float32 [M]: estimate of KL(policy || reference) per token, clamped to +-10.
+
+    k1: log-ratio; abs: its absolute value; k2: half its square; k3: e^-x + x - 1, unbiased and never negative
+    (joschu.net/blog/kl-approx.html).
+    """
+    log_ratio = logprobs - ref_logprobs
+    match estimator:
+        case "k1":
+            kl = log_ratio
+        case "abs":
+            kl = log_ratio.abs()
+        case "k2":
+            kl = 0.5 * log_ratio.square()
+        case "k3":
+            inverse = (-log_ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            kl = inverse.exp() - inverse - 1.0
+    return kl.clamp(-KL_LIMIT, KL_LIMIT)
+
+
+def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """float32 [M]: pi / pi_old."""
+    return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def clipped_policy_loss(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """(loss, clipped), [M] each: PPO's -min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv 1707.06347).
+
+    Dual clip (arXiv 1912.09729) bounds the loss of negative advantages: there it is at most -c A. `clipped` is 1 where
+    a clip took the gradient away, else 0.
+    """
+    plain = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    if dual_clip is not None:
+        ceiling = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        clipped = clipped | (loss > ceiling)
+        loss = torch.minimum(loss, ceiling)
+    return loss, clipped.to(loss.dtype)
+
+
+def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation) -> Tensor:
+    """float32 [M]: what each token counts in the numerator of its aggregation; the row's weight, in seq-mean-token-mean
+    over the row's number of model tokens. weights [B]."""
+    coefficients = weights[rows]
+    if mode == "seq-mean-token-mean":
+        coefficients = coefficients / torch.bincount(rows, minlength=weights.numel())[rows]
+    return coefficients
+
+
+def denominator(norms: Norms, mode: Aggregation) -> float:
+    """What aggregated sums are divided by; 1 for a mini-batch without a single weighted token, whose sums are 0."""
+    return (norms.tokens if mode == "token-mean" else norms.sequences) or 1.0
+
+
+def row_sums(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """[B]: sum of each row's tokens."""
+    return values.new_zeros(num_rows).index_add(0, rows, values)

@@ -1,0 +1,22 @@
+"""GRPO (arXiv 2402.03300): a response is compared with its siblings, no critic.
+
+A = (r - group mean) / (group std + eps), sample std; `std_normalize=false` leaves the division out, which with
+`loss_aggregation=seq-mean-token-sum` is Dr. GRPO (arXiv 2503.20783) up to a constant.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.functional import normalize_rewards
+from hpcrl.algorithms.policy_gradient import PolicyGradient
+from hpcrl.config import GRPO as GRPOConfig
+
+
+class GRPO(PolicyGradient[GRPOConfig]):
+    """See the module's docstring."""
+
+    def normalize(self, table: RewardTable) -> Tensor:
+        std = "group" if self.config.std_normalize else None
+        return normalize_rewards(table.rewards, table.group_ids, "group", std, self.config.std_eps)

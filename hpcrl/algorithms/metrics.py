@@ -1,0 +1,94 @@
+"""What is logged about a batch and about a loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, row_sums
+from hpcrl.batch import STATUS, Batch
+from hpcrl.stats import Stat, Stats, stat
+
+
+def batch_stats(batch: Batch, table: RewardTable) -> Stats:
+    """Scores, rewards and lengths of this rank's rows; outcomes of all groups (the same on every rank)."""
+    prompts = row_sums((batch.turn_ids < 0).long(), batch.row_ids, batch.num_sequences)
+    valid = row_sums(batch.loss_mask.long(), batch.row_ids, batch.num_sequences).bool() & (batch.weights > 0)
+    return {
+        "critic/score/*": stat(batch.scores),
+        "critic/rewards/*": stat(batch.rewards),
+        "actor/valid_sample_ratio": stat(valid),
+        "token/prompt_length/*": stat(prompts),
+        "token/response_length/*": stat(batch.lengths - prompts),
+        "token/total_length/*": stat(batch.lengths),
+        "token/response_length/clip_ratio": stat(batch.status == STATUS.index("length")),
+    } | group_outcomes(table)
+
+
+def group_outcomes(table: RewardTable) -> Stats:
+    """Share of groups whose scores are all at least 1, all at most 0, or neither."""
+    _, groups = torch.unique(table.group_ids, return_inverse=True)
+    sizes = torch.bincount(groups)
+    correct = torch.bincount(groups, weights=(table.scores >= 1).double()) == sizes
+    incorrect = torch.bincount(groups, weights=(table.scores <= 0).double()) == sizes
+    return {
+        "group/all_correct_ratio": stat(correct),
+        "group/all_incorrect_ratio": stat(incorrect),
+        "group/mixed_ratio": stat(~(correct | incorrect)),
+    }
+
+
+class LossSums:
+    """Weighted sums of one micro-batch, kept on the device and read in one transfer by stats().
+
+    A mean over tokens or sequences merges from sums and counts, so that the split into micro-batches never shows.
+    """
+
+    def __init__(self, batch: Batch, rows: Tensor, coefficients: Tensor, mode: Aggregation):
+        self._rows, self._num_rows = rows, batch.num_sequences
+        self._token_weights = batch.weights[rows]
+        counts = torch.bincount(rows, minlength=self._num_rows)
+        self._row_counts = counts.clamp(min=1)
+        self._row_weights = batch.weights * (counts > 0)
+        self._by_token = mode == "token-mean"
+        self._sums: list[tuple[str, Tensor, Tensor]] = []  # name, sum, count
+        self._num_tokens, self._num_sequences = self._token_weights.sum(), self._row_weights.sum()
+
+    def add_loss(self, name: str, total: Tensor) -> None:
+        """A sum that was formed with the aggregation's coefficients."""
+        self._sums.append((name, total.detach(), self._num_tokens if self._by_token else self._num_sequences))
+
+    def add_tokens(self, name: str, values: Tensor) -> None:
+        """Mean over tokens; values [M]."""
+        self._sums.append((name, (self._token_weights * values.detach()).sum(), self._num_tokens))
+
+    def add_sequences(self, name: str, values: Tensor) -> None:
+        """Mean over sequences; values [B]."""
+        self._sums.append((name, (self._row_weights * values.detach()).sum(), self._num_sequences))
+
+    def add_policy(self, ratio: Tensor, log_ratio: Tensor, clipped: Tensor) -> None:
+        """How far the policy moved from the one before the step."""
+        self.add_tokens("actor/approxkl", 0.5 * log_ratio.detach().square())
+        self.add_tokens("actor/ratio_mean", ratio)
+        self.add_tokens("actor/clipfrac", clipped)
+
+    def add_train_infer(self, old: Tensor, gen: Tensor) -> None:
+        """How far trainer and generator disagree about the same tokens: probability ratios and absolute differences,
+        per token, per sequence as the geometric mean of its tokens, and per whole sequence."""
+        old_sums, gen_sums = (row_sums(values, self._rows, self._num_rows) for values in (old, gen))
+        self.add_tokens("actor/train_infer_ratio_token_mean", _exp(old - gen))
+        self.add_tokens("actor/train_infer_diff_token_mean", (old.exp() - gen.exp()).abs())
+        for level, lengths in (("geometric", self._row_counts), ("sequence", 1)):
+            train, infer = old_sums / lengths, gen_sums / lengths
+            self.add_sequences(f"actor/train_infer_ratio_{level}_mean", _exp(train - infer))
+            self.add_sequences(f"actor/train_infer_diff_{level}_mean", (train.exp() - infer.exp()).abs())
+
+    def stats(self) -> Stats:
+        """Everything added, after the only synchronisation."""
+        flat = torch.stack([value.double() for _, total, count in self._sums for value in (total, count)]).tolist()
+        return {name: Stat(*flat[2 * i : 2 * i + 2]) for i, (name, _, _) in enumerate(self._sums)}
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
