@@ -89,7 +89,7 @@ def _rank_main(rank: int, size: int, rendezvous: str, work: Callable[..., Any], 
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """work(*args) on `size` new processes with a gloo group; their results by rank. `work` must be a module's function."""
+    """work(*args) on `size` new processes with a gloo group; their results by rank. `work` is a module's function."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"{folder}/world"
         mp.spawn(_rank_main, (size, rendezvous, work, args), nprocs=size)

@@ -50,7 +50,10 @@ class TrainEngine(Protocol):
         """
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights under HF names, one at a time, in a fixed order. Collective: every rank must exhaust it."""
+        """Copies of the full weights under HF names, one at a time, in a fixed order.
+
+        Names are those of transformers' state_dict(), a tied weight once. Collective: every rank must exhaust it.
+        """
 
     def offload(self) -> None:
         """Move parameters, gradients and optimizer state to host memory (idempotent)."""

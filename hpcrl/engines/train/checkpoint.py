@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ FACTS = "trainer.json"
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
@@ -44,7 +44,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, optimizer_step: int) -> list[str]:
     """Write the sharded model and optimizer, each rank's random state, and trainer.json. Collective.
 
-    Returns the names of the files that this rank wrote. The caller makes the folder durable: it flushes and commits all files of a checkpoint together.
+    Returns the names of the files that this rank wrote. The caller makes the folder durable: it flushes and commits
+    all files of a checkpoint together.
     """
     dcp.save(_tensors(model, optimizer), checkpoint_id=folder)
     torch.save(_random_state(), folder / f"random_rank{dist.get_rank()}.pt")

@@ -75,7 +75,7 @@ class FakeTrainEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        yield "transitions", self.transitions.detach()
+        yield "transitions", self.transitions.detach().clone()
 
     def offload(self) -> None:
         """See TrainEngine: it lives on the host."""

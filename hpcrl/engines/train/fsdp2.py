@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,7 @@ class FSDP2Engine:
         self.model = self._shard(hf, source)
         del source
         self.packing = self._probe_packing()
+        self.weight_names = _untied_names(self.model.hf)
         self.optimizer = self._make_optimizer() if trainable else None
 
     # ---- building
@@ -124,13 +126,14 @@ class FSDP2Engine:
         buffers = dict(source.named_buffers()) if source is not None else {}
         with torch.no_grad():
             for name in names:
-                shard = model.get_parameter(name)
+                shard = cast(DTensor, model.get_parameter(name))
                 whole = full[name.removeprefix("hf.")] if full else torch.empty(shard.shape, dtype=self.dtype)
                 shard.to_local().copy_(distribute_tensor(whole.to(self.device), mesh, [Shard(0)]).to_local())
-            for name, buffer in model.named_buffers():
+            for name, buffer in list(model.named_buffers()):
                 whole = buffers[name.removeprefix("hf.")].to(self.device) if buffers else buffer.to(self.device)
                 dist.broadcast(whole, 0)
-                buffer.data = whole
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, whole)
         return model
 
     def _probe_packing(self) -> bool:
@@ -169,7 +172,7 @@ class FSDP2Engine:
                 f"trainer.packing=require, but packed log-probs of {kind} differ by {packed_deviation:.2g} nats from "
                 "single sequences; set trainer.packing=auto to train one sequence at a time"
             )
-        if mode == "auto" and not agrees:
+        if mode == "auto" and not agrees and self.data_parallel_rank == 0:
             warnings.warn(
                 f"{kind} cannot be packed (log-probs differ by {packed_deviation:.2g} nats): training goes one "
                 "sequence at a time, which is slow",
@@ -320,12 +323,14 @@ class FSDP2Engine:
     # ---- weights and state
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine. Each tensor may share memory with the engine: use it before drawing the next."""
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:  # tied weights once, under their first name
-                seen.add(id(tensor))
-                yield name.removeprefix("hf."), _full(tensor)
+        """See TrainEngine. The tensors are copies, on the engine's device."""
+        if self.keep_gathered and self.dtype == self.compute_dtype:
+            self.model.unshard()  # one collective instead of one per tensor
+        try:
+            for name in self.weight_names:
+                yield name, _full(operator.attrgetter(name)(self.model.hf))
+        finally:
+            self.model.reshard()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients after `accumulate`, under the names of named_weights. Collective; every rank exhausts it."""
@@ -388,7 +393,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    # A copy: what FSDP gathers is freed when it reshards, under whoever still holds it.
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _untied_names(hf: PreTrainedModel) -> list[str]:
+    """The names of state_dict(), tied tensors once, under their first name."""
+    first: dict[int, str] = {}
+    for name, tensor in hf.state_dict(keep_vars=True).items():
+        first.setdefault(id(tensor), name)
+    return list(first.values())
 
 
 def _agreed(work: Callable[[], T]) -> T:

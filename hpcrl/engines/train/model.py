@@ -127,11 +127,12 @@ def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its weights on the CPU; ValueError names the first tensor that is missing or has another shape."""
     try:
         with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
             )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"model.path {path}: weights cannot be read: {_line(error)}") from error
+    model, info = loaded
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise ValueError(
