@@ -1,0 +1,127 @@
+"""What every training engine must do, on one rank and on two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.batch import Batch, Norms
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.base import TrainEngine
+from hpcrl.engines.train.fake import FakeTrainEngine
+from hpcrl.engines.train.fsdp2 import FSDP2Engine
+from hpcrl.stats import Stats, stat
+from tests.engines.worlds import VOCAB, make_batch, make_model_folder, norms_of, process_group, run_ranks
+
+LENGTHS = (9, 12, 5, 14, 6, 8)
+
+
+def make_fsdp2(folder: Path) -> TrainEngine:
+    config = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+    return FSDP2Engine(config, folder, dtype=torch.float32, total_steps=8)
+
+
+def make_fake(folder: Path) -> TrainEngine:
+    config = TrainerConfig(lr=2.0, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+    return FakeTrainEngine(config, vocab_size=VOCAB, total_steps=8)
+
+
+ENGINES = {"fsdp2": make_fsdp2, "fake": make_fake}
+
+
+def likelihood(logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+    return -logprobs.sum() / norms.tokens, {"actor/logprob": stat(logprobs, batch.loss_mask)}
+
+
+def broken(logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+    return logprobs.sum() * math.inf, {}
+
+
+def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Path) -> None:
+    """The contract, as assertions; every rank of the default group runs it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = make_batch(LENGTHS)
+    batch, norms = whole.select(list(range(rank, len(LENGTHS), size))), norms_of(whole)
+    plan = [[0, 1], list(range(2, batch.num_sequences)), []]
+    engine = make(model)
+    assert (engine.data_parallel_rank, engine.data_parallel_size, engine.optimizer_step) == (rank, size, 0)
+    assert engine.config_summary()["num_ranks"] == size
+
+    before = engine.logprobs(batch, plan, 1.0)
+    assert before.shape == (batch.num_tokens,) and before.dtype == torch.float32 and not before.requires_grad
+    assert bool((before[batch.loss_mask] < 0).all()) and not before[~batch.loss_mask].any()
+    one_by_one = [[row] for row in range(batch.num_sequences)]
+    torch.testing.assert_close(engine.logprobs(batch, one_by_one, 1.0), before, rtol=0, atol=1e-5)
+    assert not engine.logprobs(batch, [[0], []], 1.0).split(batch.lengths.tolist())[1].any()
+    assert (engine.logprobs(batch, plan, 3.0) - before).abs().max() > 0.1
+    engine.offload()
+    engine.offload()
+    engine.onload()
+    engine.onload()
+    assert torch.equal(engine.logprobs(batch, plan, 1.0), before)
+
+    stats = engine.train_step(batch, plan, likelihood, norms, 1.0, False)
+    assert stats["actor/logprob"].count == int(batch.loss_mask.sum())
+    assert stats["actor/logprob"].total == pytest.approx(before.sum().item(), rel=1e-4)
+    assert ("actor/grad_norm" in stats) == ("actor/lr" in stats) == (rank == 0)
+    if rank == 0:
+        assert stats["actor/lr"].total > 0 and stats["actor/grad_norm"].total > 0
+    assert engine.optimizer_step == 1
+    after = engine.logprobs(batch, plan, 1.0)
+    assert after.sum() > before.sum()
+
+    folder = scratch / "state"
+    folder.mkdir(exist_ok=True)
+    mine = engine.save(folder)
+    dist.barrier()
+    written: list[list[str]] = [[] for _ in range(size)]
+    dist.all_gather_object(written, mine)
+    assert sorted(name for names in written for name in names) == sorted(path.name for path in folder.iterdir())
+    saved = dict(engine.named_weights())
+    engine.train_step(batch, plan, likelihood, norms, 1.0, False)
+    continued = dict(engine.named_weights())
+    assert list(saved) == list(continued) and len(saved) > 0
+    assert any(not torch.equal(saved[name], continued[name]) for name in saved)
+    other = make(model)
+    assert other.load(folder) == []
+    assert other.optimizer_step == 1
+    assert all(torch.equal(saved[name], tensor) for name, tensor in other.named_weights())
+    other.train_step(batch, plan, likelihood, norms, 1.0, False)
+    assert all(torch.equal(continued[name], tensor) for name, tensor in other.named_weights())
+
+    stats = other.train_step(batch, plan, broken, norms, 1.0, False)
+    assert other.optimizer_step == 2
+    assert all(torch.equal(continued[name], tensor) for name, tensor in other.named_weights())
+    assert stats.keys() == ({"actor/lr", "actor/skipped_update"} if rank == 0 else set())
+    stats = other.train_step(batch, plan, likelihood, norms, 1.0, False)
+    assert other.optimizer_step == 3
+    if rank == 0:
+        assert stats["actor/skipped_update"].total == 0
+
+    other.export_hf(scratch / "hf")
+    assert (scratch / "hf" / "config.json").is_file() and list((scratch / "hf").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_contract_on_one_rank(name: str, tmp_path: Path) -> None:
+    make_model_folder("qwen2", tmp_path / "model")
+    with process_group(0, 1, str(tmp_path / "world")):
+        check_contract(ENGINES[name], tmp_path / "model", tmp_path)
+
+
+def _check_all(model: Path, scratch: Path) -> None:
+    for name, make in ENGINES.items():
+        (scratch / name).mkdir(exist_ok=True)
+        check_contract(make, model, scratch / name)
+
+
+@pytest.mark.slow
+def test_contract_on_two_ranks(tmp_path: Path) -> None:
+    make_model_folder("qwen2", tmp_path / "model")
+    run_ranks(2, _check_all, tmp_path / "model", tmp_path)
