@@ -1,0 +1,308 @@
+"""The algorithms on packed batches: goldens, a naive loop, and every split into micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.algorithms import ALGORITHMS, make_algorithm
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.batch import Norms, batch_from_samples
+from hpcrl.config import GRPO, PolicyLoss, Reinforce, ReinforcePlusPlus
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.stats import flatten, merge
+
+
+def identity(tensor):
+    return tensor
+
+
+def make_batch(masks, rewards, group_ids, seed=0):
+    """One row per mask; a mask's leading zeros are its prompt. Log-probs are random."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i, mask in enumerate(masks):
+        mask, size = np.array(mask, dtype=bool), len(mask)
+        turns = np.where(np.cumsum(mask) > 0, 0, -1).astype(np.int32)
+        samples.append(
+            Sample(
+                id=10 * i, token_ids=np.arange(size, dtype=np.int32), loss_mask=mask, turn_ids=turns,
+                gen_logprobs=np.where(mask, -rng.random(size), 0).astype(np.float32),
+                versions=np.where(mask, 3, -1).astype(np.int32), reward=rewards[i], score=rewards[i],
+                finish_reason=FinishReason.LENGTH if i == 0 else FinishReason.STOP,
+            )
+        )  # fmt: skip
+    batch = batch_from_samples(samples, group_ids)
+    batch.old_logprobs = torch.from_numpy(np.where(batch.loss_mask, -rng.random(batch.num_tokens), 0)).float()
+    batch.ref_logprobs = torch.from_numpy(np.where(batch.loss_mask, -rng.random(batch.num_tokens), 0)).float()
+    return batch.check(), RewardTable(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores)
+
+
+def norms_of(batch):
+    tokens = (batch.loss_mask * batch.weights[batch.row_ids]).sum().item()
+    has_tokens = [bool(batch.loss_mask[batch.row_ids == row].any()) for row in range(batch.num_sequences)]
+    return Norms(tokens, (batch.weights * torch.tensor(has_tokens)).sum().item())
+
+
+def mixed_batch(seed=0):
+    """Groups of unequal size, turns of an environment, a row without a model token, weights 0, 1 and 2."""
+    masks = [[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1], [0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 0, 1], [0, 0, 1, 1]]
+    batch, table = make_batch(masks, [1.0, 0.0, 2.0, 5.0, 0.5, 1.0, 3.0], [1, 1, 1, 1, 2, 2, 3], seed)
+    batch.weights = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    return batch, table
+
+
+# -- advantages
+
+
+def test_grpo_advantages_stand_at_the_model_tokens():
+    batch, table = make_batch([[0, 1, 1], [0, 0, 1, 0, 1], [0, 1], [0, 1]], [1.0, 0.0, 3.0, 3.0], [4, 4, 9, 9])
+    stats = make_algorithm(GRPO(std_eps=0.0)).advantages(batch, table, identity)
+    a = 1 / math.sqrt(2)  # (1 - .5) / sqrt(.5), sample std of (1, 0)
+    expected = torch.tensor([0, a, a, 0, 0, -a, 0, -a, 0, 0, 0, 0])
+    torch.testing.assert_close(batch.advantages, expected)
+    torch.testing.assert_close(batch.returns, expected)
+    batch.check()
+    flat = flatten(stats)
+    assert flat["critic/rewards/mean"] == 1.75 and flat["critic/score/max"] == 3.0
+    assert flat["critic/advantages/max"] == pytest.approx(a) and flat["critic/returns/min"] == pytest.approx(-a)
+    assert flat["critic/advantages/mean"] == pytest.approx(0.0)
+    assert (flat["token/prompt_length/mean"], flat["token/response_length/mean"]) == (1.25, 1.75)
+    assert (flat["token/total_length/max"], flat["token/response_length/clip_ratio"]) == (5.0, 0.25)
+    assert (flat["group/all_correct_ratio"], flat["group/all_incorrect_ratio"]) == (0.5, 0.0)
+    assert flat["group/mixed_ratio"] == 0.5 and flat["actor/valid_sample_ratio"] == 1.0
+
+
+def test_dr_grpo_leaves_the_division_out():
+    batch, table = make_batch([[0, 1], [0, 1]], [1.0, 0.0], [4, 4])
+    make_algorithm(GRPO(std_normalize=False)).advantages(batch, table, identity)
+    assert batch.advantages.tolist() == [0.0, 0.5, 0.0, -0.5]
+
+
+def test_group_statistics_come_from_the_table_not_from_the_rows_at_hand():
+    batch, table = make_batch([[0, 1], [0, 1], [0, 1]], [1.0, 0.0, 5.0], [4, 4, 4])
+    part = batch.select([2, 0])
+    make_algorithm(GRPO(std_normalize=False)).advantages(part, table, identity)
+    assert part.advantages.tolist() == [0.0, 3.0, 0.0, -1.0]
+    empty = batch.select([])
+    make_algorithm(GRPO()).advantages(empty, table, identity)
+    assert empty.advantages.numel() == 0
+
+
+def test_reinforce_plus_plus_uses_the_batch():
+    batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
+    make_algorithm(ReinforcePlusPlus(gamma=0.5, std_eps=0.0)).advantages(batch, table, identity)
+    a = 1 / math.sqrt(2)
+    torch.testing.assert_close(batch.advantages, torch.tensor([0, a / 2, a, 0, -a]))
+
+
+def test_reinforce_discounts_over_model_tokens():
+    batch, table = make_batch([[0, 1, 0, 1], [0, 1, 1]], [8.0, 4.0], [0, 0])
+    make_algorithm(Reinforce(gamma=0.5)).advantages(batch, table, identity)
+    assert batch.advantages.tolist() == [0.0, 4.0, 0.0, 8.0, 0.0, 2.0, 4.0]
+    make_algorithm(Reinforce(norm_mean_type="batch")).advantages(batch, table, identity)
+    assert batch.advantages.tolist() == [0.0, 2.0, 0.0, 2.0, 0.0, -2.0, -2.0]
+
+
+def test_kl_in_the_reward_and_clips():
+    batch, table = make_batch([[0, 1, 1]], [8.0], [0])
+    batch.old_logprobs, batch.ref_logprobs = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -3.0, -1.0])
+    config = Reinforce(kl_reward_coef=0.5, kl_estimator="k1", reward_clip=5.0)
+    make_algorithm(config).advantages(batch, table, identity)
+    # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5, clipped to 5
+    assert batch.returns.tolist() == [0.0, 4.0, 5.0]
+    make_algorithm(config.model_copy(update={"advantage_clip": 4.5})).advantages(batch, table, identity)
+    assert batch.returns.tolist() == [0.0, 4.0, 5.0] and batch.advantages.tolist() == [0.0, 4.0, 4.5]
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_over_model_tokens():
+    batch, table = mixed_batch()
+    make_algorithm(Reinforce(whiten_advantages=True)).advantages(batch, table, identity)
+    counted = batch.advantages[batch.loss_mask & (batch.weights[batch.row_ids] > 0)]
+    assert counted.mean().item() == pytest.approx(0, abs=1e-6) and counted.var().item() == pytest.approx(1, abs=1e-4)
+    assert batch.advantages[~batch.loss_mask].abs().sum() == 0
+
+
+# -- losses
+
+CONFIGS = [
+    GRPO(),
+    GRPO(loss_aggregation="seq-mean-token-sum", dual_clip=1.5, pg_clip_high=0.28),
+    GRPO(loss_aggregation="seq-mean-token-mean", kl_loss_coef=0.3, entropy_loss_coef=0.1),
+    ReinforcePlusPlus(kl_loss_coef=0.2, kl_estimator="k2", kl_reward_coef=0.1, num_mini_batches=2),
+    Reinforce(norm_mean_type="group", norm_std_type="batch", gamma=0.9, entropy_loss_coef=-0.1, reward_clip=1.0),
+]
+
+
+def forward(batch, theta):
+    """Log-probs and entropies that depend on three shared parameters and every token."""
+    position = batch.position_ids.float()
+    shift = theta[0] * torch.sin(position + batch.sample_ids[batch.row_ids]) + theta[1]
+    return batch.old_logprobs + shift, torch.cos(position) * theta[2] + 1.0
+
+
+def loss_and_gradient(algorithm, batch, micro_batches):
+    theta = torch.tensor([0.4, 0.1, 0.7], requires_grad=True)
+    norms, parts = norms_of(batch), []
+    total = 0.0
+    for rows in micro_batches:
+        micro_batch = batch.select(rows)
+        loss, stats = algorithm.policy_loss(*forward(micro_batch, theta), micro_batch, norms)
+        (loss + 0.0 * theta.sum()).backward()
+        total += loss.item()
+        parts.append(stats)
+    return total, theta.grad, flatten(merge(parts))
+
+
+def naive_loss(config: PolicyLoss, batch, theta):
+    """Token by token in plain Python."""
+    norms = norms_of(batch)
+    logprobs, entropy = forward(batch, theta)
+    total = torch.zeros(())
+    for row in range(batch.num_sequences):
+        tokens = [t for t in range(batch.num_tokens) if batch.row_ids[t] == row and batch.loss_mask[t]]
+        row_total = torch.zeros(())
+        for t in tokens:
+            a = batch.advantages[t].item()
+            ratio = (logprobs[t] - batch.old_logprobs[t]).exp()
+            clipped = min(max(ratio, 1 - config.pg_clip_low), 1 + config.pg_clip_high)
+            loss = -min(ratio * a, clipped * a)
+            if config.dual_clip and a < 0:
+                loss = -max(min(ratio * a, clipped * a), config.dual_clip * a)
+            delta = logprobs[t] - batch.ref_logprobs[t]
+            kl = 0.5 * delta**2 if config.kl_estimator == "k2" else (-delta).exp() + delta - 1
+            row_total = row_total + loss + config.kl_loss_coef * kl - config.entropy_loss_coef * entropy[t]
+        if tokens and config.loss_aggregation == "seq-mean-token-mean":
+            row_total = row_total / len(tokens)
+        total = total + batch.weights[row] * row_total
+    return total / (norms.tokens if config.loss_aggregation == "token-mean" else norms.sequences)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+def test_loss_and_gradient_equal_a_naive_loop(config):
+    batch, table = mixed_batch()
+    algorithm = make_algorithm(config)
+    algorithm.advantages(batch, table, identity)
+    loss, gradient, stats = loss_and_gradient(algorithm, batch, [range(7)])
+    theta = torch.tensor([0.4, 0.1, 0.7], requires_grad=True)
+    expected = naive_loss(config, batch, theta)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, theta.grad, rtol=1e-5, atol=1e-6)
+    assert stats["actor/total_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    config=st.sampled_from(CONFIGS), homes=st.lists(st.integers(0, 3), min_size=7, max_size=7), seed=st.integers(0, 9)
+)
+def test_no_split_into_micro_batches_shows(config, homes, seed):
+    batch, table = mixed_batch(seed)
+    algorithm = make_algorithm(config)
+    algorithm.advantages(batch, table, identity)
+    whole = loss_and_gradient(algorithm, batch, [range(7)])
+    split = loss_and_gradient(algorithm, batch, [[r for r in range(7) if homes[r] == part] for part in range(4)])
+    assert split[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(split[1], whole[1], rtol=1e-5, atol=1e-6)
+    assert split[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)
+
+
+def test_the_split_test_can_fail():
+    """Averaging over micro-batches instead of summing over global counts would show."""
+    batch, table = mixed_batch()
+    algorithm = make_algorithm(GRPO())
+    algorithm.advantages(batch, table, identity)
+    whole = loss_and_gradient(algorithm, batch, [range(7)])
+    wrong = []
+    for rows in ([0, 1, 2], [3, 4, 5, 6]):
+        part = batch.select(rows)
+        wrong.append(loss_and_gradient(algorithm, part, [range(part.num_sequences)])[0] / 2)
+    assert abs(sum(wrong) - whole[0]) > 1e-3
+
+
+def test_metrics_of_the_loss_by_hand():
+    batch, table = make_batch([[0, 1, 1], [0, 1]], [1.0, 0.0], [0, 0])
+    algorithm = make_algorithm(GRPO(std_normalize=False, kl_loss_coef=0.1, kl_estimator="k1", num_mini_batches=2))
+    algorithm.advantages(batch, table, identity)  # .5, .5, -.5
+    batch.old_logprobs = torch.log(torch.tensor([1.0, 0.5, 0.4, 1.0, 0.2]))
+    batch.gen_logprobs = torch.log(torch.tensor([1.0, 0.4, 0.5, 1.0, 0.1]))
+    batch.ref_logprobs = torch.log(torch.tensor([1.0, 0.5, 0.8, 1.0, 0.2]))
+    logprobs = torch.log(torch.tensor([1.0, 0.75, 0.4, 1.0, 0.2])).requires_grad_()
+    entropy = torch.tensor([9.0, 1.0, 2.0, 9.0, 3.0])
+    loss, stats = algorithm.policy_loss(logprobs, entropy, batch, Norms(3.0, 2.0))
+    flat = flatten(stats)
+    kl = (math.log(1.5) - math.log(2)) / 3  # of the current policy; k1
+    expected = {
+        "actor/pg_loss": (-1.2 * 0.5 - 0.5 + 0.5) / 3,
+        "actor/kl_loss": kl,
+        "actor/total_loss": -0.2 + 0.1 * kl,
+        "actor/approxkl": 0.5 * math.log(1.5) ** 2 / 3,
+        "actor/ratio_mean": 3.5 / 3,
+        "actor/clipfrac": 1 / 3,
+        "critic/entropy/mean": 2.0,
+        "critic/kl": -math.log(2) / 3,
+        "actor/train_infer_ratio_token_mean": (1.25 + 0.8 + 2) / 3,
+        "actor/train_infer_diff_token_mean": 0.3 / 3,
+        "actor/train_infer_ratio_geometric_mean": (1.0 + 2.0) / 2,
+        "actor/train_infer_diff_geometric_mean": (0.0 + 0.1) / 2,
+        "actor/train_infer_ratio_sequence_mean": (1.0 + 2.0) / 2,
+        "actor/train_infer_diff_sequence_mean": (0.0 + 0.1) / 2,
+    }
+    assert flat == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert loss.item() == pytest.approx(expected["actor/total_loss"], rel=1e-5)
+    loss.backward()
+    assert logprobs.grad[[0, 3]].tolist() == [0.0, 0.0]
+
+
+def test_rows_without_model_tokens_cost_nothing_and_give_no_gradient():
+    batch, table = make_batch([[0, 0, 0], [0, 0]], [1.0, 0.0], [0, 0])
+    algorithm = make_algorithm(GRPO(whiten_advantages=True, kl_loss_coef=0.1, entropy_loss_coef=0.1))
+    flat = flatten(algorithm.advantages(batch, table, identity))
+    assert flat["actor/valid_sample_ratio"] == 0.0 and "critic/advantages/mean" not in flat
+    loss, gradient, stats = loss_and_gradient(algorithm, batch, [[0], [1]])
+    assert loss == 0.0 and gradient.tolist() == [0.0, 0.0, 0.0] and stats == {}
+
+
+def test_on_policy_step_needs_no_old_logprobs():
+    batch, table = mixed_batch()
+    algorithm = make_algorithm(GRPO())
+    algorithm.advantages(batch, table, identity)
+    values = batch.old_logprobs
+    results = []
+    for old in (values, None):
+        batch.old_logprobs = old
+        logprobs = values.clone().requires_grad_()
+        loss, stats = algorithm.policy_loss(logprobs, None, batch, norms_of(batch))
+        loss.backward()
+        results.append((loss.item(), logprobs.grad, flatten(stats)))
+    assert results[0][0] == results[1][0] and results[0][2] == results[1][2]
+    assert torch.equal(results[0][1], results[1][1]) and results[0][1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("update", [{"ppo_epochs": 2}, {"num_mini_batches": 2}])
+def test_several_optimizer_steps_need_old_logprobs(update):
+    batch, table = mixed_batch()
+    algorithm = make_algorithm(GRPO(**update))
+    algorithm.advantages(batch, table, identity)
+    logprobs, batch.old_logprobs = batch.old_logprobs, None
+    with pytest.raises(ValueError, match=r"batch\.old_logprobs must be filled for more than one optimizer step"):
+        algorithm.policy_loss(logprobs, None, batch, norms_of(batch))
+
+
+def test_kl_terms_need_the_reference():
+    batch, table = mixed_batch()
+    batch.ref_logprobs = None
+    assert make_algorithm(GRPO(kl_loss_coef=0.1)).needs_reference and not make_algorithm(GRPO()).needs_reference
+    with pytest.raises(ValueError, match=r"batch\.ref_logprobs must be filled for kl_reward_coef > 0"):
+        make_algorithm(GRPO(kl_reward_coef=0.1)).advantages(batch, table, identity)
+
+
+def test_every_section_of_the_configuration_has_its_algorithm():
+    assert {make_algorithm(c).__class__ for c in (GRPO(), Reinforce(), ReinforcePlusPlus())} == set(ALGORITHMS.values())
+    with pytest.raises(ValueError, match="there are grpo, reinforce, reinforce_plus_plus"):
+        make_algorithm(PolicyLoss())
