@@ -10,10 +10,11 @@ from pathlib import Path
 
 from hpcrl.checkpoint.tiny import make_tiny_model
 from hpcrl.config import Config
+from hpcrl.dist.agent import VERDICT
 from hpcrl.dist.control import ControlError, StoreLost
 from hpcrl.dist.controller import Controller, RankFailed, RankSilent
 from hpcrl.dist.world import World
-from hpcrl.exitcodes import ExitCode
+from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
 from hpcrl.layout import CONTROLLER, RoleLayout
 from hpcrl.pipelines import PIPELINES
@@ -22,7 +23,6 @@ from hpcrl.roles.worker import Worker
 from hpcrl.rollout.scheduler import RolloutExhausted
 from hpcrl.rundir import SupersededError, finish_run
 
-VERDICT = "verdict.json"
 CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
     (RankSilent, ExitCode.DEADLINE),
@@ -60,8 +60,7 @@ def control(
         return ExitCode.DONE
     except Stopped as stop:
         controller.dismiss()
-        code = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
-        return _tell(world, code.get(signal.Signals(stop.signal_number), ExitCode.REQUEUE), str(stop))
+        return _tell(world, SIGNAL_CODES.get(stop.signal_number, ExitCode.REQUEUE), str(stop))
     except Exception as error:
         traceback.print_exc()
         code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)

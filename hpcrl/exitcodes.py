@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 
@@ -22,3 +23,7 @@ class ExitCode(IntEnum):
     REQUEUE = 75  # stopped at a step boundary with everything saved; start again to go on
     INTERRUPTED = 130  # SIGINT
     TERMINATED = 143  # SIGTERM
+
+
+SIGNAL_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
+"""Codes of a run that a signal ended; other signals ask for a requeue."""

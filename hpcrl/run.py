@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import yaml
 
 from hpcrl.config import Config, parse
-from hpcrl.dist.agent import Agent, Verdict
+from hpcrl.dist.agent import VERDICT, Agent, Verdict
 from hpcrl.dist.bootstrap import Place, find_place
-from hpcrl.exitcodes import ExitCode
+from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.layout import RoleLayout
 from hpcrl.rundir import CONFIG, close_run, open_run
-
-VERDICT = "verdict.json"
 
 
 def launch_local(config: Config) -> int:
@@ -132,6 +131,9 @@ def _conclude(verdict: Verdict, run_dir: Path, attempt: int) -> int:
     if path.exists():
         told = json.loads(path.read_text())
         code, message = ExitCode(told["code"]), told["message"]
+    elif verdict.signal_number:
+        code = SIGNAL_CODES.get(verdict.signal_number, ExitCode.REQUEUE)
+        message = f"ended by {signal.Signals(verdict.signal_number).name} before a step boundary"
     else:
         code, message = ExitCode.RANK_KILLED, f"rank 0 (controller): {verdict.lost.get(0, 'ended without a word')}"
     logs = run_dir / "logs" / f"attempt_{attempt:04d}"

@@ -7,6 +7,7 @@ imported only when there is a loss to report.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,16 +20,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpcrl.dist.bootstrap import ENDPOINT
 from hpcrl.dist.trace import read_trace
 
 POLL_S = 0.05
+CHECK_EVERY_S = 1.0
+TERMINATE_S = 2.0  # from SIGTERM to SIGKILL
+KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
+VERDICT = "verdict.json"  # what the controller leaves for its agent
 PR_SET_PDEATHSIG = 1
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass
 class Verdict:
-    """How the node's ranks ended. lost: rank -> what its process did, for ranks that ended badly."""
+    """How the node's ranks ended. lost: rank -> what its process did, for ranks that ended badly. signal_number: the
+    first signal the agent got, or 0. controller_code: None on a node without rank 0."""
 
     controller_code: int | None
     lost: dict[int, str] = field(default_factory=dict)
@@ -52,14 +59,17 @@ class Agent:
         self._argv, self._ranks, self._environ = argv, ranks, environ
         self._folder, self._logs, self._grace_s, self._silent_s = world_folder, logs, grace_s, silent_s
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._signals = 0
-        self._signal_number = 0
+        self._signals: list[int] = []
         self._sender = None
 
     def run(self) -> Verdict:
-        """Start the ranks and stay until all have ended. The controller's end ends the others within grace_s."""
+        """Start the ranks and stay until all have ended. The controller's end ends the others within grace_s.
+
+        Called on the main thread: Linux kills the ranks when the thread that started them ends.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
+        self._forget_earlier_start()
         before = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
         verdict = Verdict(None)
         try:
@@ -67,11 +77,19 @@ class Agent:
                 self._start(rank)
             self._watch(verdict)
         finally:
-            self._end_all()
+            self._end_all(verdict)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        verdict.signal_number = self._signal_number
+        verdict.signal_number = self._signals[0] if self._signals else 0
         return verdict
+
+    def _forget_earlier_start(self) -> None:
+        """The folder may be that of an earlier start of this attempt, whose traces would look like dead ranks."""
+        for rank in self._ranks:
+            (self._folder / f"trace_{rank}").unlink(missing_ok=True)
+        if 0 in self._ranks:
+            for name in (ENDPOINT, VERDICT):
+                (self._folder / name).unlink(missing_ok=True)
 
     def _start(self, rank: int) -> None:
         log = open(self._logs / f"rank_{rank:04d}.log", "ab")  # noqa: SIM115
@@ -83,45 +101,55 @@ class Agent:
             stdout=None if rank == 0 else log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509 - no thread runs yet that could hold a lock
         )
         log.close()
 
     def _watch(self, verdict: Verdict) -> None:
-        ended: set[int] = set()
-        deadline = None
-        next_check = time.monotonic() + 1.0
-        while len(ended) < len(self._processes):
-            for rank, process in self._processes.items():
-                if rank in ended or process.poll() is None:
+        alive = dict(self._processes)
+        unreported: dict[int, str] = {}
+        started = next_check = time.monotonic()
+        deadline = forwarded = None
+        while alive:
+            for rank, process in list(alive.items()):
+                code = _reap(process)
+                if code is None:
                     continue
-                ended.add(rank)
+                del alive[rank]
+                if code != 0:
+                    verdict.lost[rank] = self._cause(rank, code)
                 if rank == 0:
-                    verdict.controller_code = process.returncode
-                if process.returncode != 0:
-                    verdict.lost[rank] = self._cause(rank, process.returncode)
-                    if rank != 0:
-                        self._report(rank, verdict.lost[rank])
-                _kill_group(process.pid)  # what the rank had started
-            # Ranks on other nodes end by Leave or because the store is gone; this node's get grace_s for it.
-            if deadline is None and (0 in ended or self._signals > 1):
-                deadline = time.monotonic() + self._grace_s
-            if deadline is not None and time.monotonic() > deadline:
+                    verdict.controller_code = code
+                elif code != 0:
+                    unreported[rank] = verdict.lost[rank]
+            # The first signal asks the controller to stop at a step boundary, the same one again ends everything.
+            # Another one does not: a batch system sends SIGUSR1 early and SIGTERM late, and a save may still be made.
+            if len(self._signals) > len(set(self._signals)):
                 return
+            if self._signals and forwarded is None and 0 in alive:
+                forwarded = self._signals[0]
+                alive[0].send_signal(forwarded)
+            # Ranks on other nodes end by Leave or because the store is gone; this node's get grace_s for it.
+            if verdict.controller_code is not None:
+                unreported.clear()
+                deadline = deadline or time.monotonic() + self._grace_s
+                if time.monotonic() > deadline:
+                    return
             if time.monotonic() > next_check:
-                next_check = time.monotonic() + 1.0
-                self._check_beats(set(self._processes) - ended)
+                next_check = time.monotonic() + CHECK_EVERY_S
+                self._check_beats(alive, time.monotonic() - started)
+                unreported = {rank: cause for rank, cause in unreported.items() if not self._report(rank, cause)}
             time.sleep(POLL_S)
 
-    def _check_beats(self, alive: set[int]) -> None:
+    def _check_beats(self, alive: Mapping[int, subprocess.Popen[bytes]], since_start_s: float) -> None:
         """A process that has not beaten for silent_s is stopped or stuck in native code: end it, which reports it."""
-        for rank in alive:
+        for rank, process in alive.items():
             activity = read_trace(self._folder / f"trace_{rank}")
-            if activity is None:
-                continue
-            stuck = rank == 0 and activity.age_s > 2 * self._silent_s  # nobody else watches the controller
-            if activity.beat_age_s > self._silent_s or stuck:
-                _kill_group(self._processes[rank].pid)
+            silent_s = since_start_s if activity is None else activity.beat_age_s
+            # Nobody else watches the controller.
+            stuck = rank == 0 and activity is not None and activity.age_s > 2 * self._silent_s
+            if silent_s > self._silent_s or stuck:
+                _kill_group(process.pid)
 
     def _cause(self, rank: int, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -132,11 +160,12 @@ class Agent:
             silent = f" after {activity.beat_age_s:.0f} s without a heartbeat"
         return f"process on {socket.gethostname()} {how}{doing}{silent}"
 
-    def _report(self, rank: int, cause: str) -> None:
-        """Tell the controller. Where it is gone too, there is nobody to tell: its own end decides."""
-        endpoint, controller = self._folder / "endpoint.json", self._processes.get(0)
-        if not endpoint.exists() or (controller is not None and controller.poll() is not None):
-            return
+    def _report(self, rank: int, cause: str) -> bool:
+        """Tell the controller; False while it cannot be reached yet. Where it is gone there is nobody to tell: its own
+        end decides."""
+        endpoint = self._folder / ENDPOINT
+        if not endpoint.exists():
+            return False
         from hpcrl.dist.control import ControlError, Sender, connect
         from hpcrl.dist.messages import Lost
 
@@ -147,36 +176,55 @@ class Agent:
                 number = -1 - int(self._environ.get("HPCRL_NODE", "0"))
                 self._sender = Sender(connect(where["host"], where["port"], self._grace_s), key, number)
             self._sender.send("controller", Lost(rank, cause))
-        except ControlError as error:
+        except (ControlError, FileNotFoundError) as error:
             print(f"hpcrl agent: rank {rank}: {cause}; not reported: {error}", file=sys.stderr, flush=True)
+        return True
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """The first signal asks the controller to stop at a step boundary, the second ends everything."""
-        self._signals += 1
-        self._signal_number = self._signal_number or number
-        process = self._processes.get(0)
-        if self._signals == 1 and process is not None and process.poll() is None:
-            process.send_signal(number)
+        self._signals.append(number)
 
-    def _end_all(self) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + min(2.0, self._grace_s)
-        while any(p.poll() is None for p in self._processes.values()) and time.monotonic() < deadline:
+    def _end_all(self, verdict: Verdict) -> None:
+        """End what still runs: SIGTERM, then SIGKILL to the whole session of each rank."""
+        alive = {rank: process for rank, process in self._processes.items() if process.returncode is None}
+        for process in alive.values():
+            process.terminate()
+        deadline = time.monotonic() + min(TERMINATE_S, self._grace_s)
+        while time.monotonic() < deadline and any(_reap(p) is None for p in alive.values() if p.returncode is None):
             time.sleep(POLL_S)
-        for process in self._processes.values():
-            _kill_group(process.pid)
-            process.wait()
+        for rank, process in alive.items():
+            if process.returncode is None:
+                _kill_group(process.pid)
+                try:
+                    process.wait(KILL_S)
+                except subprocess.TimeoutExpired:
+                    print(f"hpcrl agent: rank {rank} (pid {process.pid}) does not die", file=sys.stderr, flush=True)
+            if rank == 0 and process.returncode is not None:
+                verdict.controller_code = process.returncode
+                verdict.lost[0] = self._cause(0, process.returncode)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _dying_with(parent: int) -> Callable[[], None]:
+    """What a child does first: ask the kernel to kill it when its parent ends, however that ends."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)
+
+    return ask
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit code of a rank that has ended, with all it had started killed; None while it runs."""
+    # Until it is reaped its number cannot be given to another process, so the group is still its own.
+    if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return None
+    _kill_group(process.pid)
+    return process.wait()
 
 
 def _kill_group(pid: int) -> None:
-    """End a rank and everything in its session."""
-    try:
+    """End a rank and everything in its process group."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

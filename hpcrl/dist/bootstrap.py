@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
+
+ENDPOINT = "endpoint.json"
+WORLD_KEY = "hpcrl/world"
+PROBE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,44 @@ class Place:
     num_nodes: int
 
 
-def _count(environ: Mapping[str, str], *names: str) -> int | None:
+class _Launcher(NamedTuple):
+    """Environment variables of a launcher, first choice first. `local`: processes on this node, where nodes are not
+    numbered."""
+
+    name: Literal["torchrun", "mpi", "slurm"]
+    marker: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    node: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+
+
+# The inner one first: torchrun and MPI may run inside a Slurm step. Slurm's own PMI sets PMI_SIZE, but not
+# MPI_LOCALNRANKS. Inside a step SLURM_NTASKS may still be the job's.
+_LAUNCHERS = (
+    _Launcher("torchrun", "TORCHELASTIC_RUN_ID", ("RANK",), ("WORLD_SIZE",), ("GROUP_RANK",), ("GROUP_WORLD_SIZE",)),
+    _Launcher(
+        "mpi",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        local=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Launcher("mpi", "MPI_LOCALNRANKS", ("PMI_RANK",), ("PMI_SIZE",), local=("MPI_LOCALNRANKS",)),
+    _Launcher(
+        "slurm",
+        "SLURM_STEP_ID",
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_NODEID",),
+        ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    ),
+    _Launcher("mpi", "PMI_SIZE", ("PMI_RANK",), ("PMI_SIZE",), local=("PMI_LOCAL_SIZE",)),
+)
+
+
+def _count(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     for name in names:
         if environ.get(name, "").isdigit():
             return int(environ[name])
@@ -41,70 +83,114 @@ def find_place(environ: Mapping[str, str], world_size: int) -> Place:
     if "HPCRL_RANK" in environ:
         node, nodes = int(environ.get("HPCRL_NODE", "0")), int(environ.get("HPCRL_NUM_NODES", "1"))
         return Place("rank", "agent", int(environ["HPCRL_RANK"]), node, nodes)
-    launchers = (
-        ("torchrun", "TORCHELASTIC_RUN_ID", ("RANK",), ("WORLD_SIZE",), ("GROUP_RANK",), ("GROUP_WORLD_SIZE",)),
-        ("mpi", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), (), ()),
-        ("slurm", "SLURM_STEP_ID", ("SLURM_PROCID",), ("SLURM_NTASKS",), ("SLURM_NODEID",), ("SLURM_NNODES",)),
-        ("mpi", "PMI_SIZE", ("PMI_RANK",), ("PMI_SIZE",), (), ()),
-    )
-    for launcher, marker, rank_names, size_names, node_names, nodes_names in launchers:
-        size, rank = _count(environ, *size_names), _count(environ, *rank_names)
-        if marker not in environ or size is None or rank is None:
+    for launcher in _LAUNCHERS:
+        size, rank = _count(environ, launcher.size), _count(environ, launcher.rank)
+        if launcher.marker not in environ or size is None or rank is None:
             continue
-        node, nodes = _count(environ, *node_names) or 0, _count(environ, *nodes_names) or 1
-        if size == world_size and (size > nodes or world_size == 1):
-            return Place("rank", launcher, rank, node, nodes)
+        local = _count(environ, launcher.local) or size
+        node, nodes = _count(environ, launcher.node), _count(environ, launcher.nodes)
+        node, nodes = rank // local if node is None else node, nodes or -(-size // local)
+        # One process per rank and per node at once: an agent watches its rank. Under MPI a node with fewer processes
+        # than others would count more nodes than they do, so there the number of processes alone decides.
+        if size == world_size and (size > nodes or size == 1 or launcher.name == "mpi"):
+            return Place("rank", launcher.name, rank, node, nodes)
         if size == nodes:
-            return Place("agent", launcher, node, node, nodes)
+            return Place("agent", launcher.name, node, node, nodes)
         raise ValueError(
-            f"{launcher} started {size} processes on {nodes} node(s); this layout needs {world_size} ranks "
+            f"{launcher.name} started {size} processes on {nodes} node(s); this layout needs {world_size} ranks "
             f"(one process each) or one process per node, whose agent starts the ranks"
         )
     return Place("agent", "local", 0, 0, 1)
 
 
-def share_endpoint(place: Place, folder: Path, endpoint: dict[str, str | int] | None, timeout_s: float) -> dict:
-    """Rank 0 gives {host, port, key_file}, every rank gets it back. Collective over all ranks.
+def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """Rank 0 gives {host, port, key_file, world}, every rank gets it back. Collective over all ranks.
 
-    Through torchrun's store, an MPI broadcast, or a file in `folder` (the agent's world folder, new for every attempt).
-    TimeoutError names the file and the seconds.
+    Through torchrun's store, an MPI broadcast, or a file in `folder`. There an earlier start may have left its own, so
+    it counts only if the store it names answers with the same `world`. TimeoutError names where it looked and the
+    seconds.
     """
     if place.launcher == "mpi":
-        from mpi4py import MPI
-
-        return MPI.COMM_WORLD.bcast(endpoint, root=0)
+        return _share_by_mpi(endpoint)
     if place.launcher == "torchrun":
-        from torch.distributed import TCPStore
-
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=endpoint is not None and not hosted,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if endpoint is not None:
-            store.set(f"hpcrl/endpoint/{attempt}", json.dumps(endpoint))
-        return json.loads(store.get(f"hpcrl/endpoint/{attempt}"))
-    path = folder / "endpoint.json"
+        return _share_by_torchrun(endpoint, timeout_s)
+    path = folder / ENDPOINT
     if endpoint is not None:
         tmp = path.with_suffix(".tmp")
         tmp.write_text(json.dumps(endpoint))
         tmp.replace(path)
         return endpoint
     deadline = time.monotonic() + timeout_s
-    while not path.exists():
+    while True:
+        found = json.loads(path.read_text()) if path.exists() else None
+        if found is not None and _is_alive(found):
+            return found
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 did not publish {path} within {timeout_s:g} s")
+            what = f"no world answers at {found['host']}:{found['port']}, named by {path}," if found else f"no {path}"
+            raise TimeoutError(f"{what} after {timeout_s:g} s: rank 0 has not come up")
         time.sleep(0.02)
-    return json.loads(path.read_text())
 
 
-def make_key_file(folder: Path) -> Path:
-    """A new random 32-byte job key in a file that only this user can read."""
-    path = folder / "key"
+def _is_alive(endpoint: dict[str, Any]) -> bool:
+    """Whether the store at the endpoint is the one of that world."""
+    from torch.distributed import DistError, TCPStore
+
+    host, port = endpoint["host"], int(endpoint["port"])
+    try:
+        # A refused TCPStore client would try again until its timeout.
+        socket.create_connection((host, port), timeout=PROBE_S).close()
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PROBE_S))
+        return store.check([WORLD_KEY]) and store.get(WORLD_KEY).decode() == endpoint["world"]
+    except (OSError, DistError):
+        return False
+
+
+def _share_by_mpi(endpoint: dict[str, Any] | None) -> dict[str, Any]:
+    from mpi4py import MPI
+
+    shared = MPI.COMM_WORLD.bcast(endpoint, root=0)
+    # Nothing else is done with MPI, and mpirun takes a process that ends without this for a failed one.
+    MPI.Finalize()
+    return shared
+
+
+def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    from torch.distributed import DistError, TCPStore
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    prefix = f"hpcrl/endpoint/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    deadline = time.monotonic() + timeout_s
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=endpoint is not None and not hosted,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+        if endpoint is not None:
+            store.set(prefix, json.dumps(endpoint))
+        shared = json.loads(store.get(prefix))
+        readers = store.add(f"{prefix}/readers", 1)
+        # Where torchrun hosts no store this one must outlive its readers.
+        while endpoint is not None and not hosted and readers < int(os.environ["WORLD_SIZE"]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{readers} of {os.environ['WORLD_SIZE']} ranks came up within {timeout_s:g} s")
+            time.sleep(0.02)
+            readers = store.add(f"{prefix}/readers", 0)
+    except DistError as error:
+        raise TimeoutError(
+            f"rank 0 told nothing through torchrun's store at {host}:{port} in {timeout_s:g} s"
+        ) from error
+    return shared
+
+
+def make_key_file(folder: Path, world: str) -> Path:
+    """A new random 32-byte key in a file that only this user can read, and that replaces those of earlier starts."""
+    for old in folder.glob("key_*"):
+        old.unlink(missing_ok=True)
+    path = folder / f"key_{world}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(os.urandom(32))

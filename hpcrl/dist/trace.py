@@ -30,19 +30,18 @@ class Trace:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(_LAYOUT.size))
+        now = time.monotonic()  # one clock for all processes of a host, and none that somebody sets
+        path.write_bytes(_LAYOUT.pack(now, now, 0, b"start"))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
-        self.enter("start")
-        self._beat()
         threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True).start()
 
     def enter(self, activity: str, seq: int = 0) -> None:
         """Note what the main thread does from now on."""
-        struct.pack_into("<dq64s", self._map, 8, time.time(), seq, activity.encode()[:64])
+        struct.pack_into("<dq64s", self._map, 8, time.monotonic(), seq, activity.encode()[:64])
 
     def _beat(self) -> None:
-        struct.pack_into("<d", self._map, 0, time.time())
+        struct.pack_into("<d", self._map, 0, time.monotonic())
 
     def _beat_forever(self) -> None:
         while True:
@@ -58,5 +57,5 @@ def read_trace(path: Path) -> Activity | None:
     if len(raw) != _LAYOUT.size:
         return None
     beat, since, seq, name = _LAYOUT.unpack(raw)
-    now = time.time()
+    now = time.monotonic()
     return Activity(now - beat, now - since, seq, name.rstrip(b"\0").decode(errors="replace"))

@@ -7,6 +7,7 @@ the ranks named: an engine's default group, or an explicit group between roles.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.dist import control
-from hpcrl.dist.bootstrap import Place, make_key_file, share_endpoint
+from hpcrl.dist.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
 from hpcrl.dist.mailbox import Mailbox
 from hpcrl.dist.messages import Command, Event
 from hpcrl.dist.trace import Trace
@@ -84,8 +85,9 @@ def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: floa
     server = None
     endpoint: dict[str, Any] | None = None
     if rank == 0:
-        server = control.serve(host, store_s)
-        endpoint = {"host": host, "port": server.port, "key_file": str(make_key_file(folder))}
+        server, name = control.serve(host, store_s), secrets.token_hex(8)
+        server.set(WORLD_KEY, name)
+        endpoint = {"host": host, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
     endpoint = share_endpoint(place, folder, endpoint, start_s)
     key = Path(endpoint["key_file"]).read_bytes()
     address = (endpoint["host"], int(endpoint["port"]))
