@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.functional import normalize_rewards
+from hpcrl.algorithms.functional import Over, normalize_rewards
 from hpcrl.algorithms.policy_gradient import PolicyGradient
 from hpcrl.config import GRPO as GRPOConfig
 
@@ -18,5 +18,6 @@ class GRPO(PolicyGradient[GRPOConfig]):
     """See the module's docstring."""
 
     def normalize(self, table: RewardTable) -> Tensor:
-        std = "group" if self.config.std_normalize else None
-        return normalize_rewards(table.rewards, table.group_ids, "group", std, self.config.std_eps)
+        config = self.config
+        std: Over = "group" if config.std_normalize else None
+        return normalize_rewards(table.rewards, table.group_ids, "group", std, config.std_eps)
