@@ -52,6 +52,7 @@ class GeneratorRole:
         self.held: dict[int, Sample] = {}
         self._prompts: dict[int, PromptPayload] = {}
         self._admitted: set[int] = set()
+        self._observed: set[int] = set()  # held samples with an observation that no turn has followed yet
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -100,16 +101,17 @@ class GeneratorRole:
         self.engine.add(requests)
 
     def _extend(self, samples: set[int]) -> None:
-        """Append the observations that wait in the mailbox; the controller admits only what was observed."""
-        missing = set(samples)
+        """Wait for the observations of these samples; the controller continues only what was answered."""
         deadline = time.monotonic() + self._worker.world.timeout_s
-        while missing:
+        while missing := samples - self._observed:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
             for item in self._worker.world.mailbox.receive(1.0):
                 assert isinstance(item, TurnDelta)
-                self._append(self.held[item.sample], np.frombuffer(item.token_ids, dtype=np.int32), None)
-                missing.discard(item.sample)
-            if missing and time.monotonic() > deadline:
-                raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
+                if item.sample in self.held:  # else it was dropped meanwhile
+                    self._append(self.held[item.sample], np.frombuffer(item.token_ids, dtype=np.int32), None)
+                    self._observed.add(item.sample)
+        self._observed -= samples
 
     def _append(self, sample: Sample, token_ids: np.ndarray, output: Output | None) -> None:
         """Add a model turn (output) or an observation (None) to a held sample."""
@@ -194,6 +196,7 @@ class GeneratorRole:
         for sample in samples:
             self.held.pop(sample, None)
         self._admitted.difference_update(samples)
+        self._observed.difference_update(samples)
         live = {split_sample_id(sample)[0] for sample in self._admitted}
         self._prompts = {uid: prompt for uid, prompt in self._prompts.items() if uid in live}
 
