@@ -165,7 +165,7 @@ def run_hpcrl(setting: Setting, inputs: Inputs, seed: int, run_dir: Path) -> dic
         ],
         run_dir.with_suffix(".log"),
     )
-    rows = read_metrics(run_dir)[setting.warmup_steps :]
+    rows = [row for row in read_metrics(run_dir) if row["step"] > setting.warmup_steps]
     seconds = sum(row["time/step_total"] for row in rows)
     return {
         "samples_per_s": len(rows) * setting.num_prompts * setting.group_size / seconds,
