@@ -41,7 +41,7 @@ class Controller:
     ):
         assert world.events is not None
         self._world, self._inbox, self._roles_of = world, world.events, roles_of
-        self._command_s, self._start_s, self._survivable = command_s, start_s, survivable
+        self.command_s, self._start_s, self._survivable = command_s, start_s, survivable
         self._outstanding: dict[tuple[int, int], _Outstanding] = {}
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: dict[tuple[int, int], Done] = {}
@@ -94,6 +94,12 @@ class Controller:
         self._events.clear()
         return events
 
+    def give_up(self, rank: int, cause: str, silent_s: float) -> None:
+        """Treat a rank that does not answer as lost; RankSilent where the run cannot go on without it."""
+        if not self._survivable(rank, self.lost | {rank}):
+            raise RankSilent(f"{self.describe(rank)} did not answer within {silent_s:.0f} s: {cause}")
+        self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
+
     def dismiss(self) -> None:
         """Tell every other rank to leave and wait for their answers: the store lives here, so this rank leaves last."""
         self.call({rank: Leave() for rank in range(self._world.size) if rank != self._world.rank})
@@ -142,7 +148,7 @@ class Controller:
         if not self._outstanding:
             return
         now = time.monotonic()
-        late = [(k, o) for k, o in self._outstanding.items() if now - o.since > self._command_s]
+        late = [(k, o) for k, o in self._outstanding.items() if now - o.since > self.command_s]
         if not late:
             return
         # A rank works in order, so its oldest command is the one it is stuck in; waiting for a peer looks the same.
@@ -152,4 +158,4 @@ class Controller:
         parts = [
             f"{self.describe(r)} in command {o.name} #{seq} for {now - o.since:.0f} s" for r, (seq, o) in first.items()
         ]
-        raise RankSilent(f"no answer within {self._command_s:g} s: " + "; ".join(parts))
+        raise RankSilent(f"no answer within {self.command_s:g} s: " + "; ".join(parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from hpcrl.batch import STATUS
+from hpcrl.dist.control import StoreLost
 from hpcrl.dist.messages import (
     AbortSamples,
     Admit,
@@ -174,7 +176,10 @@ class GeneratorRole:
                 Response(sample, prompt.domain, text, prompt.meta, reason, self._worker.world.rank)
             )
         for rank, items in posts.items():
-            self._worker.world.mailbox.send(rank, items)
+            try:
+                self._worker.world.mailbox.send(rank, items)
+            except StoreLost as error:  # the controller learns of the loss from the agent and has them sent elsewhere
+                print(f"hpcrl: {len(items)} responses did not reach rank {rank}: {error}", file=sys.stderr, flush=True)
 
     def _last_turn(self, sample: int) -> np.ndarray:
         held = self.held[sample]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class RolloutLoop:
         self._bursts: Counter[int] = Counter()  # bursts on their way
         self._reached: dict[int, int] = {}  # sample with a scorer or environment -> that rank
         self._receivers: dict[tuple[int, int], list[int]] = {}  # (replica, burst) -> whom it was told to send to
+        self._heard: dict[int, float] = {}  # scorer or env rank -> when it last showed that it works
         self._sizes: dict[int, Sizes] = {}
         self._stats: list[Stats] = []
 
@@ -93,7 +95,7 @@ class RolloutLoop:
             if scheduler.ready():
                 break
             self._keep_busy(multi_turn)
-            arrived = self._collect(scheduler, prompts)
+            arrived = self._collect(prompts)
         self._settle_down()
         groups = scheduler.take()
         sizes = {sample.id: self._sizes[sample.id] for group in groups for sample in group.samples}
@@ -151,24 +153,37 @@ class RolloutLoop:
         return [rank for rank in ranks if rank not in self._controller.lost]
 
     def _reach(self, samples: Sequence[int], receivers: Sequence[int]) -> None:
+        busy = set(self._reached.values())
         for sample in samples:
-            self._reached[sample] = receivers[split_sample_id(sample)[0] % len(receivers)]
+            receiver = self._reached[sample] = receivers[split_sample_id(sample)[0] % len(receivers)]
+            if receiver not in busy:
+                self._heard[receiver] = time.monotonic()
+                busy.add(receiver)
+
+    def _check_receivers(self) -> None:
+        """Give up a scorer or env rank that has work and has not answered anything for the deadline."""
+        now = time.monotonic()
+        for rank in sorted(set(self._reached.values())):
+            silent_s = now - self._heard[rank]
+            if silent_s > self._controller.command_s:
+                waiting = sum(receiver == rank for receiver in self._reached.values())
+                self._controller.give_up(rank, f"{waiting} responses wait there without an answer", silent_s)
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def _collect(self, scheduler: RolloutScheduler, prompts: Mapping[int, Prompt]) -> list[events.Event]:
+    def _collect(self, prompts: Mapping[int, Prompt]) -> list[events.Event]:
         arrived: list[events.Event] = []
         while True:
             for rank, event in self._controller.events(WAIT_S):
-                arrived.extend(self._translate(rank, event, scheduler, prompts))
+                self._heard[rank] = time.monotonic()
+                arrived.extend(self._translate(rank, event, prompts))
+            self._check_receivers()
             if not self._deterministic:
                 return arrived
             if not any(self._bursts.values()) and not self._reached:
                 return sorted(arrived, key=_order)
 
-    def _translate(
-        self, rank: int, event: messages.Event, scheduler: RolloutScheduler, prompts: Mapping[int, Prompt]
-    ) -> Iterator[events.Event]:
+    def _translate(self, rank: int, event: messages.Event, prompts: Mapping[int, Prompt]) -> Iterator[events.Event]:
         match event:
             case messages.BurstDone():
                 yield from self._burst_done(rank, event)
