@@ -79,7 +79,7 @@ class FSDP2Engine:
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
-        self.model = self._shard(hf, source)
+        self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard made an FSDPModule too
         del source
         self.packing = self._probe_packing()
         self.weight_names = _untied_names(self.model.hf)
@@ -120,6 +120,7 @@ class FSDP2Engine:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                module.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank visits
 
         model.to_empty(device="cpu" if config.cpu_offload else self.device)
         full = dict(source.named_parameters()) if source is not None else {}
