@@ -21,6 +21,7 @@ from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.stats import Stats, merge, scalar
 
+SHOWN_CHARS = 100
 FIRST_UID = 1 << 38
 """Evaluation's prompts are numbered from here, away from those of training."""
 
@@ -37,7 +38,7 @@ class Evaluation:
         tokenizer: Any,
         run_dir: Path,
     ):
-        self._loop, self._controller, self._config = loop, controller, config
+        self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
         self._slots = replica_capacity(config, layout)
         self._examples_file = run_dir / "examples.json"
         val = config.data.val
@@ -62,17 +63,15 @@ class Evaluation:
         return merge([stats, timed("time/val_step", start)])
 
     def before_and_after(self, last: int) -> str:
-        """The kept examples as text."""
-        if not self._examples_file.exists():
-            return ""
-        kept = json.loads(self._examples_file.read_text())
+        """The kept examples as text, a few short lines each."""
+        kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
         lines = []
         for before, after in zip(kept.get("0", []), kept.get(str(last), []), strict=False):
-            lines.append(f"  {before['prompt']!r}, right answer {before['answer']!r}")
+            lines.append(f"  {_short(before['prompt'])}  ->  {_short(str(before['answer']))}")
             for name, example in (("before", before), ("after", after)):
                 verdict = "right" if example["score"] > 0 else "wrong"
-                lines.append(f"    {name:>6}: {example['response']!r} ({verdict})")
-        return "\n".join(["completions before and after:", *lines]) if lines else ""
+                lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
+        return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
 
     def _generate(self, temperature: float) -> Harvest:
         config = self._config
@@ -97,7 +96,12 @@ class Evaluation:
             sample, prompt = group.samples[0], by_uid[group.uid]
             response = self._controller.call({sample.replica: Peek([sample.id])})[sample.replica].texts[0]
             examples.append(
-                {"prompt": prompt.text, "answer": prompt.answer, "response": response, "score": sample.score}
+                {
+                    "prompt": self._tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
+                    "answer": prompt.answer,
+                    "response": response,
+                    "score": sample.score,
+                }
             )
         kept[str(step)] = examples
         write_durably(self._examples_file, json.dumps(kept, indent=1).encode())
@@ -110,3 +114,9 @@ def _score_stats(prefix: str, harvest: Harvest) -> Stats:
         {f"{prefix}/score/*": scalar(sample.score), f"{prefix}/response_length/*": scalar(length)}
         for sample, length in zip(samples, lengths, strict=True)
     )
+
+
+def _short(text: str) -> str:
+    """One line of a text, its end where it is long: that is where the question or the answer is."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:]

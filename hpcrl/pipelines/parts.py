@@ -191,7 +191,7 @@ def _logprobs(
     start = time.perf_counter()
     plan = batch.plan(rows, batch.samples, config.trainer.max_tokens_per_micro_batch)
     controller.call({rank: messages.Logprobs(batch.id, role, into, plan[rank]) for rank in sorted(rows)})
-    return timed(f"time/{into}", start)
+    return timed(f"time/{into.replace('logprobs', 'log_probs')}", start)
 
 
 def _weights_group(replica: int) -> str:

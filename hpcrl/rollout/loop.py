@@ -96,7 +96,7 @@ class RolloutLoop:
                 break
             self._keep_busy(multi_turn)
             arrived = self._collect(prompts)
-        self._settle_down()
+        scheduler.plan(self._settle_down(prompts))  # the batch stands: this only counts what was aborted
         groups = scheduler.take()
         sizes = {sample.id: self._sizes[sample.id] for group in groups for sample in group.samples}
         self._sizes = {}
@@ -141,13 +141,13 @@ class RolloutLoop:
                 self._receivers[replica, seq] = receivers
                 self._bursts[replica] += 1
 
-    def _settle_down(self) -> None:
-        """Wait for the bursts that are still on their way, so that a step ends with silent replicas."""
+    def _settle_down(self, prompts: Mapping[int, Prompt]) -> list[events.Event]:
+        """Wait for the bursts that are still on their way, so that a step ends with silent replicas; what they said."""
+        late: list[events.Event] = []
         while any(self._bursts[r] > 0 for r in self._replicas if r not in self._controller.lost):
             for rank, event in self._controller.events(WAIT_S):
-                if isinstance(event, messages.BurstDone):
-                    self._bursts[rank] -= 1
-                    self._live[rank] -= len(event.finished) + len(event.turns)
+                late.extend(self._translate(rank, event, prompts))
+        return late
 
     def _alive(self, ranks: Collection[int]) -> list[int]:
         return [rank for rank in ranks if rank not in self._controller.lost]
