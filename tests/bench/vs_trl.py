@@ -9,22 +9,27 @@ right, advantages are 0, the weights stay as they are, so both sides decode and 
 
 TRL runs in .venv-trl (tests/bench/trl/setup.sh) as two single-threaded processes under torchrun. Both sides have the
 same two cores and take turns, once per seed. Samples per second are counted after the warm-up steps, start-up and
-evaluation left out. One program judges the final models of both. Prints one JSON line.
+evaluation left out; samples per CPU-second, over all processes of a side, say what a loaded machine cannot. One program
+judges the final models of both. Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hpcrl.config import TinyModel
 from hpcrl.metrics import read_metrics
@@ -121,33 +126,50 @@ def make_long_model(folder: Path) -> None:
 
 def warm_start(folder: Path) -> Path:
     """The supervised warm-up of the demonstration; returns its model."""
-    launch(["+experiment=demo_sft", f"run_dir={folder}"], folder.with_suffix(".log"))
+    launch(["+experiment=demo_sft"], folder)
     return folder / "hf"
 
 
-def launch(overrides: Sequence[str], log: Path) -> None:
-    """Run hpcrl to its end; RuntimeError holds the end of its output."""
+def launch(overrides: Sequence[str], run_dir: Path, warmup_steps: int = 0) -> float:
+    """Run hpcrl to its end; returns the CPU-seconds of all its processes between the rows of the warm-up and the last
+    step. RuntimeError holds the end of its output."""
+    log = run_dir.with_suffix(".log")
+    command = [sys.executable, "-m", "hpcrl.launch", *overrides, f"run_dir={run_dir}"]
     with open(log, "w") as file:
-        done = subprocess.run(
-            [sys.executable, "-m", "hpcrl.launch", *overrides],
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(f"hpcrl ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    seen, begin, end = 0, 0.0, 0.0
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if (rows := len(read_metrics(run_dir))) > seen:
+                seen, end = rows, cpu_seconds(process.pid)
+                begin = end if rows <= warmup_steps + 1 else begin  # the first row is step 0
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"hpcrl ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+    return end - begin
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and its descendants so far."""
+    total = 0.0
+    for process in (root := psutil.Process(pid), *root.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def run_hpcrl(setting: Setting, inputs: Inputs, seed: int, run_dir: Path) -> dict[str, Any]:
     """Samples per second and mean response length from the run's metrics, accuracy of its exported model."""
-    launch(
+    cpu_s = launch(
         [
             "pipeline=rlvr",
             "algorithm=grpo",
             "layout=colocated",
-            f"run_dir={run_dir}",
             f"seed={seed}",
             f"max_steps={setting.steps}",
             "eval_every=0",
@@ -163,12 +185,14 @@ def run_hpcrl(setting: Setting, inputs: Inputs, seed: int, run_dir: Path) -> dic
             "algorithm.pg_clip_high=0.28",
             f"trainer.lr={setting.lr}",
         ],
-        run_dir.with_suffix(".log"),
+        run_dir,
+        setting.warmup_steps,
     )
     rows = [row for row in read_metrics(run_dir) if row["step"] > setting.warmup_steps]
-    seconds = sum(row["time/step_total"] for row in rows)
+    samples = len(rows) * setting.num_prompts * setting.group_size
     return {
-        "samples_per_s": len(rows) * setting.num_prompts * setting.group_size / seconds,
+        "samples_per_s": samples / sum(row["time/step_total"] for row in rows),
+        "samples_per_cpu_s": samples / cpu_s,
         "mean_response_tokens": statistics.mean(row["token/response_length/mean"] for row in rows),
         **(judge(setting, replace(inputs, model=run_dir / "hf"), seed) if setting.val_rows else {}),
     }
@@ -220,7 +244,7 @@ def trl_program(setting: Setting, inputs: Inputs, seed: int, steps: int, command
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Median speed over the seeds, every accuracy."""
-    keys = ("samples_per_s", "mean_response_tokens")
+    keys = ("samples_per_s", "samples_per_cpu_s", "mean_response_tokens")
     medians = {key: round(statistics.median(run[key] for run in runs), 2) for key in keys}
     accuracies = {key: [round(run[key], 3) for run in runs] for key in runs[0] if key.startswith("val_")}
     return medians | accuracies
@@ -231,8 +255,11 @@ def compare(setting: Setting, inputs: Inputs, seeds: Sequence[int], folder: Path
     for seed in seeds:
         ours.append(run_hpcrl(setting, inputs, seed, folder / f"hpcrl_{seed}"))
         theirs.append(run_trl(setting, inputs, seed))
-    ratios = [a["samples_per_s"] / b["samples_per_s"] for a, b in zip(ours, theirs, strict=True)]
-    return {"hpcrl": summary(ours), "trl": summary(theirs), "ratio": round(statistics.median(ratios), 2)}
+    ratios = {
+        f"{name}ratio": round(statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True)), 2)
+        for name, key in (("", "samples_per_s"), ("cpu_", "samples_per_cpu_s"))
+    }
+    return {"hpcrl": summary(ours), "trl": summary(theirs)} | ratios
 
 
 def main() -> None:
