@@ -2,7 +2,8 @@
 
 One JSON line: generated tokens per CPU-second of one thread, and ratios, on 64 requests with long-tailed lengths
 (Qwen2, 4 layers, hidden 256, vocabulary 512). Tokens that a padded batch generates past a request's length do not
-count. Each engine runs the same requests `--repeats` times, taking turns; the best counts, after one to warm up.
+count. The engines take turns at the same requests, `--repeats` times after one to warm up: the best rate of each, and
+the median over the turns of the ratio within one.
 
     python -m tests.bench.generator [--vllm-python PATH] [--repeats N]
 
@@ -17,8 +18,10 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
@@ -96,28 +99,37 @@ def generate(path: Path, prompts: list[list[int]], lengths: list[int]) -> Callab
     return run
 
 
-def best_rates(runs: dict[str, Callable[[], int]], repeats: int) -> dict[str, float]:
-    """Tokens per CPU-second of each, the best of `repeats` turns after a first one."""
-    rates: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.process_time()
-            tokens = run()
-            rates[name].append(tokens / (time.process_time() - start))
-    return {name: round(max(values[1:])) for name, values in rates.items()}
-
-
-def vllm_rate(python: Path, path: Path, prompts: list[list[int]], lengths: list[int], repeats: int) -> float:
-    """Tokens per CPU-second of vLLM (fp32, eager, in-process) in another interpreter."""
-    job = {"model": str(path), "prompts": prompts, "lengths": lengths, "repeats": repeats}
+@contextmanager
+def vllm(python: Path, path: Path, prompts: list[list[int]], lengths: list[int]) -> Iterator[Callable[[], float]]:
+    """One run of vLLM (fp32, eager, in-process) in another interpreter; returns its tokens per CPU-second."""
     script = Path(__file__).parent / "vllm" / "run_vllm.py"
-    done = subprocess.run(
-        [str(python), str(script)], input=json.dumps(job), stdout=subprocess.PIPE, text=True, timeout=900, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"vllm"')]
-    if not lines:
-        raise SystemExit(f"vLLM under {python} exited with {done.returncode} and no result")
-    return json.loads(lines[-1])["vllm"]
+    job = json.dumps({"model": str(path), "prompts": prompts, "lengths": lengths})
+    child = subprocess.Popen([str(python), str(script), job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+
+    def run() -> float:
+        child.stdin.write("run\n")
+        child.stdin.flush()
+        for line in child.stdout:  # vLLM logs to stdout, too
+            if line.startswith("RATE "):
+                return float(line.split()[1])
+        raise SystemExit(f"vLLM under {python} exited with {child.wait()}")
+
+    try:
+        yield run
+    finally:
+        child.kill()
+        child.wait()
+
+
+def timed(run: Callable[[], int]) -> Callable[[], float]:
+    """The same run, returning tokens per CPU-second."""
+
+    def rate() -> float:
+        start = time.process_time()
+        return run() / (time.process_time() - start)
+
+    return rate
 
 
 def main() -> None:
@@ -127,16 +139,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     prompts, lengths = make_requests()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = Path(folder)
         make_model(path)
-        runs = {f"native_{slots}_slots": native(path, prompts, lengths, slots) for slots in SLOTS}
-        rates = best_rates(runs | {"transformers_generate": generate(path, prompts, lengths)}, args.repeats)
+        runs = {f"native_{slots}_slots": timed(native(path, prompts, lengths, slots)) for slots in SLOTS}
+        others = {"transformers_generate": timed(generate(path, prompts, lengths))}
         if args.vllm_python.exists():
-            rates["vllm_fp32_eager"] = vllm_rate(args.vllm_python, path, prompts, lengths, args.repeats)
-    fastest = rates[f"native_{SLOTS[-1]}_slots"]
-    ratios = {f"ratio_vs_{name}": round(fastest / rate, 2) for name, rate in rates.items() if "native" not in name}
-    print(json.dumps({"bench": "generator", "unit": "tokens per CPU-second"} | rates | ratios))
+            others["vllm_fp32_eager"] = stack.enter_context(vllm(args.vllm_python, path, prompts, lengths))
+        turns = [{name: run() for name, run in (runs | others).items()} for _ in range(args.repeats + 1)][1:]
+    best = {name: round(max(turn[name] for turn in turns)) for name in turns[0]}
+    mine = f"native_{SLOTS[-1]}_slots"
+    ratios = {f"ratio_vs_{name}": round(median(turn[mine] / turn[name] for turn in turns), 2) for name in others}
+    print(json.dumps({"bench": "generator", "unit": "tokens per CPU-second"} | best | ratios))
 
 
 if __name__ == "__main__":

@@ -333,6 +333,14 @@ def test_bfloat16_stays_close(model_folder: tuple[Any, Path]) -> None:
     assert 1e-5 < largest_error(model, requests, outputs)[0] < 0.5
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(model_folder: tuple[Any, Path]) -> None:
+    model, folder = model_folder
+    requests = mixed_requests()
+    outputs = run(engine_of(folder, device="cuda"), requests)
+    assert max(largest_error(model, requests, outputs)) < 1e-3
+
+
 def test_weights_that_are_not_finite_are_named(qwen2: tuple[Any, Path]) -> None:
     model, folder = qwen2
     engine = engine_of(folder)
