@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,7 +137,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
     if not batches:
         return batch_from_samples([], [])
     lengths = torch.cat([b.lengths for b in batches])
-    joined: dict[str, Tensor | None] = {"cu_seqlens": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])}
+    joined: dict[str, Any] = {"cu_seqlens": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])}
     for name in TOKEN_FIELDS + LATE_TOKEN_FIELDS + ROW_FIELDS:
         parts = [getattr(b, name) for b in batches]
         if any(p is None for p in parts):

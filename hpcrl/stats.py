@@ -13,7 +13,7 @@ class Stat(NamedTuple):
     """Sum, weight, smallest and largest of some values; merging two Stats is exact."""
 
     total: float
-    count: float
+    count: float  # type: ignore[assignment]  # tuple.count is never needed here
     low: float = math.inf
     high: float = -math.inf
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
+from hpcrl.stats import Stat
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
-    """Base of all messages: immutable, tagged by class name, no unknown fields."""
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, array_like=True):
+    """Base of all messages: tagged by class name, no unknown fields."""
 
 
 # -- commands: world ---------------------------------------------------------------------------------------------
@@ -268,7 +270,7 @@ class Done(Message):
     """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash)."""
 
     seq: int
-    stats: dict[str, tuple[float, float, float, float]] = {}
+    stats: dict[str, Stat] = {}
     files: list[tuple[str, int, str]] = []
     texts: list[str] = []
 

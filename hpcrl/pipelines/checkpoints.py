@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
 from hpcrl.checkpoint.lineage import abandon_after
@@ -55,7 +56,7 @@ class Checkpoints:
         state = self._rollouts.state_dict() if self._rollouts is not None else {"cursor": {}, "scheduler": {}}
         name = write_state(tmp, {**state, "dispositions": {}, "counters": {**self.counters, "step": step}})
         entries += seal_files(tmp, [name])
-        world = {role: list(ranks) for role, ranks in self._layout.ranks.items()}
+        world: dict[str, Any] = {role: list(ranks) for role, ranks in self._layout.ranks.items()}
         facts = Facts(config_hash=_hash(self._config), weight_version=step, attempt=self._attempt, world=world)
         fence = lambda: check_owner(self._run_dir, self._attempt)  # noqa: E731
         commit(self._root, step, tmp, entries, facts, keep=self._config.keep_checkpoints, fence=fence)

@@ -48,15 +48,22 @@ class Run:
         self.weights = Weights(controller, layout)
         self._build()
         loop = self._make_loop()
-        reinforces = config.pipeline == "rlvr"
-        source = PromptSource(config.data, "train", self.tokenizer, config.seed, config.rollout.num_prompts)
-        self.rollouts = Rollouts(loop, controller, layout, config, source, run_dir) if reinforces else None
+        self._rollouts = None
+        if config.pipeline == "rlvr":
+            assert loop is not None, "the layout of a reinforcement run has generators"
+            source = PromptSource(config.data, "train", self.tokenizer, config.seed, config.rollout.num_prompts)
+            self._rollouts = Rollouts(loop, controller, layout, config, source, run_dir)
         self.evaluation = Evaluation(loop, controller, layout, config, self.tokenizer, run_dir) if loop else None
-        self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self.rollouts)
+        self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self._rollouts)
         self.first_step = self.checkpoint.restore()
         self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps)
         self._step_started = time.perf_counter()
-        self._num_samples = 0
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The training rollouts of a reinforcement run."""
+        assert self._rollouts is not None, f"pipeline {self.config.pipeline} has no rollouts"
+        return self._rollouts
 
     def steps(self) -> Iterator[int]:
         """Steps still to do, from 1; each is trained on weights version step - 1 and publishes version step.

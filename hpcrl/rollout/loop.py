@@ -85,7 +85,8 @@ class RolloutLoop:
         The trained samples stay on their replicas until they are handed over or forgotten. RolloutExhausted when the
         step can get no batch; RankFailed and RankSilent as the controller raises them.
         """
-        self._stats, arrived = [], []
+        self._stats = []
+        arrived: list[events.Event] = []
         while True:
             fresh = draw(scheduler.wants())
             prompts.update((prompt.uid, prompt) for prompt in fresh)
