@@ -66,8 +66,9 @@ class Rollouts:
         self._record(harvest.groups)
         total = sum(size.total for size in harvest.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
+        ended = {f"prompts/{name}": scalar(n) for name, n in self.source.dispositions.counts().items()}
         counted = {"_tokens": scalar(total), "_samples": scalar(len(harvest.sizes))}
-        self.stats = merge([generated, harvest.stats, scheduled, counted])
+        self.stats = merge([generated, harvest.stats, scheduled, counted, ended])
         return handle
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
