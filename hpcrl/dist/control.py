@@ -12,6 +12,7 @@ raises `ControlError`, because commands may then be missing.
 from __future__ import annotations
 
 import hmac
+import socket
 import sys
 import threading
 import time
@@ -24,8 +25,10 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError, Queue
 
 MAX_MESSAGE_BYTES = 4 << 20  # the server drops a client at 8 MiB
 MAC_BYTES = 32
+LOOPBACK = "127.0.0.1"
 POLL_BELOW_S = 1.0
 POLL_EVERY_S = 0.0005
+NAMED_REFUSALS = 100  # a flood must not fill the memory or the disk
 
 
 class ControlError(RuntimeError):
@@ -53,8 +56,20 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def serve(host: str, timeout_s: float) -> TCPStore:
-    """A new store bound to a free port of this process, with a client to it."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """A new store on a free port of this process, with a client to it. Where `host` is LOOPBACK no other host reaches
+    it; else it listens on every interface."""
+    if host != LOOPBACK:
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=descriptor,  # the store's from here on
+    )
 
 
 def _mac(key: bytes, name: str, frame: bytes) -> bytes:
@@ -98,6 +113,7 @@ class Inbox:
     def __init__(self, store: TCPStore, name: str, key: bytes, types: Any):
         self.name, self._key, self._store = name, key, store
         self.refused: list[str] = []
+        self.num_refused = 0
         self._decoder = msgspec.msgpack.Decoder(types)
         self._frames = msgspec.msgpack.Decoder(Frame)
         self._last: dict[int, int] = defaultdict(int)
@@ -108,13 +124,13 @@ class Inbox:
         StoreLost when the store is gone, ControlError on a gap in a sender's sequence.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            raw = self._pop(deadline)
-            if raw is None:
-                return None
+        while (raw := self._pop(deadline)) is not None:
             message = self._open(raw)
             if message is not None:
                 return message
+            if time.monotonic() > deadline:  # refused ones may come without end
+                return None
+        return None
 
     def _pop(self, deadline: float) -> bytes | None:
         # A blocked pop that times out can take seconds to be cancelled (seen with torch 2.13), so short waits poll.
@@ -131,10 +147,9 @@ class Inbox:
                 time.sleep(min(wait, POLL_EVERY_S))
             except DistNetworkError as error:
                 raise StoreLost(f"the control store is gone (queue {self.name})") from error
-            except DistStoreError:
-                if time.monotonic() < deadline:
+            except DistStoreError:  # a blocked pop's time was over, up to a millisecond early
+                if wait <= POLL_BELOW_S:
                     raise
-                return None
 
     def _open(self, raw: bytes) -> tuple[int, int, Any] | None:
         mac, frame = raw[:MAC_BYTES], raw[MAC_BYTES:]
@@ -161,5 +176,7 @@ class Inbox:
             return self._refuse(f"message {opened.seq} of sender {opened.sender} does not fit the schema: {error}")
 
     def _refuse(self, what: str) -> None:
-        self.refused.append(what)
-        print(f"hpcrl control: refused on queue {self.name}: {what}", file=sys.stderr, flush=True)
+        self.num_refused += 1
+        if self.num_refused <= NAMED_REFUSALS:
+            self.refused.append(what)
+            print(f"hpcrl control: refused on queue {self.name}: {what}", file=sys.stderr, flush=True)

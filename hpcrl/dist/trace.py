@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 _LAYOUT = struct.Struct("<ddq64s")  # beat, since, seq, activity
 BEAT_EVERY_S = 1.0
+LEAVING = "leave"
+"""The activity of a rank that may end: any other one at the end of a process means that it was not done."""
 
 
 class Activity(NamedTuple):
@@ -30,14 +32,16 @@ class Trace:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.doing = "start"
         now = time.monotonic()  # one clock for all processes of a host, and none that somebody sets
-        path.write_bytes(_LAYOUT.pack(now, now, 0, b"start"))
+        path.write_bytes(_LAYOUT.pack(now, now, 0, self.doing.encode()))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
         threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True).start()
 
     def enter(self, activity: str, seq: int = 0) -> None:
         """Note what the main thread does from now on."""
+        self.doing = f"{activity} #{seq}" if seq else activity
         struct.pack_into("<dq64s", self._map, 8, time.monotonic(), seq, activity.encode()[:64])
 
     def _beat(self) -> None:

@@ -22,7 +22,8 @@ from hpcrl.dist import control
 from hpcrl.dist.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
 from hpcrl.dist.mailbox import Mailbox
 from hpcrl.dist.messages import Command, Event
-from hpcrl.dist.trace import Trace
+from hpcrl.dist.trace import LEAVING, Trace
+from hpcrl.dist.watch import StoreWatch
 
 CONTROLLER_QUEUE = "controller"
 
@@ -34,7 +35,7 @@ def rank_queue(rank: int) -> str:
 
 @dataclass
 class World:
-    """What a rank process has of the world. `events` is the controller's inbox (rank 0 only)."""
+    """What a rank process has of the world. Rank 0 has the controller's inbox `events`, the others a `watch`."""
 
     rank: int
     size: int
@@ -47,7 +48,14 @@ class World:
     events: control.Inbox | None
     mailbox: Mailbox
     trace: Trace
+    watch: StoreWatch | None
     timeout_s: float
+
+    def leave(self) -> None:
+        """From now on this process and the store may end: called before the last answer."""
+        self.trace.enter(LEAVING)
+        if self.watch is not None:
+            self.watch.stop()
 
     def group(self, name: str, ranks: Sequence[int], epoch: int) -> dist.ProcessGroupGloo:
         """An explicit group between roles. Collective over `ranks`, in which this rank must be.
@@ -78,10 +86,12 @@ def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: floa
 
     StoreLost or TimeoutError when rank 0 is not there within start_s.
     """
+    # torch asks for the name of every peer's address. Where name servers are missing or lossy that costs 5 s a try.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     rank = place.index
     folder.mkdir(parents=True, exist_ok=True)
     trace = Trace(folder / f"trace_{rank}")
-    host = "127.0.0.1" if place.num_nodes == 1 else socket.gethostname()
+    host = control.LOOPBACK if place.num_nodes == 1 else socket.gethostname()
     server = None
     endpoint: dict[str, Any] | None = None
     if rank == 0:
@@ -94,6 +104,10 @@ def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: floa
     store = server if server is not None else control.connect(*address, start_s)
     store.set_timeout(timedelta(seconds=store_s))
     events = control.Inbox(control.connect(*address, start_s), CONTROLLER_QUEUE, key, Event) if rank == 0 else None
+    watch = None
+    if rank != 0:
+        where = f"rank {rank} on {socket.gethostname()}"
+        watch = StoreWatch(control.connect(*address, start_s), where, lambda: trace.doing, store_s)
     return World(
         rank=rank,
         size=size,
@@ -106,6 +120,7 @@ def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: floa
         events=events,
         mailbox=Mailbox(store, key, rank, host, store_s),
         trace=trace,
+        watch=watch,
         timeout_s=command_s,
     )
 
