@@ -12,7 +12,7 @@ from hpcrl.checkpoint.tiny import make_tiny_model
 from hpcrl.config import Config
 from hpcrl.dist.agent import VERDICT
 from hpcrl.dist.control import ControlError, StoreLost
-from hpcrl.dist.controller import Controller, RankFailed, RankSilent
+from hpcrl.dist.controller import Controller, RankFailed, RankLost, RankSilent
 from hpcrl.dist.world import World
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
@@ -25,6 +25,7 @@ from hpcrl.rundir import SupersededError, finish_run
 
 CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
+    (RankLost, ExitCode.RANK_KILLED),
     (RankSilent, ExitCode.DEADLINE),
     (StoreLost, ExitCode.STORE_LOST),
     (ControlError, ExitCode.FAILED),
@@ -57,6 +58,7 @@ def control(
         print(run.finish(), flush=True)
         finish_run(run_dir, run.last_step, config.max_steps, f"trained {run.last_step} steps")
         controller.dismiss()
+        world.leave()
         return ExitCode.DONE
     except Stopped as stop:
         controller.dismiss()
@@ -64,8 +66,6 @@ def control(
     except Exception as error:
         traceback.print_exc()
         code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
-        if isinstance(error, RankFailed) and "is lost" in str(error):
-            code = ExitCode.RANK_KILLED
         text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"
         return _tell(world, code, text)
 

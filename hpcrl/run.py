@@ -64,9 +64,11 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
         world_folder=world,
         logs=run_dir / "logs" / f"attempt_{attempt:04d}",
         grace_s=timeouts.grace_s,
-        silent_s=timeouts.command_s,
+        # Before a command's deadline is over, so that the rank that stopped is named and not those that wait for it.
+        silent_s=timeouts.command_s / 2,
+        start_s=timeouts.start_s,
     )
-    return _conclude(agent.run(), run_dir, attempt)
+    return _conclude(agent.run(), layout, run_dir, attempt)
 
 
 def node_of(rank: int, world_size: int, num_nodes: int) -> int:
@@ -121,11 +123,11 @@ def run_rank(run_dir: Path, place: Place) -> int:
         worker.close()
 
 
-def _conclude(verdict: Verdict, run_dir: Path, attempt: int) -> int:
+def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int) -> int:
     """One line for the user where the run did not end well; the exit code."""
     if verdict.controller_code is None:  # another node's agent speaks for the controller
         return ExitCode.DONE if not verdict.lost else ExitCode.RANK_KILLED
-    if verdict.controller_code == 0:
+    if verdict.controller_code == 0 and 0 not in verdict.lost:
         return ExitCode.DONE
     path = world_folder(run_dir, attempt) / VERDICT
     if path.exists():
@@ -135,7 +137,8 @@ def _conclude(verdict: Verdict, run_dir: Path, attempt: int) -> int:
         code = SIGNAL_CODES.get(verdict.signal_number, ExitCode.REQUEUE)
         message = f"ended by {signal.Signals(verdict.signal_number).name} before a step boundary"
     else:
-        code, message = ExitCode.RANK_KILLED, f"rank 0 (controller): {verdict.lost.get(0, 'ended without a word')}"
+        code = ExitCode.DEADLINE if 0 in verdict.silent else ExitCode.RANK_KILLED
+        message = f"rank 0 ({', '.join(layout.roles_of(0))}) is lost: {verdict.lost[0]}"
     logs = run_dir / "logs" / f"attempt_{attempt:04d}"
     where = "" if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.REQUEUE) else f" (logs: {logs})"
     print(f"hpcrl: {message}{where}", file=sys.stderr, flush=True)

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.dist.bootstrap import ENDPOINT
-from hpcrl.dist.trace import read_trace
+from hpcrl.dist.trace import LEAVING, read_trace
 
 POLL_S = 0.05
 CHECK_EVERY_S = 1.0
+STUCK = 4  # times silent_s that the controller may do one thing
 TERMINATE_S = 2.0  # from SIGTERM to SIGKILL
 KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
 VERDICT = "verdict.json"  # what the controller leaves for its agent
@@ -34,11 +35,13 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass
 class Verdict:
-    """How the node's ranks ended. lost: rank -> what its process did, for ranks that ended badly. signal_number: the
-    first signal the agent got, or 0. controller_code: None on a node without rank 0."""
+    """How the node's ranks ended. lost: rank -> what its process did, for ranks that ended badly; silent: those of them
+    that the agent ended. signal_number: the first signal the agent got, or 0. controller_code: None on a node without
+    rank 0."""
 
     controller_code: int | None
     lost: dict[int, str] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)
     signal_number: int = 0
 
 
@@ -55,9 +58,11 @@ class Agent:
         logs: Path,
         grace_s: float,
         silent_s: float,
+        start_s: float,
     ):
         self._argv, self._ranks, self._environ = argv, ranks, environ
-        self._folder, self._logs, self._grace_s, self._silent_s = world_folder, logs, grace_s, silent_s
+        self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
+        self._silent_s, self._start_s = silent_s, start_s
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._signals: list[int] = []
         self._sender = None
@@ -116,11 +121,11 @@ class Agent:
                 if code is None:
                     continue
                 del alive[rank]
-                if code != 0:
-                    verdict.lost[rank] = self._cause(rank, code)
+                if code != 0 or self._ran_away(rank):
+                    verdict.lost[rank] = self._cause(rank, code, verdict.silent.get(rank))
                 if rank == 0:
                     verdict.controller_code = code
-                elif code != 0:
+                elif rank in verdict.lost:
                     unreported[rank] = verdict.lost[rank]
             # The first signal asks the controller to stop at a step boundary, the same one again ends everything.
             # Another one does not: a batch system sends SIGUSR1 early and SIGTERM late, and a save may still be made.
@@ -137,30 +142,41 @@ class Agent:
                     return
             if time.monotonic() > next_check:
                 next_check = time.monotonic() + CHECK_EVERY_S
-                self._check_beats(alive, time.monotonic() - started)
-                unreported = {rank: cause for rank, cause in unreported.items() if not self._report(rank, cause)}
+                self._check_beats(alive, time.monotonic() - started, verdict.silent)
+                for rank, cause in list(unreported.items()):
+                    if self._report(rank, cause, rank in verdict.silent):
+                        del unreported[rank]
             time.sleep(POLL_S)
 
-    def _check_beats(self, alive: Mapping[int, subprocess.Popen[bytes]], since_start_s: float) -> None:
-        """A process that has not beaten for silent_s is stopped or stuck in native code: end it, which reports it."""
+    def _check_beats(
+        self, alive: Mapping[int, subprocess.Popen[bytes]], since_start_s: float, silent: dict[int, str]
+    ) -> None:
+        """End a process that does not come up, or does not beat: it is stopped or stuck in native code."""
         for rank, process in alive.items():
             activity = read_trace(self._folder / f"trace_{rank}")
-            silent_s = since_start_s if activity is None else activity.beat_age_s
-            # Nobody else watches the controller.
-            stuck = rank == 0 and activity is not None and activity.age_s > 2 * self._silent_s
-            if silent_s > self._silent_s or stuck:
+            if activity is None:
+                if since_start_s > self._start_s:
+                    silent[rank] = f"did not come up within {self._start_s:g} s"
+            elif activity.beat_age_s > self._silent_s:
+                silent[rank] = f"gave no sign of life for {activity.beat_age_s:.0f} s"
+            elif rank == 0 and activity.age_s > STUCK * self._silent_s:  # nobody else watches the controller
+                silent[rank] = f"did not get on for {activity.age_s:.0f} s"
+            if rank in silent:
                 _kill_group(process.pid)
 
-    def _cause(self, rank: int, code: int) -> str:
+    def _ran_away(self, rank: int) -> bool:
+        """Whether a rank that ended with code 0 was not done: user code may have ended its process."""
+        activity = read_trace(self._folder / f"trace_{rank}")
+        return activity is not None and activity.name != LEAVING
+
+    def _cause(self, rank: int, code: int, silent: str | None) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         activity = read_trace(self._folder / f"trace_{rank}")
-        doing = f" in {activity.name} #{activity.seq}" if activity is not None and activity.name else ""
-        silent = ""
-        if activity is not None and activity.beat_age_s > self._silent_s:
-            silent = f" after {activity.beat_age_s:.0f} s without a heartbeat"
-        return f"process on {socket.gethostname()} {how}{doing}{silent}"
+        doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
+        where = f"process {self._processes[rank].pid} on {socket.gethostname()}"
+        return f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
 
-    def _report(self, rank: int, cause: str) -> bool:
+    def _report(self, rank: int, cause: str, silent: bool) -> bool:
         """Tell the controller; False while it cannot be reached yet. Where it is gone there is nobody to tell: its own
         end decides."""
         endpoint = self._folder / ENDPOINT
@@ -175,9 +191,10 @@ class Agent:
                 key = Path(where["key_file"]).read_bytes()
                 number = -1 - int(self._environ.get("HPCRL_NODE", "0"))
                 self._sender = Sender(connect(where["host"], where["port"], self._grace_s), key, number)
-            self._sender.send("controller", Lost(rank, cause))
+            self._sender.send("controller", Lost(rank, cause, silent))
         except (ControlError, FileNotFoundError) as error:
-            print(f"hpcrl agent: rank {rank}: {cause}; not reported: {error}", file=sys.stderr, flush=True)
+            if 0 not in self._ranks:
+                print(f"hpcrl agent: rank {rank}: {cause}; not reported: {error}", file=sys.stderr, flush=True)
         return True
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -200,7 +217,7 @@ class Agent:
                     print(f"hpcrl agent: rank {rank} (pid {process.pid}) does not die", file=sys.stderr, flush=True)
             if rank == 0 and process.returncode is not None:
                 verdict.controller_code = process.returncode
-                verdict.lost[0] = self._cause(0, process.returncode)
+                verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))
 
 
 def _dying_with(parent: int) -> Callable[[], None]:

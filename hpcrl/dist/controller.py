@@ -11,10 +11,19 @@ from hpcrl.dist.messages import ONE_WAY, BurstDone, Command, Done, Event, Failed
 from hpcrl.dist.world import World, rank_queue
 
 CHECK_EVERY_S = 1.0
+CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch before its first report
 
 
 class RankFailed(RuntimeError):
-    """A rank raised or died; the message names rank, role, command and cause."""
+    """A command raised on a rank; the message names rank, role, command and cause. `event` is what the rank said."""
+
+    def __init__(self, message: str, event: Failed):
+        super().__init__(message)
+        self.event = event
+
+
+class RankLost(RuntimeError):
+    """The process of a rank ended; the message names rank, role, command and how."""
 
 
 class RankSilent(RuntimeError):
@@ -52,7 +61,7 @@ class Controller:
     def describe(self, rank: int) -> str:
         """How errors name a rank."""
         roles = ", ".join(self._roles_of(rank)) or "no role"
-        return f"rank {rank} ({roles}) on {self._hosts.get(rank, 'an unknown host')}"
+        return f"rank {rank} ({roles})" + (f" on {self._hosts[rank]}" if rank in self._hosts else "")
 
     def await_world(self) -> None:
         """Wait until every rank has joined. RankSilent names those that have not within start_s."""
@@ -60,8 +69,8 @@ class Controller:
         while len(self._hosts) < self._world.size:
             self._take(min(CHECK_EVERY_S, max(0.0, deadline - time.monotonic())))
             if time.monotonic() > deadline:
-                missing = sorted(set(range(self._world.size)) - set(self._hosts))
-                raise RankSilent(f"ranks {missing} did not join the world within {self._start_s:g} s")
+                missing = [self.describe(rank) for rank in range(self._world.size) if rank not in self._hosts]
+                raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 
     def send(self, rank: int, command: Command) -> int:
         """Push a command that needs no answer waited for here; returns its number. A lost rank gets nothing (-1)."""
@@ -73,7 +82,7 @@ class Controller:
         return seq
 
     def call(self, commands: Mapping[int, Command]) -> dict[int, Done]:
-        """Push one command per rank, wait for all answers. RankFailed or RankSilent says which rank and why not.
+        """Push one command per rank, wait for all answers. RankFailed, RankLost or RankSilent says which and why not.
 
         All of them are pushed before anything else is, so every collective among them sees the same order everywhere.
         """
@@ -113,6 +122,8 @@ class Controller:
         if message is None:
             return False
         sender, _, event = message
+        if sender in self.lost:  # it was given up and has come back
+            return True
         match event:
             case Joined():
                 self._hosts[sender] = event.host
@@ -123,26 +134,49 @@ class Controller:
                 self._outstanding.pop((sender, event.seq), None)
                 self._events.append((sender, event))
             case Failed():
-                raise RankFailed(
-                    f"{self.describe(sender)} failed in command {event.command} #{event.seq}: {event.error}"
-                )
+                raise self._cause_of(sender, event)
             case Lost():
                 self._lose(event)
             case _:
                 self._events.append((sender, event))
         return True
 
+    def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
+        """What to raise for a failure. Where a peer went away, its own word or its agent's is waited for."""
+        first = self._failure(sender, event)
+        deadline = time.monotonic() + min(CAUSE_S, self.command_s)
+        failed = {sender}
+        while event.kind == "peer" and time.monotonic() < deadline:
+            message = self._inbox.get(max(0.0, deadline - time.monotonic()))
+            match message:
+                case (_, _, Lost() as lost) if lost.rank not in failed:
+                    if not self._survivable(lost.rank, self.lost | {lost.rank}):
+                        return self._loss(lost)
+                case (other, _, Failed() as failure):
+                    failed.add(other)
+                    if failure.kind != "peer":
+                        return self._failure(other, failure)
+        return first
+
+    def _failure(self, rank: int, event: Failed) -> RankFailed:
+        text = f"{self.describe(rank)} failed in command {event.command} #{event.seq}: {event.error}"
+        return RankFailed(text, event)
+
+    def _loss(self, event: Lost) -> RankLost | RankSilent:
+        doing = [f"{o.name} #{seq}" for (rank, seq), o in self._outstanding.items() if rank == event.rank]
+        text = f"{self.describe(event.rank)} is lost: {event.cause}" + (f" (unanswered: {doing[0]})" if doing else "")
+        return RankSilent(text) if event.silent else RankLost(text)
+
     def _lose(self, event: Lost) -> None:
         if event.rank in self.lost:
             return
-        doing = [f"{o.name} #{seq}" for (rank, seq), o in self._outstanding.items() if rank == event.rank]
-        text = f"{self.describe(event.rank)} is lost: {event.cause}" + (f" (unanswered: {doing[0]})" if doing else "")
+        loss = self._loss(event)
         if not self._survivable(event.rank, self.lost | {event.rank}):
-            raise RankFailed(text)
+            raise loss
         self.lost.add(event.rank)
         self._outstanding = {key: o for key, o in self._outstanding.items() if key[0] != event.rank}
         self._events.append((event.rank, event))
-        print(f"hpcrl: {text}; the run goes on without it", flush=True)
+        print(f"hpcrl: {loss}; the run goes on without it", flush=True)
 
     def _check_deadlines(self) -> None:
         if not self._outstanding:

@@ -6,6 +6,8 @@ A command that is answered gets exactly one `Done` or `Failed`. Bulk (tokens, lo
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from hpcrl.stats import Stat
@@ -276,11 +278,16 @@ class Done(Message):
 
 
 class Failed(Message):
-    """The command `seq` raised."""
+    """The command `seq` raised.
+
+    kind: "input" for an exception that bad input causes (ValueError, OSError), "peer" where a connection to another
+    rank broke, which is no cause but a consequence; else empty.
+    """
 
     seq: int
     command: str
     error: str
+    kind: Literal["", "input", "peer"] = ""
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
@@ -332,10 +339,11 @@ class Observed(Message):
 
 
 class Lost(Message):
-    """A rank's process ended or stopped answering, as its node agent saw it."""
+    """A rank's process ended or stopped answering, as its node agent saw it. silent: the agent ended it for that."""
 
     rank: int
     cause: str
+    silent: bool = False
 
 
 Event = Joined | Done | Failed | BurstDone | Scored | Observed | Lost

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 from transformers import AutoTokenizer
@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.batch import Batch
 from hpcrl.config import Config
+from hpcrl.dist.control import StoreLost
 from hpcrl.dist.messages import BuildGroup, BuildRole, Done, DropBatch, Failed, Joined, Leave
 from hpcrl.dist.transfer import Fabric
 from hpcrl.dist.world import CONTROLLER_QUEUE, World
@@ -24,6 +25,7 @@ from hpcrl.roles.exchange import Exchange
 
 IDLE_FIRST_S, IDLE_MOST_S = 0.0005, 0.004
 WAIT_S = 60.0
+PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Role(Protocol):
@@ -96,14 +98,15 @@ class Worker:
         self.world.trace.enter(name, seq)
         if isinstance(command, Leave):
             self._left = True
+            self.world.leave()
             self.emit(Done(seq))
             return True
         try:
             answer = self._handlers[type(command)](command, seq)
-        except Exception as error:
+        except BaseException as error:  # user code may call sys.exit
             traceback.print_exc()
             text = "".join(traceback.format_exception_only(error)).strip().splitlines()
-            self.emit(Failed(seq, name, " ".join(text)[:2000]))
+            self.emit(Failed(seq, name, " ".join(text)[:2000], _kind(error)))
             raise
         self.world.trace.enter("idle", seq)
         if answer is not None:
@@ -145,6 +148,14 @@ class Worker:
     def _drop_batch(self, command: DropBatch, seq: int) -> None:
         self.batches.pop(command.batch, None)
         self.tables.pop(command.batch, None)
+
+
+def _kind(error: BaseException) -> Literal["", "input", "peer"]:
+    """What an exception says about its cause (hpcrl.dist.messages.Failed). Gloo and NCCL raise plain RuntimeErrors."""
+    if isinstance(error, ValueError | OSError):
+        return "input"
+    lost = isinstance(error, StoreLost) or any(word in str(error) for word in PEER_WORDS)
+    return "peer" if lost and isinstance(error, RuntimeError) else ""
 
 
 def leave_default_group() -> None:
