@@ -14,7 +14,7 @@ from hpcrl.data import PromptSource
 from hpcrl.dist import messages
 from hpcrl.dist.controller import Controller
 from hpcrl.layout import RoleLayout
-from hpcrl.metrics import MetricsLog
+from hpcrl.metrics import MetricsLog, read_metrics
 from hpcrl.pipelines.checkpoints import Checkpoints
 from hpcrl.pipelines.evaluation import Evaluation
 from hpcrl.pipelines.parts import FABRIC, Reference, Trainer, Weights
@@ -57,6 +57,7 @@ class Run:
         self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self._rollouts)
         self.first_step = self.checkpoint.restore()
         self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps)
+        self.last_logged: dict[str, float | None] = (read_metrics(run_dir) or [{}])[-1]
         self._step_started = time.perf_counter()
 
     @property
@@ -98,6 +99,7 @@ class Run:
         if tokens:
             flat["system/tps"] = tokens / elapsed
         self.metrics.log(step, flat)
+        self.last_logged = dict(flat)
 
     def finish(self) -> str:
         """Save, export the policy, draw the plot; returns what to tell the user."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hpcrl.config import Config
 from hpcrl.data import epoch_order, sft_rows
 from hpcrl.pipelines.context import Run
@@ -14,6 +16,9 @@ def sft(run: Run) -> None:
     config = run.config
     rows = sft_rows(config.data, "train", run.tokenizer, config.seed)
     for step in run.steps():
+        if config.sft.stop_score is not None and _score(run.last_logged) >= config.sft.stop_score:
+            run.end_at(step - 1)
+            return
         chosen = [_row(config, len(rows), (step - 1) * config.sft.batch_size + i) for i in range(config.sft.batch_size)]
         chosen = sorted(set(chosen))
         encoded = [rows.row(row) for row in chosen]
@@ -28,10 +33,12 @@ def sft(run: Run) -> None:
         counted = {"_tokens": scalar(sum(size.total for size in sizes)), "_samples": scalar(len(sizes))}
         run.log(step, counted, stats, scores)
         run.checkpoint.maybe_save(step)
-        reached = scores.get("val/sampled/score/*", scores.get("val/score/*"))
-        if config.sft.stop_score is not None and reached and reached.total / reached.count >= config.sft.stop_score:
-            run.end_at(step)
-            return
+
+
+def _score(logged: Mapping[str, float | None]) -> float:
+    """The sampled held-out score that was logged last, as a resumed run finds it too; -1 without one."""
+    score = logged.get("val/sampled/score/mean", logged.get("val/score/mean"))
+    return -1.0 if score is None else score
 
 
 def _row(config: Config, num_rows: int, draw: int) -> int:
