@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
-from hpcrl.config import Config
 from hpcrl.data import epoch_order, sft_rows
 from hpcrl.pipelines.context import Run
 from hpcrl.rollout.loop import Sizes
@@ -15,12 +15,13 @@ def sft(run: Run) -> None:
     """Train to the last step, or until the sampled held-out score reaches sft.stop_score."""
     config = run.config
     rows = sft_rows(config.data, "train", run.tokenizer, config.seed)
+    order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
     for step in run.steps():
         if config.sft.stop_score is not None and _score(run.last_logged) >= config.sft.stop_score:
             run.end_at(step - 1)
             return
-        chosen = [_row(config, len(rows), (step - 1) * config.sft.batch_size + i) for i in range(config.sft.batch_size)]
-        chosen = sorted(set(chosen))
+        draws = range((step - 1) * config.sft.batch_size, step * config.sft.batch_size)
+        chosen = sorted({int(order(draw // len(rows))[draw % len(rows)]) for draw in draws})
         encoded = [rows.row(row) for row in chosen]
         sizes = [Sizes(len(token_ids), sum(mask)) for token_ids, mask in encoded]
         batch = run.trainer.load_rows(step, chosen, sizes)
@@ -39,8 +40,3 @@ def _score(logged: Mapping[str, float | None]) -> float:
     """The sampled held-out score that was logged last, as a resumed run finds it too; -1 without one."""
     score = logged.get("val/sampled/score/mean", logged.get("val/score/mean"))
     return -1.0 if score is None else score
-
-
-def _row(config: Config, num_rows: int, draw: int) -> int:
-    epoch, position = divmod(draw, num_rows)
-    return int(epoch_order(config.seed, "sft", epoch, num_rows)[position])
