@@ -1,0 +1,280 @@
+"""The node agent with tiny programs as ranks: who is ended when, what is said about it, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+AGENT = """
+import dataclasses, json, os, sys
+from pathlib import Path
+from hpcrl.dist.agent import Agent
+folder, programs, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+argv = lambda rank: [sys.executable, "-c", programs[rank]] if programs[rank] else [str(folder / "missing")]
+agent = Agent(argv, range(len(programs)), environ={**os.environ, "FOLDER": str(folder)}, world_folder=folder / "world",
+    logs=folder / "logs", **{"grace_s": 1.0, "silent_s": 60.0, "start_s": 60.0, **options})
+print(json.dumps(dataclasses.asdict(agent.run())))
+"""
+
+# What the ranks' programs begin with: up() tells the test the process id, wait() waits for the test.
+HEAD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+folder, rank = Path(os.environ["FOLDER"]), os.environ["HPCRL_RANK"]
+def up(name=rank, pid=os.getpid()):
+    (folder / f"pid_{name}.tmp").write_text(str(pid))
+    (folder / f"pid_{name}.tmp").rename(folder / f"pid_{name}")
+def child(name):
+    up(name, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]).pid)
+def wait(name):
+    while not (folder / name).exists(): time.sleep(.02)
+"""
+STAY = HEAD + "up(); time.sleep(100)"
+CONTROLLER = HEAD + "up(); wait('end')"
+STUBBORN = HEAD + "signal.signal(signal.SIGTERM, signal.SIG_IGN); child('child'); up(); time.sleep(100)"
+POLITE = HEAD + (
+    "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch()); up(); wait('asked'); wait('end')\n"
+    "sys.exit(5)"
+)
+BEATING = (
+    HEAD + "from hpcrl.dist.trace import Trace; Trace(folder / 'world' / f'trace_{rank}').enter('Burst', 3); up()\n"
+)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Node:
+    """An agent in a process of its own, and what its ranks have told."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *programs: str, **options: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(self.folder), json.dumps(programs), json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pid(self, name: int | str) -> int:
+        path = self.folder / f"pid_{name}"
+        until(path.exists, f"{name} is up")
+        return int(path.read_text())
+
+    def release(self, name: str = "end") -> None:
+        (self.folder / name).touch()
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def verdict(self, seconds: float = 20) -> dict[str, Any]:
+        """What the agent found; nothing it started may be left."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=seconds)
+        assert self.process.returncode == 0, err
+        self.assert_empty()
+        return json.loads(out.splitlines()[-1])
+
+    def assert_empty(self) -> None:
+        pids = {path.name: int(path.read_text()) for path in self.folder.glob("pid_*") if path.suffix != ".tmp"}
+        until(lambda: not any(map(is_alive, pids.values())), f"all of {pids} have ended", 5)
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank_{rank:04d}.log").read_text()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    if node.process is not None and node.process.poll() is None:
+        node.process.kill()
+        node.process.communicate()
+
+
+def test_exit_codes_and_logs(node: Node) -> None:
+    controller = HEAD + "print('to the user'); print('to the log', file=sys.stderr); wait('end')"
+    node.start(controller, HEAD + "print('one'); up()", HEAD + "print('two'); up(); sys.exit(3)")
+    node.pid(1), node.pid(2)
+    time.sleep(0.2)
+    node.release()
+    assert node.process is not None
+    out, _ = node.process.communicate(timeout=20)
+    first, last = out.splitlines()
+    verdict = json.loads(last)
+    assert first == "to the user"
+    assert (verdict["controller_code"], verdict["signal_number"], list(verdict["lost"])) == (0, 0, ["2"])
+    assert verdict["lost"]["2"].endswith("exited with code 3")
+    assert (node.log(0), node.log(1), node.log(2)) == ("to the log\n", "one\n", "two\n")
+    node.start(controller, HEAD + "print('again')")
+    assert node.verdict()["lost"] == {}
+    assert node.log(1) == "one\nagain\n"
+
+
+def test_a_killed_rank_is_named_and_takes_its_children_along(node: Node) -> None:
+    node.start(CONTROLLER, BEATING + "child('child'); time.sleep(100)", STAY)
+    grandchild, rank = node.pid("child"), node.pid(1)
+    assert is_alive(grandchild)
+    os.kill(rank, signal.SIGKILL)
+    until(lambda: not is_alive(grandchild), "the rank's child has ended")
+    assert is_alive(node.pid(0))
+    assert is_alive(node.pid(2))  # what becomes of the others is the controller's decision
+    node.release()
+    verdict = node.verdict()
+    assert verdict["controller_code"] == 0
+    assert f"process {rank} on " in verdict["lost"]["1"]
+    assert verdict["lost"]["1"].endswith("was killed by SIGKILL in Burst #3")
+
+
+def test_the_end_of_the_controller_ends_a_rank_that_ignores_sigterm(node: Node) -> None:
+    node.start(HEAD + "wait('end'); sys.exit(7)", STUBBORN, grace_s=0.5)
+    node.pid("child"), node.pid(1)
+    node.release()
+    verdict = node.verdict(8)
+    assert verdict["controller_code"] == 7
+    assert verdict["lost"]["0"].endswith("exited with code 7")
+
+
+def test_a_killed_agent_takes_its_ranks_along(node: Node) -> None:
+    node.start(CONTROLLER, STAY, HEAD + "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(100)")
+    assert all(is_alive(node.pid(rank)) for rank in range(3))
+    node.signal(signal.SIGKILL)
+    node.assert_empty()
+
+
+def test_the_first_signal_goes_to_the_controller_alone(node: Node) -> None:
+    node.start(POLITE, STAY)
+    node.pid(0), node.pid(1)
+    node.signal(signal.SIGTERM)
+    until((node.folder / "asked").exists, "the controller was asked to stop")
+    node.signal(signal.SIGUSR1)  # another signal does not end it
+    time.sleep(0.3)
+    assert is_alive(node.pid(0))
+    assert is_alive(node.pid(1))
+    node.release()
+    verdict = node.verdict()
+    assert (verdict["controller_code"], verdict["signal_number"]) == (5, signal.SIGTERM)
+
+
+def test_the_second_signal_ends_everything(node: Node) -> None:
+    node.start(POLITE, STUBBORN, STAY)
+    for name in (0, 1, 2, "child"):
+        node.pid(name)
+    node.signal(signal.SIGTERM)
+    until((node.folder / "asked").exists, "the controller was asked to stop")
+    node.signal(signal.SIGTERM)
+    verdict = node.verdict(8)
+    assert verdict["controller_code"] == -signal.SIGKILL  # its end is not taken for success
+    assert verdict["signal_number"] == signal.SIGTERM
+    assert verdict["lost"]["0"].endswith("was killed by SIGKILL")
+
+
+def test_a_signal_that_comes_at_once_is_not_lost(node: Node) -> None:
+    node.start(HEAD + "wait('never')", STAY)
+    until((node.folder / "logs" / "rank_0000.log").exists, "the agent starts its ranks")
+    node.signal(signal.SIGINT)
+    verdict = node.verdict(8)
+    assert verdict["signal_number"] == signal.SIGINT
+    assert verdict["controller_code"] != 0
+
+
+def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
+    node.start(CONTROLLER, BEATING + "time.sleep(100)", BEATING + "time.sleep(100)", silent_s=2.5)
+    os.kill(node.pid(1), signal.SIGSTOP)
+    until(lambda: not is_alive(node.pid(1)), "the stopped rank has ended", 10)
+    assert is_alive(node.pid(2))  # it beats
+    node.release()
+    verdict = node.verdict()
+    assert list(verdict["silent"]) == ["1"]
+    assert "gave no sign of life for" in verdict["lost"]["1"]
+    assert verdict["lost"]["1"].endswith("in Burst #3 and was ended")
+
+
+def test_a_rank_that_does_not_come_up_is_ended(node: Node) -> None:
+    node.start(CONTROLLER, BEATING + "time.sleep(100)", STAY, start_s=2.0)
+    until(lambda: not is_alive(node.pid(2)), "the rank without a trace has ended", 10)
+    assert is_alive(node.pid(1))
+    node.verdict(10)  # as has the controller, which makes none here either
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_others(node: Node) -> None:
+    node.start(CONTROLLER, "")
+    assert node.process is not None
+    _, err = node.process.communicate(timeout=20)
+    assert node.process.returncode == 1
+    assert "missing" in err
+    node.assert_empty()
+
+
+def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
+    world = node.folder / "world"
+    node.start(CONTROLLER, BEATING)
+    node.pid(1)
+    for name in ("endpoint.json", "verdict.json"):
+        (world / name).write_text("{}")
+    trace = (world / "trace_1").read_bytes()
+    node.release()
+    node.verdict()
+    (node.folder / "end").unlink()
+    (node.folder / "pid_1").unlink()
+    (world / "trace_1").write_bytes(bytes(len(trace)))  # a beat at the start of the machine
+    node.start(CONTROLLER, STAY, silent_s=5.0)
+    node.pid(1)
+    assert not (world / "endpoint.json").exists()
+    assert not (world / "verdict.json").exists()
+    time.sleep(1.5)  # the beats have been looked at
+    assert is_alive(node.pid(1))
+    node.release()
+    assert node.verdict()["silent"] == {}
+
+
+@pytest.mark.slow
+def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) -> None:
+    from hpcrl.dist import control
+    from hpcrl.dist.bootstrap import make_key_file
+    from hpcrl.dist.messages import Event, Lost
+    from hpcrl.dist.world import CONTROLLER_QUEUE
+
+    node.start(CONTROLLER, HEAD + "up(); sys.exit(3)")
+    node.pid(1)
+    time.sleep(1.2)
+    store, world = control.serve(control.LOOPBACK, 20), node.folder / "world"
+    key = make_key_file(world, "name")
+    endpoint = {"host": control.LOOPBACK, "port": store.port, "key_file": str(key), "world": "name"}
+    (world / "endpoint.tmp").write_text(json.dumps(endpoint))
+    (world / "endpoint.tmp").rename(world / "endpoint.json")
+    inbox = control.Inbox(control.connect(control.LOOPBACK, store.port, 20), CONTROLLER_QUEUE, key.read_bytes(), Event)
+    message = inbox.get(40)
+    assert message is not None
+    sender, _, lost = message
+    assert sender == -1  # node 0's agent
+    assert isinstance(lost, Lost)
+    assert (lost.rank, lost.silent) == (1, False)
+    assert lost.cause.endswith("exited with code 3")
+    node.release()
+    node.verdict()
