@@ -6,6 +6,7 @@ The receiving rank hosts the queue, so the load spreads over the ranks that work
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar, cast
 
 from torch.distributed import TCPStore
 
@@ -14,6 +15,7 @@ from hpcrl.dist.messages import Post, Response, TurnDelta
 
 CHUNK_BYTES = 1 << 20
 Item = Response | TurnDelta
+Kind = TypeVar("Kind", Response, TurnDelta)
 
 
 def _mail_queue(rank: int) -> str:
@@ -28,7 +30,7 @@ class Mailbox:
         self._server: TCPStore | None = None
         self._inbox: control.Inbox | None = None
         self._senders: dict[int, control.Sender] = {}
-        self._own: list[Item] = []
+        self._arrived: dict[type, list[Item]] = {Response: [], TurnDelta: []}
 
     def open(self) -> None:
         """Start to receive (idempotent); publishes the address in the control store."""
@@ -44,7 +46,7 @@ class Mailbox:
         An item larger than a message may be is refused with its size (ValueError).
         """
         if rank == self._rank:
-            self._own.extend(items)
+            self._take_in(items)
             return
         if rank not in self._senders:
             host, port = self._store.get(f"mailbox/{rank}").decode().rsplit(":", 1)
@@ -63,12 +65,19 @@ class Mailbox:
         if chunk:
             self._senders[rank].send(_mail_queue(rank), Post(chunk))
 
-    def receive(self, timeout_s: float = 0.0) -> list[Item]:
-        """Everything that has arrived, in order per sender; waits up to timeout_s for the first."""
-        items, self._own = self._own, []
+    def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
+        """All items of a kind that have arrived, in order per sender; waits up to timeout_s for the first message.
+
+        Those of the other kind are kept: roles that share a rank share its mailbox, and each takes what is its own.
+        """
         while self._inbox is not None:
-            arrived = self._inbox.get(0.0 if items else timeout_s)
-            if arrived is None:
+            post = self._inbox.get(0.0 if self._arrived[kind] else timeout_s)
+            if post is None:
                 break
-            items.extend(arrived[2].items)
-        return items
+            self._take_in(post[2].items)
+        chosen, self._arrived[kind] = self._arrived[kind], []
+        return cast(list[Kind], chosen)
+
+    def _take_in(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._arrived[type(item)].append(item)

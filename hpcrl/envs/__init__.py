@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from hpcrl.config import EnvConfig
@@ -12,16 +13,21 @@ from hpcrl.envs.scripted import ScriptedEnv
 ENVS = {"scripted": ScriptedEnv}
 
 
-def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
-    """A new environment for one sample of a prompt whose data row is {prompt, answer, extra}.
-
-    ValueError names the import path that does not lead to a class.
-    """
+def env_class(config: EnvConfig) -> Callable[..., Env]:
+    """What makes an environment of this section. ValueError names the import path that leads to none."""
     if config.name != "class":
-        return ENVS[config.name](answer=row["answer"], **config.options)
+        return ENVS[config.name]
     module, _, name = (config.class_path or "").partition(":")
     try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"env.class_path={config.class_path!r} leads to no class: {error}") from error
-    return cls(answer=row["answer"], **config.options)
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise anything
+        text = f"{type(error).__name__}: {error}"
+        raise ValueError(f"env.class_path: {config.class_path!r} leads to no class: {text}") from error
+    if not callable(found):
+        raise ValueError(f"env.class_path: {config.class_path!r} is no class but {found!r}")
+    return found
+
+
+def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
+    """A new environment for one sample of a prompt whose data row is {prompt, answer, extra}."""
+    return env_class(config)(answer=row["answer"], **config.options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.dist.messages import Observed, Response, ScoredSample, TurnDelta
-from hpcrl.envs import make_env
+from hpcrl.envs import env_class, make_env
 from hpcrl.envs.base import Env
 from hpcrl.rollout.types import split_sample_id
 
@@ -24,6 +24,9 @@ class EnvRole:
     """
 
     def __init__(self, worker: Worker):
+        """ValueError when the section leads to no environment."""
+        if worker.config.env is not None:
+            env_class(worker.config.env)
         self._worker = worker
         self._envs: dict[int, Env] = {}
         self._totals: dict[int, tuple[float, int]] = {}
@@ -35,9 +38,8 @@ class EnvRole:
     def look_after(self) -> bool:
         if self._worker.config.env is None:
             return False
-        arrived = self._worker.world.mailbox.receive()
+        arrived = self._worker.world.mailbox.receive(Response)
         for turn in arrived:
-            assert isinstance(turn, Response)
             self._play(turn)
         return bool(arrived)
 
@@ -47,6 +49,7 @@ class EnvRole:
     def _play(self, turn: Response) -> None:
         config = self._worker.config.env
         assert config is not None
+        self._worker.world.trace.enter(f"environment {config.name}")
         reward, score, metrics, error, observation, ended = 0.0, 0.0, {}, "", "", True
         try:
             if turn.sample not in self._envs:
@@ -59,7 +62,7 @@ class EnvRole:
             metrics = {name: float(value) for name, value in info.get("metrics", {}).items()}
             score = float(metrics.get("success", reward))
             ended = terminated or truncated or turns >= config.max_turns or turn.reason == "length"
-        except Exception as failure:  # one bad environment is data, not a crash
+        except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
             error = f"environment {config.name}: {type(failure).__name__}: {failure}"
         token_ids = np.empty(0, dtype=np.int32) if ended else self._observation_ids(observation)
         if ended:
@@ -69,6 +72,7 @@ class EnvRole:
             self._worker.world.mailbox.send(turn.reply_to, [TurnDelta(turn.sample, token_ids.tobytes())])
         result = ScoredSample(turn.sample, reward, score, error, metrics)
         self._worker.emit(Observed(turn.sample, len(token_ids), ended, result))
+        self._worker.world.trace.enter("idle")
 
     def _observation_ids(self, observation: str) -> np.ndarray:
         """The tokens between two model turns: the user turn with the observation, up to the model's next word."""

@@ -108,8 +108,7 @@ class GeneratorRole:
         while missing := samples - self._observed:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
-            for item in self._worker.world.mailbox.receive(1.0):
-                assert isinstance(item, TurnDelta)
+            for item in self._worker.world.mailbox.receive(TurnDelta, 1.0):
                 if item.sample in self.held:  # else it was dropped meanwhile
                     self._append(self.held[item.sample], np.frombuffer(item.token_ids, dtype=np.int32), None)
                     self._observed.add(item.sample)

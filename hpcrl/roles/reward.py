@@ -27,9 +27,9 @@ class RewardRole:
 
     def look_after(self) -> bool:
         # With an environment the env role of this rank owns the mail: it gives the rewards.
-        arrived = [] if self._worker.config.env is not None else self._worker.world.mailbox.receive()
+        arrived = [] if self._worker.config.env is not None else self._worker.world.mailbox.receive(Response)
         if arrived:
-            self._pool.submit([_item(response) for response in arrived if isinstance(response, Response)])
+            self._pool.submit([_item(response) for response in arrived])
         scores = self._pool.poll()
         if scores:
             self._worker.emit(

@@ -1,0 +1,54 @@
+"""A model and data small enough for whole runs in seconds, on which rewards differ, so that there is something to learn."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcrl.checkpoint.tiny import make_tiny_model
+from hpcrl.config import TinyModel
+
+DIGITS = ("0", "1", "2")
+
+
+@pytest.fixture(scope="session")
+def digit_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 prompts whose answers are a digit of DIGITS that cannot be guessed."""
+    path = tmp_path_factory.mktemp("data") / "digits.jsonl"
+    rng = random.Random(0)
+    rows = [{"prompt": f"digit {i}", "answer": rng.choice(DIGITS)} for i in range(64)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """HF folder of a tiny model that answers every prompt, and asks to think again, with some digit of DIGITS."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("model") / "digits"
+    make_tiny_model(TinyModel(hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64), folder)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    rng = random.Random(1)
+
+    def dialogue() -> str:
+        turns = [{"role": "user", "content": f"digit {rng.randrange(64)}"}]
+        turns += [{"role": "assistant", "content": rng.choice(DIGITS)}]
+        turns += [{"role": "user", "content": "check it and answer again"}]
+        turns += [{"role": "assistant", "content": rng.choice(DIGITS)}]
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        batch = tokenizer([dialogue() for _ in range(16)], padding=True, return_tensors="pt")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        loss = model(**batch, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    return folder

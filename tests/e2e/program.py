@@ -1,0 +1,90 @@
+"""Start the whole program as a user would, watch it, kill it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+MARK = "HPCRL_TEST_START"
+"""Environment variable that every process of a start inherits; its value is unique."""
+
+
+class Start:
+    """One start of `python -m hpcrl.launch`; what it prints goes to a file."""
+
+    def __init__(self, run_dir: Path, arguments: list[str], environ: Mapping[str, str] | None = None):
+        self.mark = uuid.uuid4().hex
+        self.output = run_dir.with_name(f"{run_dir.name}.{self.mark[:8]}.out")
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hpcrl.launch", f"run_dir={run_dir}", *arguments],
+                env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **(environ or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        """Everything it has printed so far."""
+        return self.output.read_text()
+
+    @property
+    def step(self) -> int:
+        """The last step it reported, -1 before the first."""
+        return max((int(number) for number in re.findall(r"\bstep (\d+)/", self.text)), default=-1)
+
+    def wait(self, timeout_s: float = 100.0) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end within {timeout_s} s; it printed:\n{self.text}") from None
+
+    def wait_until(self, happened: Callable[[], bool], timeout_s: float = 100.0) -> None:
+        """Return when it happened or the program has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not happened() and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"not within {timeout_s} s; it printed:\n{self.text}"
+            time.sleep(0.01)
+
+    def processes(self) -> list[psutil.Process]:
+        """Launcher, ranks and whatever they have started that still runs, wherever it hangs in the process tree."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:  # ended meanwhile, or of another user
+                continue
+        return found
+
+    def kill(self, rng: random.Random | None = None) -> None:
+        """SIGKILL to every process, in random order."""
+        while found := self.processes():
+            (rng or random.Random(0)).shuffle(found)
+            for process in found:
+                process.kill()
+        self.process.wait()
+
+    def kill_launcher(self, within_s: float = 5.0) -> None:
+        """SIGKILL to the launcher alone; asserts that everything else ends by itself."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        deadline = time.monotonic() + within_s
+        while left := self.processes():
+            names = [(process.pid, process.cmdline()) for process in left]
+            assert time.monotonic() < deadline, f"{names} still run {within_s} s after their launcher was killed"
+            time.sleep(0.05)
