@@ -1,0 +1,43 @@
+"""A world of three ranks that are threads of the test: real stores, queues and gloo groups, without three imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZE = 3
+
+
+class Threads:
+    """The worlds of the ranks, and a way to have every rank do something at once."""
+
+    def __init__(self, folder: Path):
+        from hpcrl.dist.bootstrap import Place
+        from hpcrl.dist.world import join
+
+        self._pool = ThreadPoolExecutor(SIZE)
+        self.worlds = self.every(
+            lambda rank: join(
+                Place("rank", "agent", rank, 0, 1), SIZE, folder, start_s=30.0, store_s=30.0, command_s=20.0
+            )
+        )
+
+    def every(self, action: Callable[[int], Any]) -> list[Any]:
+        """action(rank) on every rank's thread; their results in order."""
+        return list(self._pool.map(action, range(SIZE)))
+
+    def close(self) -> None:
+        for world in self.worlds:
+            world.leave()
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Threads]:
+    threads = Threads(tmp_path_factory.mktemp("world"))
+    yield threads
+    threads.close()

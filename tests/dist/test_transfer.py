@@ -1,0 +1,193 @@
+"""Rollouts between ranks: whatever the moves, every bit arrives where it belongs; a dead peer is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.dist.messages import Move
+from hpcrl.dist.transfer import Fabric
+from tests.dist.conftest import SIZE, Threads
+
+TOKEN_FIELDS = [
+    (name, np.dtype(kind)) for name, kind in {"token_ids": "i4", "loss_mask": "?", "gen_logprobs": "f4"}.items()
+]
+BEHAVIOUR = ("gen_logprobs_behaviour", np.dtype(np.float32))
+ROW_FIELDS = [("status", np.dtype(np.int8)), ("big", np.dtype(np.int64))]
+RANKS = tuple(range(SIZE))
+NOISE = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+
+
+def values_of(sample: int, length: int, name: str, dtype: np.dtype) -> np.ndarray:
+    """Any bits, NaN and signed zeros included, that belong to one field of one sample."""
+    count = 1 if name in dict(ROW_FIELDS) else length
+    start = (sample * 7919 + zlib.crc32(name.encode())) % 4096
+    raw = NOISE[start : start + count * dtype.itemsize]
+    return (raw & 1).astype(bool) if dtype.kind == "b" else raw.copy().view(dtype)
+
+
+def packer(lengths: dict[int, int], fields: Sequence[tuple[str, np.dtype]]) -> Callable[[Sequence[int]], dict]:
+    return lambda samples: {
+        name: np.concatenate([values_of(sample, lengths[sample], name, dtype) for sample in samples])
+        for name, dtype in fields
+    }
+
+
+@pytest.fixture(scope="module")
+def fabrics(threads: Threads) -> list[Fabric]:
+    return threads.every(lambda rank: Fabric(threads.worlds[rank].group("fabric", RANKS, 0), RANKS))
+
+
+PAIRS = st.lists(st.tuples(st.sampled_from(RANKS), st.sampled_from(RANKS)), unique=True)
+SAMPLES = st.lists(st.integers(0, 40), max_size=5)  # lengths of the samples of one move
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs=PAIRS, sizes=st.lists(SAMPLES, min_size=SIZE * SIZE, max_size=SIZE * SIZE), truncated=st.booleans())
+def test_every_bit_arrives(
+    threads: Threads,
+    fabrics: list[Fabric],
+    pairs: list[tuple[int, int]],
+    sizes: list[list[int]],
+    truncated: bool,
+) -> None:
+    lengths = {place * 100 + i: length for place, size in enumerate(sizes) for i, length in enumerate(size)}
+    moves = []
+    for place, (source, dest) in enumerate(pairs):
+        samples = [place * 100 + i for i in range(len(sizes[place]))]
+        moves.append(Move(source, dest, samples, [lengths[s] for s in samples]))
+    tokens = [*TOKEN_FIELDS, BEHAVIOUR] if truncated else TOKEN_FIELDS
+    pack = packer(lengths, [*tokens, *ROW_FIELDS])
+    received = threads.every(lambda rank: fabrics[rank].exchange(rank, moves, tokens, ROW_FIELDS, pack))
+    for rank in RANKS:
+        assert [move for move, _ in received[rank]] == [move for move in moves if move.dest == rank]
+        for move, fields in received[rank]:
+            assert list(fields) == [name for name, _ in [*tokens, *ROW_FIELDS]]
+            for name, dtype in [*tokens, *ROW_FIELDS]:
+                assert fields[name].dtype == dtype
+                parts = [values_of(s, lengths[s], name, dtype).tobytes() for s in move.samples]
+                assert fields[name].tobytes() == b"".join(parts), (move, name)
+
+
+def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(threads: Threads, fabrics: list[Fabric]) -> None:
+    held = {"token_ids": np.arange(6, dtype=np.int64)[::2], "secret": np.zeros(3)}  # another dtype, not contiguous
+    moves = [Move(0, 0, [1], [3]), Move(0, 1, [1], [3])]
+    fields = [("token_ids", np.dtype(np.int32))]
+    received = threads.every(lambda rank: fabrics[rank].exchange(rank, moves, fields, [], lambda _: held))
+    (_, kept), (_, sent) = received[0][0], received[1][0]
+    assert list(kept) == list(sent) == ["token_ids"]
+    assert kept["token_ids"].dtype == sent["token_ids"].dtype == np.int32
+    assert kept["token_ids"].tolist() == sent["token_ids"].tolist() == [0, 2, 4]
+
+
+def test_other_lengths_than_announced_are_refused_before_anything_is_sent(fabrics: list[Fabric]) -> None:
+    moves = [Move(0, 1, [1, 2], [3, 4])]
+    held = {"token_ids": np.zeros(8, dtype=np.int32)}
+    with pytest.raises(ValueError, match=r"2 samples from rank 0 to 1: token_ids has 8 values where .* counted 7"):
+        fabrics[0].exchange(0, moves, [("token_ids", np.dtype(np.int32))], [], lambda _: held)
+
+
+def test_groups_of_other_names_epochs_and_ranks_do_not_mix(threads: Threads, fabrics: list[Fabric]) -> None:
+    def make(rank: int) -> list[Fabric]:
+        pair = [Fabric(threads.worlds[rank].group("pair", (2, 0), 0), (2, 0))] if rank != 1 else []
+        return [*pair, Fabric(threads.worlds[rank].group("fabric", RANKS, 1), RANKS)]
+
+    made = threads.every(make)
+    fields = [("token_ids", np.dtype(np.int32))]
+    moves = [Move(0, 2, [7], [1])]
+    for number, fabric in {1: [row[0] for row in made], 2: [row[-1] for row in made], 3: fabrics}.items():
+        held = {"token_ids": np.array([number], dtype=np.int32)}
+        received = threads.every(
+            lambda rank, fabric=fabric, held=held: (
+                fabric[rank].exchange(rank, moves, fields, [], lambda _: held) if rank != 1 else []
+            )
+        )
+        assert received[2][0][1]["token_ids"].tolist() == [number]
+
+
+def test_a_silent_member_is_waited_for_as_long_as_configured(threads: Threads) -> None:
+    fields = [("token_ids", np.dtype(np.int32))]
+
+    groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=0.5).group("silent", RANKS, 0))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        Fabric(groups[0], RANKS).exchange(0, [Move(1, 0, [1], [8])], fields, [], lambda _: {})
+    assert 0.4 < time.monotonic() - start < 10
+
+
+MEMBER = """
+import json, os, sys, time
+from pathlib import Path
+import numpy as np
+from hpcrl.dist.bootstrap import Place
+from hpcrl.dist.messages import Move
+from hpcrl.dist.transfer import Fabric
+from hpcrl.dist.world import join
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+LENGTH, FIELDS = 1 << 20, [("token_ids", np.dtype(np.int32))]
+world = join(Place("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)
+def make(ranks, epoch):
+    return Fabric(world.group("fabric", ranks, epoch), ranks)
+def exchange(fabric, *pairs):
+    moves = [Move(source, dest, [1], [LENGTH]) for source, dest in pairs]
+    got = fabric.exchange(rank, moves, FIELDS, [], lambda samples: {"token_ids": np.full(LENGTH, rank, dtype=np.int32)})
+    return [int(fields["token_ids"].sum()) for _, fields in got]
+fabric = make([0, 1, 2], 0)
+sums = exchange(fabric, (0, 1), (1, 2), (2, 0))
+(folder / f"ready_{rank}").touch()
+if rank == 2:
+    time.sleep(60)
+start = time.monotonic()
+try:
+    exchange(fabric, (2, 0), (2, 1))
+    error = ""
+except RuntimeError as caught:
+    error = str(caught)
+seconds = time.monotonic() - start
+sums += exchange(make([0, 1], 1), (0, 1), (1, 0))
+(folder / f"result_{rank}.tmp").write_text(json.dumps([error, seconds, sums]))
+(folder / f"result_{rank}.tmp").rename(folder / f"result_{rank}")
+while not all((folder / f"result_{r}").exists() for r in (0, 1)): time.sleep(.02)
+world.leave()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_member_is_noticed_and_the_group_rebuilt_without_it(tmp_path: Path) -> None:
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER, str(rank), str(tmp_path)], env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        )
+        for rank in RANKS
+    ]
+    try:
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / f"ready_{rank}").exists() for rank in RANKS):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.3)  # they wait for what rank 2 does not send
+        members[2].send_signal(signal.SIGKILL)
+        assert [member.wait(40) for member in members] == [0, 0, -signal.SIGKILL]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    for rank, peer in ((0, 1), (1, 0)):
+        error, seconds, sums = json.loads((tmp_path / f"result_{rank}").read_text())
+        assert "Connection closed by peer" in error or "Connection reset by peer" in error
+        assert 0 < seconds < 20  # the group's timeout
+        assert sums == [(rank - 1) % SIZE << 20, peer << 20]
