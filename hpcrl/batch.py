@@ -89,6 +89,12 @@ class Batch:
         """int64 [T]: the row each token belongs to."""
         return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths)
 
+    def prefix_lengths(self) -> Tensor:
+        """int64 [B]: tokens of each row before the first that is trained on; all of them where none is."""
+        starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        trained = torch.cat([self.loss_mask.nonzero()[:, 0], ends[-1:]])
+        return torch.minimum(trained[torch.searchsorted(trained[:-1], starts)], ends) - starts
+
     def check(self) -> Batch:
         """Return self; ValueError names the first field whose shape, dtype or content breaks the contract."""
         total, rows = self.num_tokens, self.num_sequences

@@ -14,17 +14,35 @@ def cost(length: int) -> int:
     return LINEAR_COST * length + length * length
 
 
-def balance(lengths: Sequence[int], num_ranks: int, equal_counts: bool = False) -> list[list[int]]:
+UNITS_PER_RANK = 4
+"""Siblings are kept together until balancing has fewer than this many units per rank to choose from."""
+
+
+def balance(
+    lengths: Sequence[int], num_ranks: int, equal_counts: bool = False, groups: Sequence[int] | None = None
+) -> list[list[int]]:
     """Row indices for each rank, ascending, with the ranks' costs near each other: every row is on exactly one rank.
 
     Largest differencing (Karmarkar and Karp 1982), deterministic. Fewer rows than ranks leave some ranks empty. With
-    equal_counts the numbers of rows differ by at most one. ValueError if num_ranks < 1.
+    equal_counts the numbers of rows differ by at most one. Otherwise rows that have the same number in `groups` (they
+    share a prompt, which a rank computes once) go to one rank, or in equal parts to a few ranks where there are not
+    enough groups to balance with. ValueError if num_ranks < 1.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance {len(lengths)} rows over {num_ranks} ranks")
     if equal_counts:
         return _merge_partitions(_blocks(lengths, num_ranks), num_ranks)
-    return _merge_partitions([[(cost(n), [row])] for row, n in enumerate(lengths)], num_ranks)
+    units = _units(range(len(lengths)) if groups is None else groups, num_ranks)
+    return _merge_partitions([[(sum(cost(lengths[row]) for row in rows), rows)] for rows in units], num_ranks)
+
+
+def _units(groups: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """The rows of each group, cut into as many parts as it takes to have UNITS_PER_RANK for every rank."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    parts = -(-UNITS_PER_RANK * num_ranks // max(1, len(members)))
+    return [rows[part::parts] for rows in members.values() for part in range(min(parts, len(rows)))]
 
 
 Partition = list[tuple[int, list[int]]]
@@ -59,27 +77,49 @@ def _merge_partitions(partitions: list[Partition], num_ranks: int) -> list[list[
     return [sorted(rows) for _, rows in heap[0][2]]
 
 
-def micro_batches(lengths_per_rank: Sequence[Sequence[int]], max_tokens: int) -> list[list[list[int]]]:
+def micro_batches(
+    lengths_per_rank: Sequence[Sequence[int]],
+    max_tokens: int,
+    groups_per_rank: Sequence[Sequence[int]] | None = None,
+) -> list[list[list[int]]]:
     """Row indices per rank and micro-batch; every rank gets the same number of micro-batches, some of them empty.
 
     First fit by falling length: a micro-batch holds at most max_tokens, except that a longer sequence has one of its
-    own. Rows of a micro-batch are ascending. ValueError if max_tokens < 1.
+    own. Rows with the same number in groups_per_rank stay together as far as max_tokens allows. Rows of a micro-batch
+    are ascending. ValueError if max_tokens < 1.
     """
     if max_tokens < 1:
         raise ValueError(f"micro-batches of {max_tokens} tokens cannot hold a sequence; give at least 1")
-    packed = [_first_fit(lengths, max_tokens) for lengths in lengths_per_rank]
+    groups = groups_per_rank or [range(len(lengths)) for lengths in lengths_per_rank]
+    packed = [
+        _first_fit(lengths, max_tokens, numbers) for lengths, numbers in zip(lengths_per_rank, groups, strict=True)
+    ]
     count = max(map(len, packed), default=0)
     return [bins + [[] for _ in range(count - len(bins))] for bins in packed]
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _first_fit(lengths: Sequence[int], max_tokens: int, groups: Sequence[int]) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        number = next((number for number, left in enumerate(room) if lengths[row] <= left), len(bins))
+    for tokens, rows in sorted(_pieces(lengths, max_tokens, groups), key=lambda piece: (-piece[0], piece[1])):
+        number = next((number for number, left in enumerate(room) if tokens <= left), len(bins))
         if number == len(bins):
             bins.append([])
             room.append(max_tokens)
-        bins[number].append(row)
-        room[number] -= lengths[row]
+        bins[number].extend(rows)
+        room[number] -= tokens
     return [sorted(rows) for rows in bins]
+
+
+def _pieces(lengths: Sequence[int], max_tokens: int, groups: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """(tokens, rows): each group, or what of it fits into a micro-batch."""
+    pieces: list[tuple[int, list[int]]] = []
+    latest: dict[int, int] = {}  # group -> its last piece
+    for row, (length, group) in enumerate(zip(lengths, groups, strict=True)):
+        number = latest.get(group)
+        if number is None or pieces[number][0] + length > max_tokens:
+            latest[group] = len(pieces)
+            pieces.append((length, [row]))
+        else:
+            pieces[number] = (pieces[number][0] + length, [*pieces[number][1], row])
+    return pieces

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.planning import balance, cost, micro_batches
+from hpcrl.planning import UNITS_PER_RANK, balance, cost, micro_batches
 
 LENGTHS = st.lists(st.integers(1, 5000), max_size=60)
 
@@ -24,6 +24,23 @@ def test_balance_holds_every_row_once(lengths: list[int], num_ranks: int, equal_
         loads = [sum(cost(lengths[row]) for row in rows) for rows in ranks]
         # No partition of differences leaves ranks further apart than the largest row.
         assert max(loads) - min(loads) <= max(cost(n) for n in lengths)
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 8))
+def test_siblings_stay_together_where_ranks_have_a_choice(lengths: list[int], num_ranks: int, size: int) -> None:
+    groups = [row // size for row in range(len(lengths))]
+    ranks = balance(lengths, num_ranks, groups=groups)
+    assert sorted(row for rows in ranks for row in rows) == list(range(len(lengths)))
+    homes = [{groups[row] for row in rows} for rows in ranks]
+    if len(set(groups)) >= UNITS_PER_RANK * num_ranks:
+        assert sum(map(len, homes)) == len(set(groups))  # no group is in two places
+
+
+def test_few_groups_are_cut_evenly() -> None:
+    ranks = balance([10] * 16, 4, groups=[0] * 8 + [1] * 8)
+    assert [len(rows) for rows in ranks] == [4, 4, 4, 4]
+    ranks = balance([10] * 32, 2, groups=[row // 4 for row in range(32)])
+    assert [len(rows) for rows in ranks] == [16, 16]
 
 
 def test_balance_by_hand() -> None:
@@ -55,6 +72,18 @@ def test_micro_batches_properties(lengths_per_rank: list[list[int]], max_tokens:
             total = sum(lengths[row] for row in rows)
             assert total <= max_tokens or len(rows) == 1
     assert any(all(plan) for plan in plans)  # no more than the fullest rank needs
+
+
+@given(LENGTHS, st.integers(1, 6000), st.integers(1, 8))
+def test_micro_batches_of_siblings(lengths: list[int], max_tokens: int, size: int) -> None:
+    groups = [row // size for row in range(len(lengths))]
+    (plan,) = micro_batches([lengths], max_tokens, [groups])
+    assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in rows) <= max_tokens or len(rows) == 1 for rows in plan)
+    for group in set(groups):
+        members = [row for row in range(len(lengths)) if groups[row] == group]
+        if sum(lengths[row] for row in members) <= max_tokens:
+            assert sum(not set(rows).isdisjoint(members) for rows in plan) == 1
 
 
 def test_micro_batches_by_hand() -> None:

@@ -15,7 +15,7 @@ from hpcrl.rollout.loop import Sizes
 class BatchHandle:
     """A batch that lies on ranks. `rows[rank]`: its samples there, ascending, which is the order of its rows.
 
-    mini_batches: the samples of each, over all ranks. late_fields: what has been filled in (old_logprobs, ...).
+    mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, where siblings share one.
     """
 
     id: int
@@ -24,6 +24,7 @@ class BatchHandle:
     mini_batches: Sequence[Sequence[int]]
     rows: dict[int, list[int]]
     reference_rows: dict[int, list[int]] = field(default_factory=dict)
+    prompts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def samples(self) -> list[int]:
@@ -37,8 +38,10 @@ class BatchHandle:
         chosen = set(samples)
         ranks = sorted(rows)
         indices = [[i for i, sample in enumerate(rows[rank]) if sample in chosen] for rank in ranks]
-        lengths = [[self.sizes[rows[rank][i]].total for i in part] for rank, part in zip(ranks, indices, strict=True)]
-        plans = micro_batches(lengths, max_tokens)
+        parts = [[rows[rank][i] for i in part] for rank, part in zip(ranks, indices, strict=True)]
+        lengths = [[self.sizes[sample].total for sample in part] for part in parts]
+        prompts = [[self.prompts.get(sample, sample) for sample in part] for part in parts]
+        plans = micro_batches(lengths, max_tokens, prompts)
         return {
             rank: [[part[i] for i in micro] for micro in plan]
             for rank, part, plan in zip(ranks, indices, plans, strict=True)
@@ -61,12 +64,17 @@ def split_mini_batches(group_samples: Sequence[Sequence[int]], count: int) -> li
 
 
 def assign_rows(
-    sizes: Mapping[int, Sizes], parts: Sequence[Sequence[int]], ranks: Sequence[int]
+    sizes: Mapping[int, Sizes],
+    parts: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+    prompts: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
-    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths."""
+    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths, siblings (the
+    samples of one of `prompts`) together where that is possible."""
     rows: dict[int, list[int]] = {rank: [] for rank in ranks}
     for part in parts:
-        shares = balance([sizes[sample].total for sample in part], len(ranks))
+        groups = None if prompts is None else [prompts[sample] for sample in part]
+        shares = balance([sizes[sample].total for sample in part], len(ranks), groups=groups)
         for rank, share in zip(ranks, shares, strict=True):
             rows[rank].extend(part[i] for i in share)
     return {rank: sorted(samples) for rank, samples in rows.items()}

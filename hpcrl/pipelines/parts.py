@@ -166,9 +166,10 @@ def hand_over(
     homes = {sample.id: sample.replica for sample in done.values()}
     parts = split_mini_batches([[s.id for s in g.samples] for g in groups], config.algorithm.num_mini_batches)
     trainers, references = layout.ranks["trainer"], layout.ranks["reference"]
-    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers))
+    prompts = {sample.id: group.uid for group in groups for sample in group.samples}
+    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
     if references and references != trainers:
-        handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references)
+        handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
     wanted = handle.rows | handle.reference_rows
     order = handle.samples
     command = messages.HandOver(

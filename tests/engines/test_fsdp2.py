@@ -147,7 +147,7 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
     """Packing that lets sequences see each other must be noticed, and what runs instead must be right."""
 
     class Blind(fsdp2.PackedLayout):
-        def __init__(self, lengths: list[int], device: torch.device):
+        def __init__(self, lengths: list[int], device: torch.device, shared: object = None):
             super().__init__([sum(lengths)], device)
 
     monkeypatch.setattr(fsdp2, "PackedLayout", Blind)

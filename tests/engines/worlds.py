@@ -48,13 +48,15 @@ def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
 
 
 def make_batch(lengths: Sequence[int], num_prompt_tokens: int = 3, seed: int = 0) -> Batch:
-    """Random sequences; everything after the first num_prompt_tokens is model tokens."""
+    """Random sequences; all but the first num_prompt_tokens are model tokens. Every third prompt is the same."""
     rng = np.random.default_rng(seed)
+    prompts = rng.integers(0, VOCAB, (3, num_prompt_tokens)).astype(np.int32)
     samples = []
     for number, length in enumerate(lengths):
         zeros = np.zeros(length, np.float32)
         mask = np.arange(length) >= num_prompt_tokens
         ids = rng.integers(0, VOCAB, length).astype(np.int32)
+        ids[:num_prompt_tokens] = prompts[number % 3, :length]
         samples.append(Sample(number << 24, ids, mask, zeros, zeros.astype(int), zeros.astype(int), FinishReason.STOP))
     return batch_from_samples(samples, list(range(len(lengths)))).check()
 

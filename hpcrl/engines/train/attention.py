@@ -1,8 +1,13 @@
 """Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
 
-The hidden states of a micro-batch are one row of T tokens. A T x T mask costs T^2 for work that is sum(L^2), so here
-sequences of similar length are gathered into padded blocks [rows, length], which the causal kernel of
-scaled_dot_product_attention handles without a mask: padding stands on the right, where no real token looks.
+The hidden states of a micro-batch are one row of tokens. A mask over all pairs of them costs the square of their number
+for work that is the sum of the squared lengths, so here sequences of similar length are gathered into padded blocks
+[rows, length], which the causal kernel of scaled_dot_product_attention handles without a mask: padding stands on the
+right, where no real token looks.
+
+Sequences that begin alike (the prompt of a group's siblings) share the hidden states of their beginning: those tokens
+are packed once and shown in the block of each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same,
+because a token's hidden states depend on nothing but the tokens up to it.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,14 +27,36 @@ MAX_PADDING = 1 / 8  # a row may leave this share of its block empty,
 MIN_PADDING_TOKENS = 8  # or this many tokens: blocks of short rows are cheaper than many kernel calls
 
 
-class PackedLayout:
-    """Where the tokens of packed sequences stand in padded blocks. Made once per micro-batch, used by every layer.
+def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(kept int64 [K], places int64 [T]): which of the tokens int64 [T] of the sequences to pack, and where among those
+    each token is found. Sequences whose first prefixes[row] tokens are equal share them; all else is kept."""
+    ids = token_ids.numpy()
+    places = np.empty(len(ids), dtype=np.int64)
+    first: dict[bytes, int] = {}  # prefix -> place of its first token
+    kept: list[np.ndarray] = []
+    start = count = 0
+    for length, prefix in zip(lengths, prefixes, strict=True):
+        place = first.setdefault(ids[start : start + prefix].tobytes(), count)
+        skipped = prefix if place < count else 0
+        places[start : start + skipped] = np.arange(place, place + skipped)
+        places[start + skipped : start + length] = np.arange(count, count + length - skipped)
+        kept.append(np.arange(start + skipped, start + length))
+        start, count = start + length, count + length - skipped
+    return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(places)
 
-    blocks: (rows, length) of each block, longest first. `to_padded` int64 [sum rows * length] holds for each padded
-    slot the packed token it shows (padding repeats the row's last token); `to_packed` int64 [T] is the inverse.
+
+class PackedLayout:
+    """Which tokens of some sequences are packed and where those stand in padded blocks. Made once per micro-batch.
+
+    kept int64 [K], places int64 [T]: of shared_prefixes. blocks: (rows, length) of each block, longest first.
+    `to_padded` int64 [sum rows * length] holds for each padded slot the packed token it shows (padding repeats the
+    row's last token), `to_packed` int64 [K] the first slot of each packed token. `slots` int64 lists all slots that are
+    no padding, by the packed token they show; `bags` int64 [K] says where each token's begin.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device):
+    def __init__(self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None):
+        """shared: of shared_prefixes; without it every token is packed on its own."""
+        kept, places = shared or (torch.arange(sum(lengths)),) * 2
         starts, order = [0], sorted(range(len(lengths)), key=lambda row: -lengths[row])
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -39,25 +67,27 @@ class PackedLayout:
                 groups.append([])
             groups[-1].append(row)
         self.blocks = [(len(rows), lengths[rows[0]]) for rows in groups]
-        to_padded = []
+        to_padded, real = [], []
         for rows, (_, longest) in zip(groups, self.blocks, strict=True):
             first = torch.tensor([starts[row] for row in rows])[:, None]
             last = torch.tensor([lengths[row] - 1 for row in rows])[:, None]
-            to_padded.append((first + torch.minimum(torch.arange(longest)[None], last)).flatten())
-        padded = torch.cat(to_padded)
-        # Padding repeats the last token on later slots; written backwards, each token's own (first) slot wins.
-        to_packed = torch.empty(starts[-1], dtype=torch.int64)
-        slots = torch.arange(padded.numel())
-        real = torch.ones_like(padded, dtype=torch.bool)
-        real[1:] = padded[1:] != padded[:-1]
-        to_packed[padded[real]] = slots[real]
-        self.to_padded = padded.to(device)
-        self.to_packed = to_packed.to(device)
+            offsets = torch.arange(longest)[None]
+            to_padded.append((first + torch.minimum(offsets, last)).flatten())
+            real.append((offsets <= last).flatten())
+        padded = places[torch.cat(to_padded)]
+        slots = torch.cat(real).nonzero()[:, 0]
+        shown = padded[slots]
+        slots = slots[shown.argsort(stable=True)]
+        counts = shown.bincount()
+        bags = counts.cumsum(0) - counts
+        self.kept, self.places = kept.to(device), places.to(device)
+        self.to_padded, self.to_packed = padded.to(device), slots[bags].to(device)
+        self.slots, self.bags = slots.to(device), bags.to(device)
 
 
 class _Pad(torch.autograd.Function):
-    """Packed [T, ...] -> padded slots. Padded keys reach no real query and padded queries are dropped, so their
-    gradient is left out; what remains is a gather, where autograd would scatter-add."""
+    """Packed [K, H, D] -> padded slots. The gradient of a token is the sum over the slots that show it. That of padding
+    is zero: padded keys reach no real query and padded queries are dropped."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, layout: PackedLayout) -> Tensor:
@@ -66,11 +96,16 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.layout.to_packed), None
+        layout = ctx.layout
+        if len(layout.slots) == len(layout.bags):  # no token is shared
+            return grad.index_select(0, layout.to_packed), None
+        # A sum over bags of rows: several times faster than the scatter-add that autograd would run, and deterministic.
+        summed = F.embedding_bag(layout.slots, grad.flatten(1), layout.bags, mode="sum")
+        return summed.unflatten(1, grad.shape[1:]), None
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded slots -> packed [T, ...]; the gradient of padding is exactly zero."""
+    """Padded slots -> packed [K, H, D], each token from its first slot; other slots have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, layout: PackedLayout) -> Tensor:

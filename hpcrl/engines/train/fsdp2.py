@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hpcrl.batch import Batch, MicroBatches, Norms
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train import checkpoint
-from hpcrl.engines.train.attention import PackedLayout
+from hpcrl.engines.train.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.base import LossFn
 from hpcrl.engines.train.model import PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.schedule import learning_rate
@@ -37,7 +37,7 @@ from hpcrl.stats import Stats, merge, scalar
 SMALL_MODEL_BYTES = 4 << 30
 """A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
 and one reduce-scatter after it. A larger one gathers layer by layer and reduces the gradient of every micro-batch."""
-PROBE_LENGTHS = (13, 7, 19)
+PROBE_LENGTHS, PROBE_PREFIX = (13, 7, 19), 5  # the first and the last sequence share their beginning
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats, mean over tokens
 
 T = TypeVar("T")
@@ -145,7 +145,10 @@ class FSDP2Engine:
         """
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.model.hf.get_input_embeddings().num_embeddings
-        sequences = [torch.randint(vocabulary, (n,), generator=generator).to(self.device) for n in PROBE_LENGTHS]
+        sequences = [torch.randint(vocabulary, (n,), generator=generator) for n in PROBE_LENGTHS]
+        sequences[-1][:PROBE_PREFIX] = sequences[0][:PROBE_PREFIX]
+        shared = shared_prefixes(torch.cat(sequences), PROBE_LENGTHS, [PROBE_PREFIX] * len(PROBE_LENGTHS))
+        sequences = [tokens.to(self.device) for tokens in sequences]
         with torch.no_grad():
             self.model.set_packing(False)
             own = torch.cat([self.model.own_logprobs(tokens) for tokens in sequences])
@@ -153,7 +156,7 @@ class FSDP2Engine:
             deviations = [(single - own).abs().mean(), own.new_tensor(math.inf), own.new_tensor(0.0)]
             if self.model.can_pack:
                 self.model.set_packing(True)
-                packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device))
+                packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device, shared))
                 leaking = self._run(sequences, PackedLayout([sum(PROBE_LENGTHS)], self.device))
                 deviations[1:] = [(packed - own).abs().mean(), -(leaking - own).abs().mean()]
         self.model.reshard()
@@ -215,7 +218,10 @@ class FSDP2Engine:
         places = batch.loss_mask.nonzero()[:, 0]
         before = places - 1 if places.numel() else places.new_zeros(1)
         targets = token_ids[places] if places.numel() else token_ids[:1]
-        layout = PackedLayout(lengths, self.device) if self.packing else None
+        layout = None
+        if self.packing:
+            prefixes = batch.prefix_lengths().tolist() or [0]
+            layout = PackedLayout(lengths, self.device, shared_prefixes(token_ids.cpu(), lengths, prefixes))
         logprobs, entropies = self.model(token_ids, positions, layout, before, targets, temperature, entropy)
 
         def spread(values: Tensor) -> Tensor:

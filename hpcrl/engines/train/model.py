@@ -73,9 +73,12 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
-        token_ids and positions int64 [T] hold packed sequences; without a layout, one sequence.
+        token_ids and positions int64 [T] hold sequences back to back; without a layout, one sequence.
         """
-        packed: dict[str, Any] = {} if layout is None else {"packed_layout": layout, "position_ids": positions[None]}
+        packed: dict[str, Any] = {}
+        if layout is not None:
+            token_ids, before = token_ids[layout.kept], layout.places[before]
+            packed = {"packed_layout": layout, "position_ids": positions[None, layout.kept]}
         hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
         projection = self.hf.get_output_embeddings()
         return token_logprobs(
