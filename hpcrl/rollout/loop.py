@@ -67,6 +67,7 @@ class RolloutLoop:
         self._live: Counter[int] = Counter()  # samples a replica decodes or queues
         self._bursts: Counter[int] = Counter()  # bursts on their way
         self._reached: dict[int, int] = {}  # sample with a scorer or environment -> that rank
+        self._early: set[int] = set()  # samples whose answer overtook the BurstDone they ended in
         self._receivers: dict[tuple[int, int], list[int]] = {}  # (replica, burst) -> whom it was told to send to
         self._heard: dict[int, float] = {}  # scorer or env rank -> when it last showed that it works
         self._sizes: dict[int, Sizes] = {}
@@ -194,7 +195,7 @@ class RolloutLoop:
                 if event.ended:
                     yield self._scored(event.result, prompts)
                 else:
-                    self._reached.pop(event.sample, None)
+                    self._answered(event.sample)
                     yield events.Answered((event.sample,))
             case messages.Lost():
                 stranded = tuple(s for s, receiver in self._reached.items() if receiver == rank)
@@ -213,13 +214,20 @@ class RolloutLoop:
         if not ended:
             return
         self._sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens) for e in ended}
-        self._reach([e.sample for e in ended], receivers)
+        waiting = [e.sample for e in ended if e.sample not in self._early]
+        self._early.difference_update(e.sample for e in ended)
+        self._reach(waiting, receivers)
         yield events.BurstDone(
             rank,
             finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in event.finished if e in ended),
             turns=tuple((e.sample, e.model_tokens) for e in event.turns),
         )
-        yield from self._stranded(tuple(e.sample for e in ended if self._reached[e.sample] in self._controller.lost))
+        yield from self._stranded(tuple(s for s in waiting if self._reached[s] in self._controller.lost))
+
+    def _answered(self, sample: int) -> None:
+        """Its scorer or environment has answered, maybe before the replica's BurstDone came."""
+        if self._reached.pop(sample, None) is None:
+            self._early.add(sample)
 
     def _stranded(self, samples: tuple[int, ...]) -> Iterator[events.Event]:
         """Samples whose scorer or environment is gone: score again, or start the group anew."""
@@ -229,7 +237,7 @@ class RolloutLoop:
             yield events.Failed(samples, "an env rank was lost") if self._envs else events.ScorerLost(samples)
 
     def _scored(self, result: messages.ScoredSample, prompts: Mapping[int, Prompt]) -> events.Event:
-        self._reached.pop(result.sample, None)
+        self._answered(result.sample)
         prompt = prompts.get(split_sample_id(result.sample)[0])
         if prompt is not None:
             self._note({f"{prompt.domain}/score": scalar(result.score)})
