@@ -1,0 +1,282 @@
+"""Who a process is, by every launcher's variables; how ranks find the store; real starts by torchrun and mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcrl.dist.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
+
+Environ = dict[str, str]
+
+
+def torchrun(rank: int, size: int, node: int = 0, nodes: int = 1) -> Environ:
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "LOCAL_RANK": str(rank % max(1, size // nodes)),
+    }
+
+
+def openmpi(rank: int, size: int, local: int) -> Environ:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local),
+        "PMIX_RANK": str(rank),
+    }
+
+
+def mpich(rank: int, size: int, local: int) -> Environ:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALNRANKS": str(local), "MPI_LOCALRANKID": "0"}
+
+
+def slurm(rank: int, tasks: int, node: int, nodes: int, job_tasks: int | None = None) -> Environ:
+    return {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_NTASKS": str(job_tasks or tasks),
+        "SLURM_NNODES": str(nodes),
+    }
+
+
+def agent(rank: int, node: int = 0, nodes: int = 1) -> Environ:
+    return {"HPCRL_RANK": str(rank), "HPCRL_NODE": str(node), "HPCRL_NUM_NODES": str(nodes)}
+
+
+BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}  # no step yet
+
+PLACES = {
+    "local": ({}, 3, Place("agent", "local", 0, 0, 1)),
+    "local, one rank": ({}, 1, Place("agent", "local", 0, 0, 1)),
+    "a batch script": (BATCH_SCRIPT, 8, Place("agent", "local", 0, 0, 1)),
+    "rank of an agent": (agent(2), 3, Place("rank", "agent", 2, 0, 1)),
+    "rank of an agent on node 3": (agent(9, 3, 4), 12, Place("rank", "agent", 9, 3, 4)),
+    "rank of an agent in Slurm": (slurm(3, 4, 3, 4) | agent(9, 3, 4), 12, Place("rank", "agent", 9, 3, 4)),
+    "torchrun": (torchrun(2, 3), 3, Place("rank", "torchrun", 2, 0, 1)),
+    "torchrun, 2 nodes": (torchrun(5, 8, 1, 2), 8, Place("rank", "torchrun", 5, 1, 2)),
+    "torchrun, one per node": (torchrun(1, 2, 1, 2), 8, Place("agent", "torchrun", 1, 1, 2)),
+    "torchrun, one rank": (torchrun(0, 1), 1, Place("rank", "torchrun", 0, 0, 1)),
+    "torchrun in a Slurm step": (slurm(1, 2, 1, 2) | torchrun(5, 8, 1, 2), 8, Place("rank", "torchrun", 5, 1, 2)),
+    "Open MPI": (openmpi(2, 3, 3), 3, Place("rank", "mpi", 2, 0, 1)),
+    "Open MPI, 2 nodes": (openmpi(5, 8, 4), 8, Place("rank", "mpi", 5, 1, 2)),
+    "Open MPI, uneven, few": (openmpi(0, 3, 2), 3, Place("rank", "mpi", 0, 0, 2)),
+    "Open MPI, uneven, last": (openmpi(2, 3, 1), 3, Place("rank", "mpi", 2, 2, 3)),
+    "Open MPI, one per node": (openmpi(1, 2, 1), 8, Place("agent", "mpi", 1, 1, 2)),
+    "Open MPI in a batch script": (BATCH_SCRIPT | openmpi(2, 3, 3), 3, Place("rank", "mpi", 2, 0, 1)),
+    "MPICH": (mpich(2, 3, 3), 3, Place("rank", "mpi", 2, 0, 1)),
+    "MPICH started by srun": (slurm(0, 2, 0, 2) | mpich(5, 8, 4), 8, Place("rank", "mpi", 5, 1, 2)),
+    "PMI without a node size": ({"PMI_RANK": "1", "PMI_SIZE": "3"}, 3, Place("rank", "mpi", 1, 0, 1)),
+    "Slurm, one per rank": (slurm(5, 8, 1, 2), 8, Place("rank", "slurm", 5, 1, 2)),
+    "Slurm, one per rank, with PMI-2": (
+        slurm(5, 8, 1, 2) | {"PMI_RANK": "5", "PMI_SIZE": "8"},
+        8,
+        Place("rank", "slurm", 5, 1, 2),
+    ),
+    "Slurm, one per node": (slurm(1, 2, 1, 2), 8, Place("agent", "slurm", 1, 1, 2)),
+    "Slurm, one per node and rank": (slurm(1, 2, 1, 2), 2, Place("agent", "slurm", 1, 1, 2)),
+    "Slurm, one node": (slurm(0, 1, 0, 1), 3, Place("agent", "slurm", 0, 0, 1)),
+    "Slurm, one rank": (slurm(0, 1, 0, 1), 1, Place("rank", "slurm", 0, 0, 1)),
+    "Slurm, interactive step": (slurm(0, 1, 0, 1, job_tasks=8), 3, Place("agent", "slurm", 0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize(("environ", "world_size", "expected"), PLACES.values(), ids=PLACES)
+def test_place(environ: Environ, world_size: int, expected: Place) -> None:
+    assert find_place(environ, world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size", "launcher", "size", "nodes"),
+    [
+        (torchrun(1, 2), 3, "torchrun", 2, 1),
+        (torchrun(0, 4), 3, "torchrun", 4, 1),
+        (openmpi(1, 4, 4), 3, "mpi", 4, 1),
+        (openmpi(1, 4, 2), 8, "mpi", 4, 2),
+        (slurm(1, 4, 0, 2), 8, "slurm", 4, 2),
+        (slurm(1, 16, 0, 2), 8, "slurm", 16, 2),
+    ],
+)
+def test_contradictions_name_the_numbers(
+    environ: Environ, world_size: int, launcher: str, size: int, nodes: int
+) -> None:
+    message = f"{launcher} started {size} processes on {nodes} node\\(s\\); this layout needs {world_size} ranks .*"
+    with pytest.raises(ValueError, match=message + "one process per node") as caught:
+        find_place(environ, world_size)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_key_file_is_new_and_private(tmp_path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        first = make_key_file(tmp_path, "one")
+        before = first.read_bytes()
+        second = make_key_file(tmp_path, "two")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(second.stat().st_mode) == 0o600
+    assert len(before) == len(second.read_bytes()) == 32
+    assert before != second.read_bytes()
+    assert not first.exists()
+    with pytest.raises(FileExistsError):  # it is made, never taken over
+        os.close(os.open(second, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+
+
+# -- the endpoint file -------------------------------------------------------------------------------------------
+
+
+def place_of(rank: int) -> Place:
+    return Place("rank", "slurm", rank, 0, 1)
+
+
+def join_all(folder: Path, delay_s: float) -> list[str]:
+    """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its own rank."""
+    from hpcrl.dist.messages import Leave
+    from hpcrl.dist.world import join, rank_queue
+
+    def run(rank: int) -> str:
+        time.sleep(delay_s * (rank == 0))
+        world = join(place_of(rank), 3, folder, start_s=30, store_s=30, command_s=30)
+        if rank == 0:
+            for other in (1, 2):
+                world.sender.send(rank_queue(other), Leave())
+        message = world.commands.get(20) if rank else "sent"
+        world.leave()
+        left.wait(20)  # the store ends with rank 0's world
+        return f"{message} {world.commands.refused}"
+
+    left = threading.Barrier(3)
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(run, range(3)))
+
+
+def test_a_second_start_in_the_same_folder_meets_at_its_own_store(tmp_path: Path) -> None:
+    greeting = ["sent []", "(0, 1, Leave()) []", "(0, 1, Leave()) []"]
+    assert join_all(tmp_path, 0.0) == greeting
+    first = json.loads((tmp_path / ENDPOINT).read_text())
+    assert join_all(tmp_path, 0.5) == greeting  # the others find the file of the first
+    second = json.loads((tmp_path / ENDPOINT).read_text())
+    assert first["world"] != second["world"]
+    assert [path.name for path in tmp_path.glob("key_*")] == [f"key_{second['world']}"]
+
+
+def test_a_store_of_another_world_at_the_same_port_is_not_taken(tmp_path: Path) -> None:
+    from hpcrl.dist import control
+    from hpcrl.dist.bootstrap import WORLD_KEY
+
+    other = control.serve(control.LOOPBACK, 10)
+    endpoint = {"host": control.LOOPBACK, "port": other.port, "key_file": "key", "world": "mine"}
+    share_endpoint(place_of(0), tmp_path, endpoint, 1)
+    with pytest.raises(TimeoutError, match=rf"no world answers at 127.0.0.1:{other.port}, named by {tmp_path}"):
+        share_endpoint(place_of(1), tmp_path, None, 0.3)
+    other.set(WORLD_KEY, "another")
+    with pytest.raises(TimeoutError, match=r"after 0.3 s: rank 0 has not come up"):
+        share_endpoint(place_of(1), tmp_path, None, 0.3)
+    other.set(WORLD_KEY, "mine")
+    assert share_endpoint(place_of(1), tmp_path, None, 5) == endpoint
+
+
+def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"no {tmp_path / ENDPOINT} after 0.2 s: rank 0 has not come up"):
+        share_endpoint(place_of(1), tmp_path, None, 0.2)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("hosted", [False, True], ids=["own store", "torchrun's store"])
+def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
+    from hpcrl.dist import control
+
+    server = control.serve(control.LOOPBACK, 20)
+    port = server.port
+    if not hosted:  # rank 0 serves on torchrun's port
+        del server
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    for name, value in (environ | {"TORCHELASTIC_USE_AGENT_STORE": str(hosted)}).items():
+        monkeypatch.setenv(name, value)
+    for restart in ("0", "1"):  # the store may outlive the ranks
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        endpoint = {"host": "h", "port": 1, "key_file": "k", "world": restart}
+
+        def share(rank: int, endpoint: dict = endpoint) -> dict:
+            place = replace(place_of(rank), launcher="torchrun")
+            time.sleep(0.3 * (rank == 2))  # rank 0's store must wait for the last
+            return share_endpoint(place, tmp_path, endpoint if rank == 0 else None, 20)
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(share, range(3))) == [endpoint] * 3
+
+
+# -- real starts -------------------------------------------------------------------------------------------------
+
+
+def prepare_run(run_dir: Path, max_steps: int) -> int:
+    """What the launcher does before it starts ranks; returns the attempt."""
+    from hpcrl.launch.__main__ import prepare
+    from hpcrl.rundir import close_run, open_run
+
+    words = ["+experiment=demo_sft", f"run_dir={run_dir}", f"max_steps={max_steps}", "eval_every=0", "sft.batch_size=8"]
+    config, *_ = prepare(words)
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
+    close_run(opened.run_dir, opened.attempt)
+    return opened.attempt
+
+
+def start(command: list[str], run_dir: Path, attempt: int) -> None:
+    """Run the program in every process that `command` starts; exit code 0."""
+    own = ("SLURM_", "PMI", "OMPI_", "TORCHELASTIC_", "HPCRL_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HPCRL_ATTEMPT": str(attempt)}
+    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        [*command, str(run_dir)], env=environ, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "run"
+
+
+def steps_done(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_torchrun_trains(run_dir: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "hpcrl.run"]
+    start(command, run_dir, prepare_run(run_dir, 2))
+    assert steps_done(run_dir) == [1, 2]
+    assert (run_dir / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("mpirun") and importlib.util.find_spec("mpi4py")),
+    reason="MPI is not installed (openmpi-bin and the extra: mpi)",
+)
+def test_mpirun_trains_and_goes_on_where_another_launcher_stopped(run_dir: Path) -> None:
+    before = steps_done(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    attempt = prepare_run(run_dir, len(before) + 2)
+    start(["mpirun", "--oversubscribe", "-n", "3", sys.executable, "-m", "hpcrl.run"], run_dir, attempt)
+    assert steps_done(run_dir) == [*before, len(before) + 1, len(before) + 2]
