@@ -7,6 +7,7 @@ the ranks named: an engine's default group, or an explicit group between roles.
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import socket
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -129,3 +131,10 @@ def pin_threads(threads: int) -> None:
     """Threads of this process; one per rank is fastest where ranks fill the cores."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Seed the global generators of this process: a start over draws what the first start drew."""
+    random.seed(f"{seed}/{rank}")
+    np.random.seed(random.getrandbits(32))
+    torch.manual_seed(random.getrandbits(63))
