@@ -5,10 +5,10 @@ The receiving rank hosts the queue, so the load spreads over the ranks that work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 
 from hpcrl.dist import control
 from hpcrl.dist.messages import Post, Response, TurnDelta
@@ -30,6 +30,7 @@ class Mailbox:
         self._server: TCPStore | None = None
         self._inbox: control.Inbox | None = None
         self._senders: dict[int, control.Sender] = {}
+        self._lost: set[int] = set()
         self._arrived: dict[type, list[Item]] = {Response: [], TurnDelta: []}
 
     def open(self) -> None:
@@ -41,29 +42,28 @@ class Mailbox:
             self._store.set(f"mailbox/{self._rank}", f"{self._host}:{self._server.port}")
 
     def send(self, rank: int, items: Sequence[Item]) -> None:
-        """Send items in chunks of about 1 MiB; to itself without a detour. StoreLost when the receiver is gone.
+        """Send items in chunks of about 1 MiB; to itself without a detour.
 
-        An item larger than a message may be is refused with its size (ValueError).
+        StoreLost when the receiver is gone, from then on without trying. ValueError with the size for an item that is
+        larger than a message may be.
         """
         if rank == self._rank:
             self._take_in(items)
             return
-        if rank not in self._senders:
-            host, port = self._store.get(f"mailbox/{rank}").decode().rsplit(":", 1)
-            self._senders[rank] = control.Sender(
-                control.connect(host, int(port), self._timeout_s), self._key, self._rank
-            )
-        chunk: list[Item] = []
-        size = 0
-        for item in items:
-            weight = len(item.text) * 4 + len(item.meta) if isinstance(item, Response) else len(item.token_ids)
-            if chunk and size + weight > CHUNK_BYTES:
+        if rank in self._lost:
+            raise control.StoreLost(f"the mailbox of rank {rank} is gone")
+        try:
+            if rank not in self._senders:
+                self._senders[rank] = self._connect(rank)
+            for chunk in _chunks(items):
                 self._senders[rank].send(_mail_queue(rank), Post(chunk))
-                chunk, size = [], 0
-            chunk.append(item)
-            size += weight
-        if chunk:
-            self._senders[rank].send(_mail_queue(rank), Post(chunk))
+        except (control.StoreLost, DistStoreError) as error:
+            self._lost.add(rank)
+            raise control.StoreLost(f"the mailbox of rank {rank} is gone") from error
+
+    def _connect(self, rank: int) -> control.Sender:
+        host, port = self._store.get(f"mailbox/{rank}").decode().rsplit(":", 1)
+        return control.Sender(control.connect(host, int(port), self._timeout_s), self._key, self._rank)
 
     def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
         """All items of a kind that have arrived, in order per sender; waits up to timeout_s for the first message.
@@ -81,3 +81,18 @@ class Mailbox:
     def _take_in(self, items: Sequence[Item]) -> None:
         for item in items:
             self._arrived[type(item)].append(item)
+
+
+def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """The items in lists of about CHUNK_BYTES, none empty."""
+    chunk: list[Item] = []
+    size = 0
+    for item in items:
+        weight = len(item.text) * 4 + len(item.meta) if isinstance(item, Response) else len(item.token_ids)
+        if chunk and size + weight > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(item)
+        size += weight
+    if chunk:
+        yield chunk
