@@ -8,6 +8,7 @@ and in hpcrl/dist.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -83,14 +84,22 @@ def world_folder(run_dir: Path, attempt: int) -> Path:
 
 def run_rank(run_dir: Path, place: Place) -> int:
     """One rank, from joining the world to leaving it; returns its exit code."""
-    from hpcrl.dist.control import ControlError
-    from hpcrl.dist.world import join, pin_threads
-    from hpcrl.roles.worker import Worker, leave_default_group
-
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
+    gc.disable()  # what imports make stays; looking through it again and again takes a sixth of a rank's start
+    from hpcrl.dist.control import ControlError
+    from hpcrl.dist.world import join, pin_threads, seed_generators
+    from hpcrl.roles import import_engines
+    from hpcrl.roles.worker import Worker, leave_default_group
+
+    import_engines(layout.roles_of(place.index))
+    if place.index == 0:
+        from hpcrl.controller import control
+    gc.freeze()
+    gc.enable()
     attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))
     pin_threads(config.cluster.threads_per_rank)
+    seed_generators(config.seed, place.index)
     timeouts = config.timeouts
     model_path = Path(config.model.path) if config.model.path else run_dir / "model"
     if place.index == 0:
@@ -110,8 +119,6 @@ def run_rank(run_dir: Path, place: Place) -> int:
     worker = Worker(world, config, layout, model_path, run_dir)
     try:
         if place.index == 0:
-            from hpcrl.controller import control
-
             return control(world, worker, config, layout, run_dir, model_path, attempt)
         worker.serve()
         leave_default_group()
