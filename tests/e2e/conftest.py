@@ -1,4 +1,4 @@
-"""A model and data small enough for whole runs in seconds, on which rewards differ, so that there is something to learn."""
+"""A model and data for whole runs in seconds, on which rewards differ, so that there is something to learn."""
 
 from __future__ import annotations
 

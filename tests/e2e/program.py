@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -59,6 +60,11 @@ class Start:
         while not happened() and self.process.poll() is None:
             assert time.monotonic() < deadline, f"not within {timeout_s} s; it printed:\n{self.text}"
             time.sleep(0.01)
+
+    def sleep(self, seconds: float) -> None:
+        """Let it work; shorter if it ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
 
     def processes(self) -> list[psutil.Process]:
         """Launcher, ranks and whatever they have started that still runs, wherever it hangs in the process tree."""

@@ -1,0 +1,274 @@
+"""Runs that are killed, signalled or find a damaged checkpoint go on to the end they would have had anyway."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from hpcrl.checkpoint.failpoint import FAILPOINTS
+from hpcrl.checkpoint.state import read_state
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import committed_step, step_name, steps_in
+from hpcrl.metrics import read_metrics
+from hpcrl.rollout.store import RolloutReader
+from tests.e2e.program import Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_STEPS = 6
+TIMED = ("time/", "system/tps", "system/decode_tps")
+
+# Groups are filtered and over-sampled, so that prompts end in several ways; evaluation comes between the steps.
+WORDS = f"""
+layout=colocated max_steps={NUM_STEPS} save_every=2 eval_every=3 eval.num_prompts=4
+rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3 data.max_prompt_tokens=32 rollout.filter_std=true
+rollout.over_sampling=2 generator.max_slots=8 generator.burst_tokens=2 algorithm.num_mini_batches=2
+algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 reward.default.name=exact_match reward.default.timeout_s=100
+""".split()
+
+
+class Runs:
+    """Starts of one configuration."""
+
+    def __init__(self, folder: Path, model: Path, data: Path, *more: str):
+        self.folder = folder
+        self.words = [f"model.path={model}", f"data.train={data}", f"data.val={data}", *WORDS, *more]
+
+    def start(self, name: str, failpoint: str = "") -> Start:
+        return Start(self.folder / name, self.words, {"HPCRL_FAILPOINT": failpoint} if failpoint else {})
+
+    def finish(self, name: str) -> Path:
+        """Start once more, to the end; the run folder."""
+        start = self.start(name)
+        assert start.wait() == ExitCode.DONE, start.text
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_data: Path) -> Runs:
+    """Deterministic mode."""
+    return Runs(tmp_path_factory.mktemp("resume"), digit_model, digit_data, "deterministic=true")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> dict[str, Any]:
+    """What a run leaves that nothing happens to."""
+    left = remains(runs.finish("undisturbed"))
+    assert len(set(left["dispositions"].split())) > 3
+    return left
+
+
+def remains(run_dir: Path) -> dict[str, Any]:
+    """Everything in a finished run folder that does not tell of time: name -> bytes, tensor, array or text."""
+    reader, last = RolloutReader(run_dir), run_dir / "checkpoints" / step_name(NUM_STEPS)
+    assert reader.steps() == list(range(1, NUM_STEPS + 1))
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
+    left: dict[str, Any] = {f"hf/{path.name}": path.read_bytes() for path in sorted((run_dir / "hf").iterdir())}
+    for step in reader.steps():
+        for path in sorted((run_dir / "rollouts" / step_name(step)).iterdir()):
+            left[f"rollouts {step} {path.name}"] = path.read_bytes()
+    left["dispositions"] = "\n".join(map(repr, reader.dispositions()))
+    left["metrics"] = "\n".join(
+        f"{row['step']} {name} {value}" for row in rows for name, value in row.items() if not name.startswith(TIMED)
+    )
+    state = read_state(last)
+    del state["counters"]["seconds"]
+    left["state"] = json.dumps(state, indent=1)
+    left |= {path.name: path.read_bytes() for path in sorted(last.glob("random_rank*.pt"))}
+    return left | {f"tensor {name}": value for name, value in tensors(last).items()}
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by their path in it, unsharded."""
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state, storage_reader=FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[path] = value
+        elif isinstance(value, dict):
+            for key, entry in value.items():
+                collect(entry, f"{path}/{key}")
+
+    collect(state, "")
+    assert any("exp_avg_sq" in name for name in found) and any("embed_tokens" in name for name in found)
+    return found
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of what is not the same in every bit; texts with their first line that differs."""
+    names = sorted(one.keys() ^ other.keys())
+    for name in one.keys() & other.keys():
+        a, b = one[name], other[name]
+        if isinstance(a, torch.Tensor):
+            same = (
+                a.dtype == b.dtype
+                and a.shape == b.shape
+                and bool((a.view(-1).view(torch.uint8) == b.view(-1).view(torch.uint8)).all())
+            )
+        else:
+            same = a == b
+        if not same and isinstance(a, str):
+            pairs = zip(a.splitlines(), b.splitlines(), strict=False)
+            name += ": " + next((f"{x} / {y}" for x, y in pairs if x != y), "one is longer")
+        if not same:
+            names.append(name)
+    return sorted(names)
+
+
+def kill_somewhere(runs: Runs, name: str, rng: random.Random, after_step: int) -> str:
+    """Start, and kill everything at a random moment after this attempt's first `after_step` steps (0: while it
+    starts). Every second time the launcher alone is killed, and has to take the rest with it."""
+    start = runs.start(name)
+    if after_step:
+        first: list[int] = []
+
+        def far_enough() -> bool:
+            if start.step >= 0 and not first:
+                first.append(max(start.step - 1, 0))
+            return bool(first) and start.step - first[0] >= after_step
+
+        start.wait_until(far_enough)
+        delay_s = rng.uniform(0, 0.8)
+    else:
+        delay_s = rng.uniform(0, 8)
+    start.sleep(delay_s)
+    ended = start.process.poll() is not None
+    if rng.random() < 0.5:
+        start.kill_launcher()
+    else:
+        start.kill(rng)
+    return f"killed {delay_s:.2f} s after {'its start' if not after_step else f'{after_step} steps'}, ended {ended}"
+
+
+def survive(runs: Runs, name: str, rng: random.Random, num_kills: int, expected: dict[str, Any]) -> None:
+    """A run that is killed num_kills times ends like one that nothing happened to."""
+    told = [kill_somewhere(runs, name, rng, rng.randrange(4)) for _ in range(num_kills)]
+    assert differences(remains(runs.finish(name)), expected) == [], told
+
+
+@pytest.mark.parametrize("lineage", [0, 1])
+def test_kills_at_random_moments_change_nothing(runs: Runs, undisturbed: dict[str, Any], lineage: int) -> None:
+    survive(runs, f"killed_{lineage}", random.Random(lineage), 4, undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("lineage", range(10))
+def test_fifty_kills_change_nothing(runs: Runs, undisturbed: dict[str, Any], lineage: int) -> None:
+    survive(runs, f"soaked_{lineage}", random.Random(1000 + lineage), 5, undisturbed)
+
+
+def test_kills_within_a_save_change_nothing(runs: Runs, undisturbed: dict[str, Any]) -> None:
+    """Every failpoint in turn; those behind the rename leave a checkpoint, so that the run moves on."""
+    before = -1
+    for place in FAILPOINTS:
+        start = runs.start("saves", place)
+        code = start.wait()
+        after = committed_step(runs.folder / "saves")
+        committed = place in FAILPOINTS[FAILPOINTS.index("renamed") :]
+        assert code == ExitCode.RANK_KILLED and "SIGKILL" in start.text, start.text
+        assert (after > before) == committed, f"{place}: from {before} to {after}"
+        before = after
+    damage_and_finish(runs, "saves", undisturbed)
+
+
+def damage_and_finish(runs: Runs, name: str, expected: dict[str, Any]) -> None:
+    """With its newest checkpoint damaged the run goes on from the one before, and says so."""
+    root = runs.folder / name / "checkpoints"
+    *_, older, newest = steps_in(root)
+    file = next((root / step_name(newest)).glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    start = runs.start(name)
+    assert start.wait() == ExitCode.DONE, start.text
+    assert f"{step_name(newest)} is passed over: {file.name} is not what was committed" in start.text
+    assert f"resumed from {step_name(older)}" in start.text
+    assert differences(remains(runs.folder / name), expected) == []
+
+
+def test_a_signal_stops_at_a_step_boundary(runs: Runs, undisturbed: dict[str, Any]) -> None:
+    """And the next start goes on from there. Meanwhile a second launch is refused."""
+    numbers = {
+        signal.SIGUSR1: ExitCode.REQUEUE,
+        signal.SIGTERM: ExitCode.TERMINATED,
+        signal.SIGINT: ExitCode.INTERRUPTED,
+    }
+    stopped_at = 0
+    for number, code in numbers.items():
+        start = runs.start("signalled")
+        start.wait_until(lambda start=start, done=stopped_at: start.step > done)
+        if number == signal.SIGUSR1:
+            refused = runs.start("signalled")
+            assert refused.wait() == ExitCode.BAD_INPUT
+            assert f"is held by pid {start.process.pid} on host" in refused.text
+        start.process.send_signal(number)
+        assert start.wait() == code, start.text
+        assert not start.processes()
+        stopped_at = committed_step(runs.folder / "signalled")
+        assert f"stopped by {number.name} after step {stopped_at}, everything is saved" in start.text
+        assert [row["step"] for row in read_metrics(runs.folder / "signalled")] == list(range(stopped_at + 1))
+    assert differences(remains(runs.finish("signalled")), undisturbed) == []
+
+
+def test_the_comparison_notices(runs: Runs, undisturbed: dict[str, Any]) -> None:
+    """One bit of a weight, one line of what became of a prompt, a file that is missing."""
+    name = next(name for name in undisturbed if "embed_tokens" in name and "exp_avg" not in name)
+    weight = undisturbed[name].clone()
+    weight.view(-1).view(torch.uint8)[7] ^= 1
+    other = undisturbed | {
+        name: weight,
+        "dispositions": undisturbed["dispositions"].replace("attempt=0", "attempt=1", 1),
+    }
+    del other["rollouts 3 rank_00001.h5"]
+    found = differences(undisturbed, other)
+    assert [line.split(":")[0] for line in found] == sorted([name, "dispositions", "rollouts 3 rank_00001.h5"])
+    assert differences(undisturbed, undisturbed | {}) == []
+
+
+def test_training_changes_the_weights(undisturbed: dict[str, Any], digit_model: Path) -> None:
+    """Otherwise resuming would be easy."""
+    assert undisturbed["hf/model.safetensors"] != (digit_model / "model.safetensors").read_bytes()
+    assert len({line for line in undisturbed["metrics"].splitlines() if " actor/grad_norm " in line}) == NUM_STEPS
+
+
+def test_every_prompt_ends_once_in_the_default_mode(tmp_path: Path, digit_model: Path, digit_data: Path) -> None:
+    runs, rng = Runs(tmp_path, digit_model, digit_data), random.Random(7)
+    for after_step in (1, 3, 2):
+        kill_somewhere(runs, "killed", rng, after_step)
+        check_accounts(tmp_path / "killed")
+    check_accounts(runs.finish("killed"))
+    assert [row["step"] for row in read_metrics(tmp_path / "killed")] == list(range(NUM_STEPS + 1))
+
+
+def check_accounts(run_dir: Path) -> None:
+    """On the committed lineage each prompt has one disposition or is open, and the ledger's counts are those."""
+    step = committed_step(run_dir)
+    if step < 0:
+        return
+    ledger = read_state(run_dir / "checkpoints" / step_name(step))["cursor"]["dispositions"]
+    ended = RolloutReader(run_dir).dispositions()  # which refuses a prompt that ended twice
+    open_uids = [uid for uid, *_ in ledger["open"]]
+    assert sorted([*(record.uid for record in ended), *open_uids]) == list(range(ledger["next_uid"]))
+    counts = Counter(record.disposition.value for record in ended)
+    assert counts == Counter({kind: sum(c for _, k, _, c in ledger["counts"] if k == kind) for kind in counts})
+    assert sum(count for *_, count in ledger["counts"]) == len(ended)
+    for number in RolloutReader(run_dir).steps():
+        trained = np.unique(RolloutReader(run_dir).batch(number).group_ids.numpy())
+        assert len(trained) == 4
