@@ -8,17 +8,18 @@ import sys
 import traceback
 from pathlib import Path
 
-from hpcrl.checkpoint.tiny import make_tiny_model
 from hpcrl.config import Config
 from hpcrl.dist.agent import VERDICT
 from hpcrl.dist.control import ControlError, StoreLost
 from hpcrl.dist.controller import Controller, RankFailed, RankLost, RankSilent
+from hpcrl.dist.messages import BuildRole
 from hpcrl.dist.world import World
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
 from hpcrl.layout import CONTROLLER, RoleLayout
 from hpcrl.pipelines import PIPELINES
-from hpcrl.pipelines.context import Run, Stopped
+from hpcrl.pipelines.checkpoints import CheckpointError
+from hpcrl.pipelines.context import NoProgress, Run, Stopped
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.scheduler import RolloutExhausted
 from hpcrl.rundir import SupersededError, finish_run
@@ -30,6 +31,8 @@ CODES: list[tuple[type[BaseException], ExitCode]] = [
     (StoreLost, ExitCode.STORE_LOST),
     (ControlError, ExitCode.FAILED),
     (RolloutExhausted, ExitCode.STARVED),
+    (NoProgress, ExitCode.NO_PROGRESS),
+    (CheckpointError, ExitCode.CHECKPOINT),
     (SupersededError, ExitCode.SUPERSEDED),
 ]
 
@@ -48,26 +51,42 @@ def control(
     if layout.roles_of(CONTROLLER) != ("controller",):
         controller.pump = worker.pump
     worker.join()
+    run = None
     try:
         if config.model.path is None and not model_path.exists():
+            from hpcrl.checkpoint.tiny import make_tiny_model  # imports models, which takes seconds
+
             make_tiny_model(config.model.tiny, model_path)
         run = Run(controller, layout, config, run_dir, model_path, attempt)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda n, _: setattr(run, "stop_signal", run.stop_signal or n))
-        PIPELINES[config.pipeline](run)
-        print(run.finish(), flush=True)
-        finish_run(run_dir, run.last_step, config.max_steps, f"trained {run.last_step} steps")
+        stopped = None
+        try:
+            PIPELINES[config.pipeline](run)
+            print(run.finish(), flush=True)
+            finish_run(run_dir, run.last_step, config.max_steps, f"trained {run.last_step} steps")
+        except Stopped as stop:
+            stopped = stop
         controller.dismiss()
         world.leave()
-        return ExitCode.DONE
-    except Stopped as stop:
-        controller.dismiss()
-        return _tell(world, SIGNAL_CODES.get(stop.signal_number, ExitCode.REQUEUE), str(stop))
+        if stopped is None:
+            return ExitCode.DONE
+        return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         traceback.print_exc()
-        code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
-        text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"
-        return _tell(world, code, text)
+        return _tell(world, *_explain(error, built=run is not None))
+
+
+def _explain(error: Exception, built: bool) -> tuple[ExitCode, str]:
+    """Exit code and one line. What is wrong with the user's input may show only when the engines are built."""
+    code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
+    if isinstance(error, RankFailed) and error.event.kind == "numbers":
+        code = ExitCode.NO_PROGRESS
+    in_building = isinstance(error, RankFailed) and error.event.command == BuildRole.__name__
+    if not built and (isinstance(error, ValueError | OSError) or (in_building and error.event.kind == "input")):
+        code = ExitCode.BAD_INPUT
+    text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"
+    return code, " ".join(text.split())
 
 
 def _tell(world: World, code: ExitCode, message: str) -> int:

@@ -90,7 +90,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
     from hpcrl.dist.control import ControlError
     from hpcrl.dist.world import join, pin_threads, seed_generators
     from hpcrl.roles import import_engines
-    from hpcrl.roles.worker import Worker, leave_default_group
+    from hpcrl.roles.worker import Reported, Worker, leave_default_group
 
     import_engines(layout.roles_of(place.index))
     if place.index == 0:
@@ -123,6 +123,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
         worker.serve()
         leave_default_group()
         return ExitCode.DONE
+    except Reported:
+        return ExitCode.RANK_FAILED
     except ControlError as error:
         print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
         return ExitCode.STORE_LOST

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from hpcrl.dist.messages import ONE_WAY, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
 from hpcrl.dist.world import World, rank_queue
 
-CHECK_EVERY_S = 1.0
+CHECK_EVERY_S = 10.0  # with nothing to hear
+CHECKS_PER_DEADLINE = 8
+PUMP_EVERY_S = 0.002
 CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch before its first report
 
 
@@ -51,6 +53,7 @@ class Controller:
         assert world.events is not None
         self._world, self._inbox, self._roles_of = world, world.events, roles_of
         self.command_s, self._start_s, self._survivable = command_s, start_s, survivable
+        self.check_s = min(CHECK_EVERY_S, command_s / CHECKS_PER_DEADLINE)
         self._outstanding: dict[tuple[int, int], _Outstanding] = {}
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: dict[tuple[int, int], Done] = {}
@@ -67,7 +70,7 @@ class Controller:
         """Wait until every rank has joined. RankSilent names those that have not within start_s."""
         deadline = time.monotonic() + self._start_s
         while len(self._hosts) < self._world.size:
-            self._take(min(CHECK_EVERY_S, max(0.0, deadline - time.monotonic())))
+            self._take(min(self.check_s, max(0.0, deadline - time.monotonic())))
             if time.monotonic() > deadline:
                 missing = [self.describe(rank) for rank in range(self._world.size) if rank not in self._hosts]
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
@@ -89,14 +92,14 @@ class Controller:
         self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
         waiting = {(rank, self.send(rank, command)) for rank, command in commands.items() if rank not in self.lost}
         while any(key not in self._answers for key in waiting if key[0] not in self.lost):
-            self._take(CHECK_EVERY_S)
+            self._take(self.check_s)
         return {rank: self._answers.pop((rank, seq)) for rank, seq in waiting if (rank, seq) in self._answers}
 
-    def events(self, timeout_s: float) -> list[tuple[int, Event]]:
-        """Events other than answers to call(), as (rank, event), in order; waits up to timeout_s for the first."""
+    def events(self) -> list[tuple[int, Event]]:
+        """Events other than answers to call(), as (rank, event), in order; waits up to check_s for the first."""
         self._world.trace.enter("wait for events")
         if not self._events:
-            self._take(timeout_s)
+            self._take(self.check_s)
         while self._take(0.0):
             pass
         events = list(self._events)
@@ -115,8 +118,8 @@ class Controller:
 
     def _take(self, timeout_s: float) -> bool:
         """Handle one message if there is one within timeout_s, running local commands meanwhile."""
-        if self.pump is not None and self.pump():
-            timeout_s = 0.0
+        if self.pump is not None:
+            timeout_s = 0.0 if self.pump() else min(timeout_s, PUMP_EVERY_S)
         message = self._inbox.get(timeout_s)
         self._check_deadlines()
         if message is None:
@@ -133,6 +136,8 @@ class Controller:
             case BurstDone():
                 self._outstanding.pop((sender, event.seq), None)
                 self._events.append((sender, event))
+            case Failed() if not event.seq and self._survivable(sender, self.lost | {sender}):
+                self._lose(Lost(sender, f"failed in {event.command}: {event.error}"))
             case Failed():
                 raise self._cause_of(sender, event)
             case Lost():
@@ -159,7 +164,8 @@ class Controller:
         return first
 
     def _failure(self, rank: int, event: Failed) -> RankFailed:
-        text = f"{self.describe(rank)} failed in command {event.command} #{event.seq}: {event.error}"
+        where = f"command {event.command} #{event.seq}" if event.seq else event.command
+        text = f"{self.describe(rank)} failed in {where}: {event.error}"
         return RankFailed(text, event)
 
     def _loss(self, event: Lost) -> RankLost | RankSilent:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest
 from hpcrl.checkpoint.lineage import abandon_after
 from hpcrl.checkpoint.state import read_state, write_state
 from hpcrl.config import Config
-from hpcrl.dist.controller import Controller
+from hpcrl.dist.controller import Controller, RankFailed
 from hpcrl.dist.messages import LoadState, SaveState
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.rollouts import Rollouts
 from hpcrl.rundir import check_owner
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none can be read; the message says which and why."""
 
 
 class Checkpoints:
@@ -44,9 +50,17 @@ class Checkpoints:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Commit a checkpoint of `step` (idempotent). SupersededError when another attempt owns the run."""
+        """Commit a checkpoint of `step` (idempotent).
+
+        SupersededError when another attempt owns the run, CheckpointError when it cannot be written, which leaves those
+        before it as they are."""
         if step == self._saved_step:
             return
+        with _explained(f"checkpoint of step {step} not written to {self._root}"):
+            self._write(step)
+        self._saved_step = step
+
+    def _write(self, step: int) -> None:
         tmp = begin(self._root, step, self._attempt)
         trainers = self._layout.ranks["trainer"]
         answers = self._controller.call(dict.fromkeys(trainers, SaveState(str(tmp), "trainer")))
@@ -60,10 +74,15 @@ class Checkpoints:
         facts = Facts(config_hash=_hash(self._config), weight_version=step, attempt=self._attempt, world=world)
         fence = lambda: check_owner(self._run_dir, self._attempt)  # noqa: E731
         commit(self._root, step, tmp, entries, facts, keep=self._config.keep_checkpoints, fence=fence)
-        self._saved_step = step
 
     def restore(self) -> int:
-        """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one."""
+        """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one.
+
+        CheckpointError when there are checkpoints and none can be used."""
+        with _explained(f"no checkpoint read from {self._root}"):
+            return self._read()
+
+    def _read(self) -> int:
         latest = find_latest(self._root) if self._root.exists() else None
         for problem in latest.problems if latest is not None else []:
             print(f"hpcrl: checkpoints: {problem}", flush=True)
@@ -85,6 +104,19 @@ class Checkpoints:
         self._saved_step = step
         print(f"hpcrl: resumed from {latest.path.name}", flush=True)
         return step
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn what a full disk or damaged files raise, here or on a rank that saves or loads, into a CheckpointError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    except RankFailed as error:
+        if error.event.kind != "input" or error.event.command not in (SaveState.__name__, LoadState.__name__):
+            raise
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def _hash(config: Config) -> str:

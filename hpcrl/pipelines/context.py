@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -23,6 +25,10 @@ from hpcrl.plot import plot as draw_plot
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.stats import Stats, flatten, merge
 
+MAX_FRUITLESS_STEPS = 3
+"""Steps in a row without an update, or with a loss that is not finite, after which a run ends."""
+LOSSES = ("actor/total_loss", "sft/loss")
+
 
 class Stopped(Exception):
     """The run was asked to stop and has saved everything at a step boundary."""
@@ -30,6 +36,10 @@ class Stopped(Exception):
     def __init__(self, step: int, signal_number: int):
         self.signal_number = signal_number
         super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}, everything is saved")
+
+
+class NoProgress(RuntimeError):
+    """Several steps in a row changed nothing; the message says which."""
 
 
 class Run:
@@ -42,7 +52,7 @@ class Run:
         self._controller, self._layout = controller, layout
         self.stop_signal = 0
         self.last_step = config.max_steps
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.tokenizer = _load_tokenizer(model_path)
         self.trainer = Trainer(controller, layout, config)
         self.reference = Reference(controller, layout, config)
         self.weights = Weights(controller, layout)
@@ -59,6 +69,7 @@ class Run:
         self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps)
         self.last_logged: dict[str, float | None] = (read_metrics(run_dir) or [{}])[-1]
         self._step_started = time.perf_counter()
+        self._num_fruitless = 0
 
     @property
     def rollouts(self) -> Rollouts:
@@ -89,7 +100,7 @@ class Run:
         self.last_step = step
 
     def log(self, step: int, *parts: Stats) -> None:
-        """Write the step's metrics."""
+        """Write the step's metrics. NoProgress once they show that training has come to nothing."""
         stats = merge(parts)
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
         elapsed = time.perf_counter() - self._step_started
@@ -99,6 +110,7 @@ class Run:
         if tokens:
             flat["system/tps"] = tokens / elapsed
         self.metrics.log(step, flat)
+        self._check_progress(step, stats)
         self.last_logged = dict(flat)
 
     def finish(self) -> str:
@@ -110,6 +122,19 @@ class Run:
         plot = draw_plot(self.run_dir)
         examples = self.evaluation.before_and_after(last) if self.evaluation is not None else ""
         return f"{examples}\nplot {plot}\nHF checkpoint {self.run_dir / 'hf'}"
+
+    def _check_progress(self, step: int, stats: Stats) -> None:
+        updates = stats.get("actor/skipped_update")
+        losses = {name: stats[name].total / stats[name].count for name in LOSSES if name in stats and stats[name].count}
+        signs = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
+        if updates is not None and updates.total == updates.count:
+            signs.append(f"all {updates.count:g} updates were skipped, their gradients were not finite")
+        self._num_fruitless = self._num_fruitless + 1 if signs else 0
+        if self._num_fruitless == MAX_FRUITLESS_STEPS:
+            raise NoProgress(
+                f"no progress in steps {step - MAX_FRUITLESS_STEPS + 1} to {step}: {'; '.join(signs)}; lower "
+                "trainer.lr or trainer.max_grad_norm and start again from a checkpoint before"
+            )
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -138,3 +163,12 @@ class Run:
             burst_tokens=self.config.generator.burst_tokens,
             deterministic=self.config.deterministic,
         )
+
+
+def _load_tokenizer(model_path: Path) -> Any:
+    """The model's tokenizer. ValueError where the folder has none that works."""
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except Exception as error:  # transformers and tokenizers raise all kinds for a damaged file
+        text = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model.path: config and tokenizer of {model_path} cannot be loaded: {text}") from error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.batch import Batch
@@ -41,6 +41,10 @@ class Role(Protocol):
         """End what the role started."""
 
 
+class Reported(Exception):
+    """A command or the work of a role raised; the controller has been told."""
+
+
 class Worker:
     """One rank process: its roles and what they share (batches, groups)."""
 
@@ -63,15 +67,18 @@ class Worker:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """Loaded when a role needs it: rank 0 may still be making the model folder when this rank joins."""
+        from transformers import AutoTokenizer  # takes seconds; a reward rank goes without
+
         return AutoTokenizer.from_pretrained(self.model_path)
 
     def serve(self) -> None:
-        """Join and execute commands until Leave. An exception in a command is reported and ends the rank."""
+        """Join and execute commands until Leave. Reported when something raised, which ends the rank."""
         self.join()
         idle_s = IDLE_FIRST_S
         while not self._left:
             asynchronous = bool({"reward", "env"} & set(self.roles))
-            if self.execute_one(idle_s if asynchronous else WAIT_S) or self._look_after():
+            # Both, always: commands queue up, and what a role can do now must not wait until they have run.
+            if self.execute_one(idle_s if asynchronous else WAIT_S) | self._look_after():
                 idle_s = IDLE_FIRST_S
             else:
                 idle_s = min(IDLE_MOST_S, idle_s * 2)
@@ -81,15 +88,18 @@ class Worker:
         self.emit(Joined(self.world.host, os.getpid()))
 
     def pump(self) -> bool:
-        """One round of the loop without waiting, for the controller's process."""
-        return self.execute_one(0.0) | self._look_after()
+        """One round of the loop without waiting, for the controller, which hears of a failure here like of others."""
+        try:
+            return self.execute_one(0.0) | self._look_after()
+        except Reported:
+            return True
 
     def emit(self, event: Any) -> None:
         """Send an event to the controller."""
         self.world.sender.send(CONTROLLER_QUEUE, event)
 
     def execute_one(self, timeout_s: float) -> bool:
-        """Execute the next command if one comes within timeout_s."""
+        """Execute the next command if one comes within timeout_s. Reported when it raises."""
         message = self.world.commands.get(timeout_s)
         if message is None:
             return False
@@ -101,13 +111,8 @@ class Worker:
             self.world.leave()
             self.emit(Done(seq))
             return True
-        try:
+        with self._reporting(seq, name):
             answer = self._handlers[type(command)](command, seq)
-        except BaseException as error:  # user code may call sys.exit
-            traceback.print_exc()
-            text = "".join(traceback.format_exception_only(error)).strip().splitlines()
-            self.emit(Failed(seq, name, " ".join(text)[:2000], _kind(error)))
-            raise
         self.world.trace.enter("idle", seq)
         if answer is not None:
             self.emit(answer)
@@ -119,7 +124,23 @@ class Worker:
             role.close()
 
     def _look_after(self) -> bool:
-        return any([role.look_after() for role in self.roles.values()])
+        happened = False
+        for name, role in self.roles.items():
+            with self._reporting(0, f"the work of its {name} role"):
+                happened |= role.look_after()
+        return happened
+
+    @contextlib.contextmanager
+    def _reporting(self, seq: int, what: str) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's code may call sys.exit
+            traceback.print_exc()
+            text = "".join(traceback.format_exception_only(error)).split()
+            self.emit(Failed(seq, what, " ".join(text)[:2000], _kind(error)))
+            raise Reported from error
 
     def _build_role(self, command: BuildRole, seq: int) -> Done:
         from hpcrl.roles import ROLES  # the roles' engines are imported where a role is built
@@ -150,10 +171,12 @@ class Worker:
         self.tables.pop(command.batch, None)
 
 
-def _kind(error: BaseException) -> Literal["", "input", "peer"]:
+def _kind(error: BaseException) -> Literal["", "input", "numbers", "peer"]:
     """What an exception says about its cause (hpcrl.dist.messages.Failed). Gloo and NCCL raise plain RuntimeErrors."""
     if isinstance(error, ValueError | OSError):
         return "input"
+    if isinstance(error, FloatingPointError):
+        return "numbers"
     lost = isinstance(error, StoreLost) or any(word in str(error) for word in PEER_WORDS)
     return "peer" if lost and isinstance(error, RuntimeError) else ""
 

@@ -214,7 +214,7 @@ class NativeEngine:
         ids, logprobs, behaviour = (t.cpu().numpy() for t in sample(logits, plan, uniform))
         if not np.isfinite(logprobs[:live]).all():
             bad = slots.requests[int(np.argmin(np.isfinite(logprobs[:live])))].id
-            raise ValueError(f"request {bad}: the logits are not finite under weights version {self.version}")
+            raise FloatingPointError(f"request {bad}: the logits are not finite under weights version {self.version}")
         self._tape.write(self.version, ids, logprobs, behaviour)
         slots.tokens[:rows] = ids
         slots.positions[:live] += 1

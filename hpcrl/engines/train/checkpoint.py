@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 FACTS = "trainer.json"
@@ -45,9 +46,13 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     """Write the sharded model and optimizer, each rank's random state, and trainer.json. Collective.
 
     Returns the names of the files that this rank wrote. The caller makes the folder durable: it flushes and commits
-    all files of a checkpoint together.
+    all files of a checkpoint together. OSError names the trainer rank that could not write.
     """
-    dcp.save(_tensors(model, optimizer), checkpoint_id=folder)
+    try:
+        dcp.save(_tensors(model, optimizer), checkpoint_id=folder)
+    except CheckpointException as error:  # the same on every rank; no Exception, and its text is several tracebacks
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"trainer rank {rank} could not write: {type(cause).__name__}: {cause}") from error
     torch.save(_random_state(), folder / f"random_rank{dist.get_rank()}.pt")
     if dist.get_rank() == 0:
         facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
