@@ -399,6 +399,17 @@ def test_anybody_at_the_port_can_read_and_delete(server: TCPStore, store: TCPSto
     assert inbox.get() is None
 
 
+def test_noise_on_the_port_does_not_end_the_store(server: TCPStore, store: TCPStore, inbox: Inbox) -> None:
+    for noise in (os.urandom(1000), b"\xff" * 100, bytes(100)):
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.sendall(noise)
+    with pytest.raises(RuntimeError):
+        control.connect("127.0.0.1", server.port, 5).queue_push(QUEUE, bytes(9 << 20))
+    Sender(store, KEY, 0).send(QUEUE, m.Leave())
+    assert inbox.get(5) == (0, 1, m.Leave())
+    assert inbox.num_refused == 0
+
+
 def test_the_key_is_in_no_message(store: TCPStore) -> None:
     assert KEY not in raw_of(store, m.Export("hf"))
     assert msgspec.msgpack.decode(raw_of(store, m.Export("hf"))[control.MAC_BYTES :]) == [0, 1, ["Export", "hf"]]
