@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MASK64 = (1 << 64) - 1
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -24,8 +25,10 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 def stream_origin(seed: int, start: int) -> np.uint64:
     """Origin of the stream of `seed` whose first number is drawn at iteration `start`: see `uniforms`."""
-    key = mix64(np.array([seed], dtype=np.uint64))
-    return (key - np.array([start], dtype=np.uint64) * GOLDEN)[0]
+    x = seed & MASK64  # mix64 in Python's integers: ten times faster for a single number
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return np.uint64(((x ^ (x >> 31)) - start * int(GOLDEN)) & MASK64)
 
 
 def uniforms(origins: np.ndarray, iteration: int) -> np.ndarray:
