@@ -292,7 +292,7 @@ class FSDP2Engine:
                 self.model.set_reshard_after_backward(is_last)
             micro_batch = batch.select(rows).to(self.device)
             logprobs, entropies = self._forward(micro_batch, temperature, entropy)
-            loss = logprobs.sum() if entropies is None else logprobs.sum() + entropies.sum()  # no rows: zero
+            loss = logprobs.sum()  # no rows: zero
             if rows:
                 anchor = 0.0 * loss  # keeps the graph where the loss function drops what is masked
                 loss, stats = loss_fn(logprobs, entropies, micro_batch, norms)

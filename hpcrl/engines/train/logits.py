@@ -62,13 +62,16 @@ class _TokenLogprobs(torch.autograd.Function):
             if with_entropy:
                 entropy[chunk] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.head, ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = head, temperature, chunk_tokens, with_entropy
+        ctx.head, ctx.temperature, ctx.chunk_tokens = head, temperature, chunk_tokens
+        ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None says that no loss has it
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         """With z the scaled logits and p = softmax(z): dlogprob/dz = onehot - p, dentropy/dz = -p (log p + entropy)."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropy)
         head, factor = ctx.head, ctx.head.scale / ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -78,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = _logits(hidden[chunk], weight, bias, head, ctx.temperature)
             slope = None if head.softcap is None else 1 - (logits / (factor * head.softcap)).square_()
             coefficient = grad_logprobs[chunk, None]
-            if ctx.with_entropy:
+            if grad_entropy is not None:
                 log_p = logits.log_softmax(-1)
                 coefficient = (log_p + entropy[chunk, None]).mul_(grad_entropy[chunk, None]).add_(coefficient)
                 grad = log_p.exp_().mul_(coefficient.neg_())
