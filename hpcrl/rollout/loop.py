@@ -19,7 +19,6 @@ from hpcrl.stats import Stat, Stats, merge, scalar
 
 BURSTS_AHEAD = 2
 PAYLOAD_BYTES = 1 << 20
-WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class RolloutLoop:
                 for message in _admissions(samples, {} if known else prompts, sampling, self._seed):
                     self._controller.send(replica, message)
             case events.Rescore():
-                scorers = self._alive(self._scorers)
+                scorers = self._receivers_of(replica, self._scorers)
                 self._reach(samples, scorers)
                 self._controller.send(replica, messages.Rescore(samples, scorers))
             case events.Drop():
@@ -133,8 +132,8 @@ class RolloutLoop:
 
     def _keep_busy(self, multi_turn: bool) -> None:
         ahead = 1 if self._deterministic else BURSTS_AHEAD
-        receivers = self._alive(self._envs if multi_turn else self._scorers)
         for replica in self._replicas:
+            receivers = self._receivers_of(replica, self._envs if multi_turn else self._scorers)
             while self._live[replica] > 0 and self._bursts[replica] < ahead and replica not in self._controller.lost:
                 burst = messages.Burst(
                     self._burst_tokens, [] if multi_turn else receivers, receivers if multi_turn else []
@@ -147,12 +146,15 @@ class RolloutLoop:
         """Wait for the bursts that are still on their way, so that a step ends with silent replicas; what they said."""
         late: list[events.Event] = []
         while any(self._bursts[r] > 0 for r in self._replicas if r not in self._controller.lost):
-            for rank, event in self._controller.events(WAIT_S):
+            for rank, event in self._controller.events():
                 late.extend(self._translate(rank, event, prompts))
         return late
 
-    def _alive(self, ranks: Collection[int]) -> list[int]:
-        return [rank for rank in ranks if rank not in self._controller.lost]
+    def _receivers_of(self, replica: int, ranks: Collection[int]) -> list[int]:
+        """Those of the ranks that get this replica's responses: itself where all of them generate, as mail would only
+        cost time and each has as many."""
+        alive = [rank for rank in ranks if rank not in self._controller.lost]
+        return [replica] if replica in alive and self._replicas.keys() >= set(alive) else alive
 
     def _reach(self, samples: Sequence[int], receivers: Sequence[int]) -> None:
         busy = set(self._reached.values())
@@ -176,7 +178,7 @@ class RolloutLoop:
     def _collect(self, prompts: Mapping[int, Prompt]) -> list[events.Event]:
         arrived: list[events.Event] = []
         while True:
-            for rank, event in self._controller.events(WAIT_S):
+            for rank, event in self._controller.events():
                 self._heard[rank] = time.monotonic()
                 arrived.extend(self._translate(rank, event, prompts))
             self._check_receivers()
