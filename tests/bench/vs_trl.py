@@ -108,9 +108,11 @@ def make_long_model(folder: Path) -> None:
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from hpcrl.checkpoint.tiny import make_tiny_model
 
+    logging.disable_progress_bar()
     make_tiny_model(LONG_MODEL, folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     end = model.generation_config.eos_token_id

@@ -1,18 +1,25 @@
-"""One rank of the world of test_megatron_rule1.py, or its one-process reference. Run as a program.
+"""The four ranks of test_megatron_rule1.py and its one-process reference. Run as a program with a folder to write to.
 
 The world is a store and a rank table: 0 controller (hosts the store), 1 and 2 trainers, 3 reward. The trainers' default
 process group is Megatron-Core's and holds only them. `link`, an explicit group over a prefix of the same store, joins
-the controller, the first trainer and the reward rank.
+the controller, the first trainer and the reward rank. The processes are forked after Megatron-Core is imported, which
+costs more than everything else here.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +29,7 @@ from torch import Tensor
 
 CONTROLLER, TRAINERS, REWARD = 0, (1, 2), 3
 LINK = (CONTROLLER, TRAINERS[0], REWARD)  # global ranks in the order of their rank in the link
-DEADLINE = timedelta(seconds=90)
+DEADLINE = timedelta(seconds=80)  # 8 s on an idle machine
 VOCAB, ROWS, LENGTH = 64, 4, 16
 PERTURBED = "output_layer.weight"
 
@@ -33,6 +40,10 @@ def send(store: dist.Store, queue: str, message: dict[str, Any]) -> None:
 
 def receive(store: dist.Store, queue: str) -> dict[str, Any]:
     return json.loads(store.queue_pop(queue))
+
+
+def connect(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=DEADLINE)
 
 
 def join_link(store: dist.Store, rank: int) -> dist.ProcessGroupGloo:
@@ -146,7 +157,8 @@ def forward_step(batches: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], t
     return losses, lambda per_token: (per_token.mean(), per_token.mean().detach())
 
 
-def run_trainer(store: dist.Store, rank: int, folder: Path) -> None:
+def run_trainer(rank: int, port: int, folder: Path) -> None:
+    store = connect(port)
     trainer_rank = TRAINERS.index(rank)
     trainer = link = pending = None
     tokens = torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64)
@@ -175,7 +187,8 @@ def run_trainer(store: dist.Store, rank: int, folder: Path) -> None:
         send(store, "events", answer)
 
 
-def run_reward(store: dist.Store, rank: int) -> None:
+def run_reward(rank: int, port: int) -> None:
+    store = connect(port)
     link = None
     tokens = torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64)
     weight = torch.zeros(32)
@@ -193,8 +206,10 @@ def run_reward(store: dist.Store, rank: int) -> None:
         send(store, "events", answer)
 
 
-def run_controller(store: dist.Store, folder: Path) -> None:
+def run_controller(ports: Connection, everyone_left: Event, folder: Path) -> None:
     """Push each command to all its ranks, take part in its collective, gather the answers; then the next one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=DEADLINE, wait_for_workers=False)
+    ports.send(store.port)
     answers: list[dict[str, Any]] = []
 
     def order(command: str, ranks: tuple[int, ...], own_part: Callable[[], Any] | None = None) -> None:
@@ -215,6 +230,7 @@ def run_controller(store: dist.Store, folder: Path) -> None:
     for rank in (*TRAINERS, REWARD):
         send(store, f"inbox/{rank}", {"do": "leave"})
     (folder / "answers.json").write_text(json.dumps(answers))
+    everyone_left.wait()  # the store must outlive its clients
 
 
 def run_reference(folder: Path) -> None:
@@ -227,24 +243,37 @@ def run_reference(folder: Path) -> None:
     torch.save(perturbed.step(make_batch()), folder / "perturbed.pt")
 
 
-def main(role: str, folder: str, port: str = "0") -> None:
+def main(folder: Path) -> int:
+    """0 when every process ended well in time; otherwise names those that did not."""
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex.*")
-    if role == "reference":
-        run_reference(Path(folder))
-        return
-    rank = int(role)
-    store = dist.TCPStore(
-        "127.0.0.1", int(port), is_master=rank == CONTROLLER, timeout=DEADLINE, wait_for_workers=False
-    )
-    if rank == CONTROLLER:
-        print(store.port, flush=True)
-        run_controller(store, Path(folder))
-        sys.stdin.read()  # the store lives until the test has seen the others leave
-    elif rank == REWARD:
-        run_reward(store, rank)
-    else:
-        run_trainer(store, rank, Path(folder))
+    importlib.import_module("megatron.core.models.gpt")
+    importlib.import_module("megatron.core.optimizer")
+    deadline = time.monotonic() + DEADLINE.total_seconds()
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    everyone_left = context.Event()
+    processes: dict[str, BaseProcess] = {}
+
+    def start(name: str, target: Callable[..., None], *args: Any) -> None:
+        processes[name] = context.Process(target=target, args=args, daemon=True)
+        processes[name].start()
+
+    start("controller", run_controller, sender, everyone_left, folder)
+    port = receiver.recv()
+    for rank in TRAINERS:
+        start(f"trainer {rank}", run_trainer, rank, port, folder)
+    start("reward", run_reward, REWARD, port)
+    start("reference", run_reference, folder)
+    for name in [*list(processes)[1:], "controller"]:
+        if name == "controller":
+            everyone_left.set()
+        processes[name].join(max(0.0, deadline - time.monotonic()))
+        if processes[name].exitcode != 0:
+            print(f"{name} ended with {processes[name].exitcode}", file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(Path(sys.argv[1])))

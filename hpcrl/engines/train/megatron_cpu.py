@@ -28,16 +28,23 @@ def install() -> bool:
         return False
     from megatron.core.tensor_parallel import random as megatron_random
 
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    if not hasattr(Tensor.type, "__wrapped__"):
-        Tensor.type = _named_as_cuda(Tensor.type)
-        for name in FACTORIES:
-            setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state()),
+        (
+            megatron_random,
+            "_get_cuda_rng_state",
+            lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+        ),
+        (megatron_random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
+    ]
+    if not hasattr(Tensor.type, "__wrapped__"):  # wrapping twice would name a type twice
+        answers.append((Tensor, "type", _named_as_cuda(Tensor.type)))
+        answers += [(torch, name, _cuda_means_cpu(getattr(torch, name))) for name in FACTORIES]
+    for owner, name, answer in answers:
+        setattr(owner, name, answer)
     return True
 
 
