@@ -19,9 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcrl.dist.bootstrap import ENDPOINT
 from hpcrl.dist.trace import LEAVING, read_trace
+
+if TYPE_CHECKING:
+    from hpcrl.dist.control import Sender
 
 POLL_S = 0.05
 CHECK_EVERY_S = 1.0
@@ -65,7 +69,7 @@ class Agent:
         self._silent_s, self._start_s = silent_s, start_s
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._signals: list[int] = []
-        self._sender = None
+        self._sender: Sender | None = None
 
     def run(self) -> Verdict:
         """Start the ranks and stay until all have ended. The controller's end ends the others within grace_s.

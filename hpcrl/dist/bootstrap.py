@@ -88,8 +88,8 @@ def find_place(environ: Mapping[str, str], world_size: int) -> Place:
         if launcher.marker not in environ or size is None or rank is None:
             continue
         local = _count(environ, launcher.local) or size
-        node, nodes = _count(environ, launcher.node), _count(environ, launcher.nodes)
-        node, nodes = rank // local if node is None else node, nodes or -(-size // local)
+        number, nodes = _count(environ, launcher.node), _count(environ, launcher.nodes) or -(-size // local)
+        node = rank // local if number is None else number
         # One process per rank and per node at once: an agent watches its rank. Under MPI a node with fewer processes
         # than others would count more nodes than they do, so there the number of processes alone decides.
         if size == world_size and (size > nodes or size == 1 or launcher.name == "mpi"):

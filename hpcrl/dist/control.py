@@ -125,9 +125,10 @@ class Inbox:
         """
         deadline = time.monotonic() + timeout_s
         while (raw := self._pop(deadline)) is not None:
-            message = self._open(raw)
-            if message is not None:
-                return message
+            opened = self._open(raw)
+            if not isinstance(opened, str):
+                return opened
+            self._refuse(opened)
             if time.monotonic() > deadline:  # refused ones may come without end
                 return None
         return None
@@ -151,19 +152,20 @@ class Inbox:
                 if wait <= POLL_BELOW_S:
                     raise
 
-    def _open(self, raw: bytes) -> tuple[int, int, Any] | None:
+    def _open(self, raw: bytes) -> tuple[int, int, Any] | str:
+        """The message, or why it is refused."""
         mac, frame = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if len(raw) > MAX_MESSAGE_BYTES + 256:
-            return self._refuse(f"a message of {len(raw)} bytes, over the limit")
+            return f"a message of {len(raw)} bytes, over the limit"
         if not hmac.compare_digest(mac, _mac(self._key, self.name, frame)):
-            return self._refuse(f"a message of {len(raw)} bytes with a wrong signature")
+            return f"a message of {len(raw)} bytes with a wrong signature"
         try:
             opened = self._frames.decode(frame)
         except msgspec.MsgspecError as error:
-            return self._refuse(f"a signed message that is no frame: {error}")
+            return f"a signed message that is no frame: {error}"
         expected = self._last[opened.sender] + 1
         if opened.seq < expected:
-            return self._refuse(f"message {opened.seq} of sender {opened.sender}, replayed (expected {expected})")
+            return f"message {opened.seq} of sender {opened.sender}, replayed (expected {expected})"
         if opened.seq > expected:
             raise ControlError(
                 f"queue {self.name}: message {opened.seq} of sender {opened.sender} came where {expected} was due; "
@@ -173,7 +175,7 @@ class Inbox:
         try:
             return opened.sender, opened.seq, self._decoder.decode(opened.body)
         except msgspec.MsgspecError as error:
-            return self._refuse(f"message {opened.seq} of sender {opened.sender} does not fit the schema: {error}")
+            return f"message {opened.seq} of sender {opened.sender} does not fit the schema: {error}"
 
     def _refuse(self, what: str) -> None:
         self.num_refused += 1

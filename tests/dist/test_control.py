@@ -346,6 +346,7 @@ def watched(port: int, how: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_lost_store_is_noticed_by_everyone_who_waits(host: tuple[subprocess.Popen[str], int]) -> None:
     process, port = host
     left, stayed, stopped = watched(port, "go"), watched(port, "stay"), watched(port, "stop")

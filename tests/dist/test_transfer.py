@@ -39,10 +39,9 @@ def values_of(sample: int, length: int, name: str, dtype: np.dtype) -> np.ndarra
     return (raw & 1).astype(bool) if dtype.kind == "b" else raw.copy().view(dtype)
 
 
-def packer(lengths: dict[int, int], fields: Sequence[tuple[str, np.dtype]]) -> Callable[[Sequence[int]], dict]:
+def picker(lengths: dict[int, int], fields: Sequence[tuple[str, np.dtype]]) -> Callable[[Sequence[int]], dict]:
     return lambda samples: {
-        name: np.concatenate([values_of(sample, lengths[sample], name, dtype) for sample in samples])
-        for name, dtype in fields
+        name: [values_of(sample, lengths[sample], name, dtype) for sample in samples] for name, dtype in fields
     }
 
 
@@ -70,8 +69,8 @@ def test_every_bit_arrives(
         samples = [place * 100 + i for i in range(len(sizes[place]))]
         moves.append(Move(source, dest, samples, [lengths[s] for s in samples]))
     tokens = [*TOKEN_FIELDS, BEHAVIOUR] if truncated else TOKEN_FIELDS
-    pack = packer(lengths, [*tokens, *ROW_FIELDS])
-    received = threads.every(lambda rank: fabrics[rank].exchange(rank, moves, tokens, ROW_FIELDS, pack))
+    pick = picker(lengths, [*tokens, *ROW_FIELDS])
+    received = threads.every(lambda rank: fabrics[rank].exchange(rank, moves, tokens, ROW_FIELDS, pick))
     for rank in RANKS:
         assert [move for move, _ in received[rank]] == [move for move in moves if move.dest == rank]
         for move, fields in received[rank]:
@@ -123,7 +122,7 @@ def test_a_silent_member_is_waited_for_as_long_as_configured(threads: Threads) -
 
     groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=0.5).group("silent", RANKS, 0))
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+    with pytest.raises(RuntimeError, match=r"[Tt]ime(d )?out"):
         Fabric(groups[0], RANKS).exchange(0, [Move(1, 0, [1], [8])], fields, [], lambda _: {})
     assert 0.4 < time.monotonic() - start < 10
 
