@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpcrl.dist.messages import Move
 
 Fields = Sequence[tuple[str, np.dtype]]
+Pick = Callable[[Sequence[int]], Mapping[str, Sequence[np.ndarray]]]
 
 
 @dataclass
@@ -27,19 +28,18 @@ class Fabric:
         moves: Sequence[Move],
         token_fields: Fields,
         row_fields: Fields,
-        pack: Callable[[Sequence[int]], dict[str, np.ndarray]],
+        pick: Pick,
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
         """Carry out the moves that touch `rank`; returns what it gets, in the order of the moves.
 
-        pack(sample ids) gives every field of these samples, concatenated; ValueError where that is not as long as the
-        move says. Called by every source and destination of a move with the same list; at most one move per pair.
-        Waits under the group's timeout; RuntimeError when that is over or a peer has ended.
+        pick(sample ids) gives for every field one array per sample; ValueError where they are not as long as the move
+        says. Called by every source and destination of a move with the same list; at most one move per pair. Waits
+        under the group's timeout; RuntimeError when that is over or a peer has ended.
         """
         works, keep = [], []
         for move in moves:
             if move.source == rank and move.dest != rank and move.samples:
-                fields = _gather(move, token_fields, row_fields, pack)
-                buffer = torch.from_numpy(np.concatenate([field.view(np.uint8) for field in fields.values()]))
+                buffer = torch.from_numpy(_gather(move, token_fields, row_fields, pick)[0])
                 keep.append(buffer)
                 works.append(self.group.send([buffer], self.ranks.index(move.dest), 0))
         received = []
@@ -47,40 +47,41 @@ class Fabric:
             if move.dest != rank:
                 continue
             if move.source == rank or not move.samples:
-                received.append((move, _gather(move, token_fields, row_fields, pack)))
+                received.append((move, _gather(move, token_fields, row_fields, pick)[1]))
                 continue
-            sizes = _sizes(move, token_fields, row_fields)
-            buffer = torch.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), dtype=torch.uint8)
-            self.group.recv([buffer], self.ranks.index(move.source), 0).wait()
-            raw, fields, at = buffer.numpy(), {}, 0
-            for name, dtype, count in sizes:
-                fields[name] = raw[at : at + count * dtype.itemsize].view(dtype)
-                at += count * dtype.itemsize
+            buffer, fields = _buffer(move, token_fields, row_fields)
+            self.group.recv([torch.from_numpy(buffer)], self.ranks.index(move.source), 0).wait()
             received.append((move, fields))
         for work in works:
             work.wait()
         return received
 
 
-def _sizes(move: Move, token_fields: Fields, row_fields: Fields) -> list[tuple[str, np.dtype, int]]:
-    """Fields in the order in which they travel, with their number of values."""
+def _buffer(move: Move, token_fields: Fields, row_fields: Fields) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Room for a move as bytes, and the fields as views into it in the order in which they travel."""
     tokens, rows = sum(move.lengths), len(move.samples)
-    return [(name, dtype, tokens) for name, dtype in token_fields] + [(name, dtype, rows) for name, dtype in row_fields]
+    sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
+    buffer = np.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), np.uint8)
+    fields, at = {}, 0
+    for name, dtype, count in sizes:
+        fields[name] = buffer[at : at + count * dtype.itemsize].view(dtype)
+        at += count * dtype.itemsize
+    return buffer, fields
 
 
 def _gather(
-    move: Move, token_fields: Fields, row_fields: Fields, pack: Callable[[Sequence[int]], dict[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
-    """The fields of a move on the rank that holds its samples."""
-    sizes = _sizes(move, token_fields, row_fields)
-    if not move.samples:
-        return {name: np.empty(0, dtype) for name, dtype, _ in sizes}
-    packed = pack(move.samples)
-    fields = {name: np.ascontiguousarray(packed[name], dtype) for name, dtype, _ in sizes}
-    for name, _, count in sizes:
-        if len(fields[name]) != count:
+    move: Move, token_fields: Fields, row_fields: Fields, pick: Pick
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A move filled on the rank that holds its samples; straight into the buffer, since an array per field in between
+    would cost more than sending it."""
+    buffer, fields = _buffer(move, token_fields, row_fields)
+    arrays = pick(move.samples) if move.samples else {}
+    for name, field in fields.items() if move.samples else ():
+        count = sum(map(len, arrays[name]))
+        if count != len(field):
             raise ValueError(
-                f"move of {len(move.samples)} samples from rank {move.source} to {move.dest}: {name} has "
-                f"{len(fields[name])} values where the controller counted {count}"
+                f"move of {len(move.samples)} samples from rank {move.source} to {move.dest}: {name} has {count} "
+                f"values where the controller counted {len(field)}"
             )
-    return fields
+        np.concatenate(arrays[name], out=field, casting="same_kind")
+    return buffer, fields

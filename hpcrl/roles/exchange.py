@@ -40,10 +40,10 @@ class Exchange:
         worker = self._worker
         fields = [*TOKEN_FIELDS, BEHAVIOUR_FIELD] if command.truncated else TOKEN_FIELDS
 
-        def pack(samples: Sequence[int]) -> dict[str, np.ndarray]:
-            return cast(GeneratorRole, worker.roles["generator"]).pack(samples)
+        def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
+            return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
 
-        received = worker.fabrics[command.group].exchange(worker.world.rank, command.moves, fields, ROW_FIELDS, pack)
+        received = worker.fabrics[command.group].exchange(worker.world.rank, command.moves, fields, ROW_FIELDS, pick)
         if worker.world.rank not in command.dests:
             return Done(seq)
         ids = torch.tensor(command.samples, dtype=torch.int64)
@@ -62,12 +62,12 @@ class Exchange:
         rows = {sample: row for row, sample in enumerate(batch.sample_ids.tolist())}
         starts = batch.cu_seqlens.tolist()
 
-        def pack(samples: Sequence[int]) -> dict[str, np.ndarray]:
+        def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
             values = getattr(batch, command.field).numpy()
-            return {command.field: np.concatenate([values[starts[rows[s]] : starts[rows[s] + 1]] for s in samples])}
+            return {command.field: [values[starts[rows[s]] : starts[rows[s] + 1]] for s in samples]}
 
         received = worker.fabrics[command.group].exchange(
-            worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pack
+            worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
         )
         if received:
             values = torch.zeros(batch.num_tokens)

@@ -73,15 +73,15 @@ class GeneratorRole:
     def close(self) -> None:
         self.engine.close()
 
-    def pack(self, samples: Sequence[int]) -> dict[str, np.ndarray]:
-        """Fields of held samples, concatenated in order (hpcrl.dist.transfer.Fabric.exchange)."""
+    def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
+        """Fields of held samples, one array per sample (hpcrl.dist.transfer.Fabric.exchange)."""
         held = [self.held[sample] for sample in samples]
         names = [name for name, _ in TOKEN_FIELDS]
         if held and held[0].gen_logprobs_behaviour is not None:
             names.append(BEHAVIOUR_FIELD[0])
-        packed = {name: np.concatenate([getattr(sample, name) for sample in held]) for name in names}
-        packed["status"] = np.array([STATUS.index(sample.finish_reason) for sample in held], dtype=np.int8)
-        return packed
+        picked = {name: [getattr(sample, name) for sample in held] for name in names}
+        picked["status"] = [np.array([STATUS.index(sample.finish_reason)], dtype=np.int8) for sample in held]
+        return picked
 
     def _admit(self, command: Admit, seq: int) -> None:
         self._prompts |= {prompt.uid: prompt for prompt in command.prompts}

@@ -64,7 +64,7 @@ def run_peer(folder: Path) -> None:
         _, seq, command = message
         match command:
             case HandOver():
-                [(_, packed)] = fabric.exchange(PEER, command.moves, TOKEN_FIELDS, [], pack=lambda samples: {})
+                [(_, packed)] = fabric.exchange(PEER, command.moves, TOKEN_FIELDS, [], pick=lambda samples: {})
                 world.sender.send(CONTROLLER_QUEUE, Done(seq, texts=[str(checksum(packed))]))
             case DropBatch():
                 world.sender.send(CONTROLLER_QUEUE, Done(seq))
@@ -89,8 +89,8 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
                 world.sender.send(rank_queue(PEER), DropBatch(0))
                 answer()
 
-            def packed(samples: Sequence[int]) -> dict[str, np.ndarray]:
-                return pack([rollouts[i] for i in samples])
+            def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
+                return {name: [rollouts[i][name] for i in samples] for name in FIELDS}
 
             def move() -> None:
                 scalars = np.zeros(NUM_ROLLOUTS, np.float32).tobytes()
@@ -105,7 +105,7 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
                     truncated=False,
                 )
                 world.sender.send(rank_queue(PEER), command)
-                fabric.exchange(SENDER, MOVES, TOKEN_FIELDS, [], packed)
+                fabric.exchange(SENDER, MOVES, TOKEN_FIELDS, [], pick)
                 assert answer().texts == [expected]
 
             result = {"call_ms": p50_ms(call, calls // 10, calls), "move_ms": p50_ms(move, 3, moves)}

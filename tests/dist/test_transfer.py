@@ -82,7 +82,7 @@ def test_every_bit_arrives(
 
 
 def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(threads: Threads, fabrics: list[Fabric]) -> None:
-    held = {"token_ids": np.arange(6, dtype=np.int64)[::2], "secret": np.zeros(3)}  # another dtype, not contiguous
+    held = {"token_ids": [np.arange(6, dtype=np.int64)[::2]], "secret": [np.zeros(3)]}  # another dtype, not contiguous
     moves = [Move(0, 0, [1], [3]), Move(0, 1, [1], [3])]
     fields = [("token_ids", np.dtype(np.int32))]
     received = threads.every(lambda rank: fabrics[rank].exchange(rank, moves, fields, [], lambda _: held))
@@ -94,7 +94,7 @@ def test_a_rank_keeps_what_it_need_not_send_in_the_same_form(threads: Threads, f
 
 def test_other_lengths_than_announced_are_refused_before_anything_is_sent(fabrics: list[Fabric]) -> None:
     moves = [Move(0, 1, [1, 2], [3, 4])]
-    held = {"token_ids": np.zeros(8, dtype=np.int32)}
+    held = {"token_ids": [np.zeros(3, dtype=np.int32), np.zeros(5, dtype=np.int32)]}
     with pytest.raises(ValueError, match=r"2 samples from rank 0 to 1: token_ids has 8 values where .* counted 7"):
         fabrics[0].exchange(0, moves, [("token_ids", np.dtype(np.int32))], [], lambda _: held)
 
@@ -108,7 +108,7 @@ def test_groups_of_other_names_epochs_and_ranks_do_not_mix(threads: Threads, fab
     fields = [("token_ids", np.dtype(np.int32))]
     moves = [Move(0, 2, [7], [1])]
     for number, fabric in {1: [row[0] for row in made], 2: [row[-1] for row in made], 3: fabrics}.items():
-        held = {"token_ids": np.array([number], dtype=np.int32)}
+        held = {"token_ids": [np.array([number], dtype=np.int32)]}
         received = threads.every(
             lambda rank, fabric=fabric, held=held: (
                 fabric[rank].exchange(rank, moves, fields, [], lambda _: held) if rank != 1 else []
@@ -142,7 +142,7 @@ def make(ranks, epoch):
     return Fabric(world.group("fabric", ranks, epoch), ranks)
 def exchange(fabric, *pairs):
     moves = [Move(source, dest, [1], [LENGTH]) for source, dest in pairs]
-    got = fabric.exchange(rank, moves, FIELDS, [], lambda samples: {"token_ids": np.full(LENGTH, rank, dtype=np.int32)})
+    got = fabric.exchange(rank, moves, FIELDS, [], lambda samples: {"token_ids": [np.full(LENGTH, rank, dtype=np.int32)]})
     return [int(fields["token_ids"].sum()) for _, fields in got]
 fabric = make([0, 1, 2], 0)
 sums = exchange(fabric, (0, 1), (1, 2), (2, 0))
