@@ -142,7 +142,8 @@ def make(ranks, epoch):
     return Fabric(world.group("fabric", ranks, epoch), ranks)
 def exchange(fabric, *pairs):
     moves = [Move(source, dest, [1], [LENGTH]) for source, dest in pairs]
-    got = fabric.exchange(rank, moves, FIELDS, [], lambda samples: {"token_ids": [np.full(LENGTH, rank, dtype=np.int32)]})
+    held = {"token_ids": [np.full(LENGTH, rank, dtype=np.int32)]}
+    got = fabric.exchange(rank, moves, FIELDS, [], lambda samples: held)
     return [int(fields["token_ids"].sum()) for _, fields in got]
 fabric = make([0, 1, 2], 0)
 sums = exchange(fabric, (0, 1), (1, 2), (2, 0))
