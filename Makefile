@@ -81,5 +81,5 @@ $(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(DEV): $(CORE)
 	@echo "== installing what the tests need"
-	@$(PIP) --quiet --no-build-isolation -e '.[dev,megatron]'
+	@$(PIP) --quiet --no-build-isolation -e '.[dev,megatron,mpi]'
 	@touch $@
