@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -31,19 +33,26 @@ TIMED = ("time/", "system/tps", "system/decode_tps")
 
 # Groups are filtered and over-sampled, so that prompts end in several ways; evaluation comes between the steps.
 WORDS = f"""
-layout=colocated max_steps={NUM_STEPS} save_every=2 eval_every=3 eval.num_prompts=4
+max_steps={NUM_STEPS} save_every=2 eval_every=3 eval.num_prompts=4
 rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3 data.max_prompt_tokens=32 rollout.filter_std=true
 rollout.over_sampling=2 generator.max_slots=8 generator.burst_tokens=2 algorithm.num_mini_batches=2
 algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 reward.default.name=exact_match reward.default.timeout_s=100
 """.split()
 
 
-class Runs:
-    """Starts of one configuration."""
+VARIANTS = {
+    "one_turn": ["deterministic=true"],
+    "two_turns": ["deterministic=true", "env.name=scripted"],
+    "disaggregated": ["deterministic=true", "env.name=scripted", "layout=disaggregated"],
+    "default": [],
+}
 
-    def __init__(self, folder: Path, model: Path, data: Path, *more: str):
-        self.folder = folder
-        self.words = [f"model.path={model}", f"data.train={data}", f"data.val={data}", *WORDS, *more]
+
+class Runs:
+    """Runs of one configuration in a folder."""
+
+    def __init__(self, folder: Path, words: list[str]):
+        self.folder, self.words = folder, words
 
     def start(self, name: str, failpoint: str = "") -> Start:
         return Start(self.folder / name, self.words, {"HPCRL_FAILPOINT": failpoint} if failpoint else {})
@@ -54,19 +63,23 @@ class Runs:
         assert start.wait() == ExitCode.DONE, start.text
         return self.folder / name
 
+    @functools.cached_property
+    def undisturbed(self) -> dict[str, Any]:
+        """What a run leaves that nothing happens to."""
+        return remains(self.finish("undisturbed"))
+
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_data: Path) -> Runs:
-    """Deterministic mode."""
-    return Runs(tmp_path_factory.mktemp("resume"), digit_model, digit_data, "deterministic=true")
+def variants(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_data: Path) -> dict[str, Runs]:
+    """Runs by variant."""
+    inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
+    return {name: Runs(tmp_path_factory.mktemp(name), [*inputs, *WORDS, *more]) for name, more in VARIANTS.items()}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(runs: Runs) -> dict[str, Any]:
-    """What a run leaves that nothing happens to."""
-    left = remains(runs.finish("undisturbed"))
-    assert len(set(left["dispositions"].split())) > 3
-    return left
+@pytest.fixture
+def runs(variants: dict[str, Runs]) -> Runs:
+    """Deterministic mode, colocated, rewards without an environment."""
+    return variants["one_turn"]
 
 
 def remains(run_dir: Path) -> dict[str, Any]:
@@ -156,25 +169,26 @@ def kill_somewhere(runs: Runs, name: str, rng: random.Random, after_step: int) -
     return f"killed {delay_s:.2f} s after {'its start' if not after_step else f'{after_step} steps'}, ended {ended}"
 
 
-def survive(runs: Runs, name: str, rng: random.Random, num_kills: int, expected: dict[str, Any]) -> None:
+def survive(runs: Runs, name: str, rng: random.Random, num_kills: int) -> None:
     """A run that is killed num_kills times ends like one that nothing happened to."""
     told = [kill_somewhere(runs, name, rng, rng.randrange(4)) for _ in range(num_kills)]
-    assert differences(remains(runs.finish(name)), expected) == [], told
+    assert differences(remains(runs.finish(name)), runs.undisturbed) == [], told
 
 
-@pytest.mark.parametrize("lineage", [0, 1])
-def test_kills_at_random_moments_change_nothing(runs: Runs, undisturbed: dict[str, Any], lineage: int) -> None:
-    survive(runs, f"killed_{lineage}", random.Random(lineage), 4, undisturbed)
+@pytest.mark.parametrize("variant", ["one_turn", "two_turns"])
+def test_kills_at_random_moments_change_nothing(variants: dict[str, Runs], variant: str) -> None:
+    survive(variants[variant], "killed", random.Random(variant), 4)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("lineage", range(10))
-def test_fifty_kills_change_nothing(runs: Runs, undisturbed: dict[str, Any], lineage: int) -> None:
-    survive(runs, f"soaked_{lineage}", random.Random(1000 + lineage), 5, undisturbed)
+@pytest.mark.parametrize("variant", ["one_turn", "two_turns", "disaggregated"])
+def test_fifty_kills_change_nothing(variants: dict[str, Runs], variant: str, lineage: int) -> None:
+    survive(variants[variant], f"soaked_{lineage}", random.Random(f"{variant} {lineage}"), 5)
 
 
-def test_kills_within_a_save_change_nothing(runs: Runs, undisturbed: dict[str, Any]) -> None:
+def test_kills_within_a_save_change_nothing(runs: Runs) -> None:
     """Every failpoint in turn; those behind the rename leave a checkpoint, so that the run moves on."""
     before = -1
     for place in FAILPOINTS:
@@ -185,10 +199,10 @@ def test_kills_within_a_save_change_nothing(runs: Runs, undisturbed: dict[str, A
         assert code == ExitCode.RANK_KILLED and "SIGKILL" in start.text, start.text
         assert (after > before) == committed, f"{place}: from {before} to {after}"
         before = after
-    damage_and_finish(runs, "saves", undisturbed)
+    damage_and_finish(runs, "saves")
 
 
-def damage_and_finish(runs: Runs, name: str, expected: dict[str, Any]) -> None:
+def damage_and_finish(runs: Runs, name: str) -> None:
     """With its newest checkpoint damaged the run goes on from the one before, and says so."""
     root = runs.folder / name / "checkpoints"
     *_, older, newest = steps_in(root)
@@ -200,35 +214,41 @@ def damage_and_finish(runs: Runs, name: str, expected: dict[str, Any]) -> None:
     assert start.wait() == ExitCode.DONE, start.text
     assert f"{step_name(newest)} is passed over: {file.name} is not what was committed" in start.text
     assert f"resumed from {step_name(older)}" in start.text
-    assert differences(remains(runs.folder / name), expected) == []
+    assert differences(remains(runs.folder / name), runs.undisturbed) == []
 
 
-def test_a_signal_stops_at_a_step_boundary(runs: Runs, undisturbed: dict[str, Any]) -> None:
-    """And the next start goes on from there. Meanwhile a second launch is refused."""
-    numbers = {
-        signal.SIGUSR1: ExitCode.REQUEUE,
-        signal.SIGTERM: ExitCode.TERMINATED,
-        signal.SIGINT: ExitCode.INTERRUPTED,
-    }
+def test_a_signal_stops_at_a_step_boundary(runs: Runs) -> None:
+    """And the next start goes on from there; one that comes before the first step ends the start at once."""
     stopped_at = 0
-    for number, code in numbers.items():
+    for number, code in ((signal.SIGUSR1, ExitCode.REQUEUE), (signal.SIGTERM, ExitCode.TERMINATED)):
         start = runs.start("signalled")
         start.wait_until(lambda start=start, done=stopped_at: start.step > done)
-        if number == signal.SIGUSR1:
-            refused = runs.start("signalled")
-            assert refused.wait() == ExitCode.BAD_INPUT
-            assert f"is held by pid {start.process.pid} on host" in refused.text
         start.process.send_signal(number)
         assert start.wait() == code, start.text
         assert not start.processes()
         stopped_at = committed_step(runs.folder / "signalled")
         assert f"stopped by {number.name} after step {stopped_at}, everything is saved" in start.text
         assert [row["step"] for row in read_metrics(runs.folder / "signalled")] == list(range(stopped_at + 1))
-    assert differences(remains(runs.finish("signalled")), undisturbed) == []
+    start = runs.start("signalled")
+    start.wait_until(lambda: len(start.processes()) == 4)
+    start.process.send_signal(signal.SIGINT)
+    assert start.wait() == ExitCode.INTERRUPTED, start.text
+    assert not start.processes() and "ended by SIGINT before a step boundary" in start.text
+    assert differences(remains(runs.finish("signalled")), runs.undisturbed) == []
 
 
-def test_the_comparison_notices(runs: Runs, undisturbed: dict[str, Any]) -> None:
+def test_a_second_launch_is_refused_while_one_runs(runs: Runs) -> None:
+    start = runs.start("held")
+    start.wait_until((runs.folder / "held" / "config.yaml").exists)
+    second = runs.start("held")
+    assert second.wait() == ExitCode.BAD_INPUT
+    assert f"{runs.folder / 'held'} is held by pid {start.process.pid} on host" in second.text
+    start.kill()
+
+
+def test_the_comparison_notices(runs: Runs) -> None:
     """One bit of a weight, one line of what became of a prompt, a file that is missing."""
+    undisturbed = runs.undisturbed
     name = next(name for name in undisturbed if "embed_tokens" in name and "exp_avg" not in name)
     weight = undisturbed[name].clone()
     weight.view(-1).view(torch.uint8)[7] ^= 1
@@ -242,19 +262,22 @@ def test_the_comparison_notices(runs: Runs, undisturbed: dict[str, Any]) -> None
     assert differences(undisturbed, undisturbed | {}) == []
 
 
-def test_training_changes_the_weights(undisturbed: dict[str, Any], digit_model: Path) -> None:
-    """Otherwise resuming would be easy."""
+def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
+    """Training changes the weights and prompts end in several ways; otherwise resuming would be easy."""
+    undisturbed = runs.undisturbed
+    assert {"TRAINED", "FILTERED"} <= set(re.findall("Disposition.([A-Z_]+)", undisturbed["dispositions"]))
     assert undisturbed["hf/model.safetensors"] != (digit_model / "model.safetensors").read_bytes()
     assert len({line for line in undisturbed["metrics"].splitlines() if " actor/grad_norm " in line}) == NUM_STEPS
 
 
-def test_every_prompt_ends_once_in_the_default_mode(tmp_path: Path, digit_model: Path, digit_data: Path) -> None:
-    runs, rng = Runs(tmp_path, digit_model, digit_data), random.Random(7)
+def test_every_prompt_ends_once_in_the_default_mode(variants: dict[str, Runs]) -> None:
+    runs, rng = variants["default"], random.Random(7)
     for after_step in (1, 3, 2):
         kill_somewhere(runs, "killed", rng, after_step)
-        check_accounts(tmp_path / "killed")
-    check_accounts(runs.finish("killed"))
-    assert [row["step"] for row in read_metrics(tmp_path / "killed")] == list(range(NUM_STEPS + 1))
+        check_accounts(runs.folder / "killed")
+    run_dir = runs.finish("killed")
+    check_accounts(run_dir)
+    assert [row["step"] for row in read_metrics(run_dir)] == list(range(NUM_STEPS + 1))
 
 
 def check_accounts(run_dir: Path) -> None:
