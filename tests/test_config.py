@@ -132,6 +132,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "rollout.group_size: reinforce",
         ),
         (["algorithm=reinforce", "rollout.group_size=1", "rollout.filter_std=true"], "rollout.filter_std: a filter"),
+        (["rollout.temperature=0"], "rollout.temperature: 0 makes the responses of a group equal"),
         (["rollout.max_lag=1"], "rollout.max_lag: 1 is not built yet (issue 4)"),
         (["cluster=slurm"], "cluster=slurm: not built yet (issue 3)"),
         (["rollout.max_generated_groups=63"], "rollout.max_generated_groups: 63 is less than"),
@@ -196,6 +197,13 @@ def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line()
     assert load(["+experiment=demo", "pipeline=sft"]).algorithm.num_mini_batches == 4
     assert load(["+experiment=demo", "data.val=null"]).eval.num_prompts == 256
     assert "algorithm.pg_clip_low: not read here" in problems("+experiment=demo_sft", "algorithm.pg_clip_low=.1")[0]
+
+
+def test_the_longest_sequence_counts_evaluation_and_turns() -> None:
+    assert parse({"data": {"max_prompt_tokens": 10}, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 15
+    evaluated = {"data": {"max_prompt_tokens": 10, "val": "task:add"}, "eval": {"max_new_tokens": 30}}
+    assert parse({**evaluated, "env": {"max_turns": 3}}).max_sequence_tokens == 3 * (10 + 256)
+    assert parse({**evaluated, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 10 + 30
 
 
 def test_limits_of_sample_ids_are_those_of_the_schema() -> None:

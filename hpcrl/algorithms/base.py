@@ -31,7 +31,6 @@ class RewardTable:
 class Algorithm(Protocol):
     """One file each in hpcrl/algorithms; built from its section of the configuration."""
 
-    needs_reference: bool
     needs_entropy: bool  # entropy with gradients in the loss
 
     def advantages(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:

@@ -33,7 +33,6 @@ class PolicyGradient(ABC, Generic[Section]):
 
     def __init__(self, config: Section):
         self.config = config
-        self.needs_reference = config.uses_reference
         self.needs_entropy = config.entropy_loss_coef != 0
 
     @abstractmethod

@@ -86,6 +86,9 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
     if by_group and rollout.group_size == 1:
         text = f"rollout.group_size: {algorithm.name} compares the responses of a group and needs at least 2, got 1"
         yield Problem(("rollout", "group_size"), text, (("algorithm",),))
+    if rollout.temperature == 0:
+        text = "rollout.temperature: 0 makes the responses of a group equal, so there is nothing to learn from; use 1"
+        yield Problem(("rollout", "temperature"), text)
     samples, parts = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches
     if samples % parts:
         text = (
@@ -165,7 +168,7 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
     """Whether the longest sequence fits into the model's `limit` positions, which are called `name`."""
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
     turns = config.env.max_turns if config.env is not None else 1
-    total = turns * (prompt + response)
+    total = config.max_sequence_tokens
     if total > limit:
         sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns of {prompt} + {response}"
         text = f"data.max_prompt_tokens: {sum_of} = {total} tokens exceed {name} = {limit}"

@@ -463,6 +463,12 @@ class Config(Section):
         return self.data.val is not None and self.eval_every > 0
 
     @property
+    def max_sequence_tokens(self) -> int:
+        """Longest sequence in training or evaluation: every turn may have a full prompt and a full response."""
+        turns = self.env.max_turns if self.env is not None else 1
+        return turns * (self.data.max_prompt_tokens + self.max_response_tokens)
+
+    @property
     def max_response_tokens(self) -> int:
         """Longest response of training and evaluation, tokens."""
         lengths = [self.rollout.max_new_tokens] if self.pipeline == "rlvr" or self.evaluates else [0]

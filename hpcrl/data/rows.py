@@ -201,6 +201,17 @@ class RowSet:
         }
 
 
+def require_same(was: dict[str, str], now: dict[str, str], place: str) -> None:
+    """ValueError names the source or setting of `place` that is not what a checkpoint was made with."""
+    for key in dict.fromkeys([*was, *now]):
+        before, after = was.get(key, "absent"), now.get(key, "absent")
+        if before != after:
+            raise ValueError(
+                f"{place}: {key} is not what the checkpoint was made with (it was {before}, it is {after}); "
+                "restore it, or start a new run with resume=fresh"
+            )
+
+
 def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) -> dict[str, int]:
     """Prompts of each domain in a rollout batch: int(p * batch), the last domain of `probs` takes the remainder.
 

@@ -7,7 +7,7 @@ from typing import Any
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import encode, render
 from hpcrl.data.files import BadRow
-from hpcrl.data.rows import Messages, RowSet
+from hpcrl.data.rows import Messages, RowSet, require_same
 from hpcrl.tasks import Split
 
 
@@ -18,7 +18,16 @@ class SFTRows:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token to end an answer with")
         self._rows = RowSet(config, split, seed)
+        self._seed = seed
         self._tokenizer = tokenizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What identifies the data. Which rows a step trains on follows from the step and the seed."""
+        return {"cursor": {**self._rows.fingerprint(), "seed": str(self._seed)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError names the source that is not what the checkpoint was made with."""
+        require_same(state["cursor"], self.state_dict()["cursor"], "data.train")
 
     def __len__(self) -> int:
         return len(self._rows)

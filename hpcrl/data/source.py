@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import cut_to_fit, encode, render
-from hpcrl.data.rows import Row, RowSet, domain_shares
+from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.rollout.dispositions import Dispositions, Settled
 from hpcrl.rollout.types import Disposition, Prompt
 from hpcrl.tasks import Split
@@ -161,14 +161,7 @@ class PromptSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. ValueError names the source or setting that is not the same any more."""
-        now = self._identity()
-        for key in dict.fromkeys([*state["data"], *now]):
-            was, is_now = state["data"].get(key, "absent"), now.get(key, "absent")
-            if was != is_now:
-                raise ValueError(
-                    f"data.{self._split}: {key} is not what the checkpoint was made with (it was {was}, it is "
-                    f"{is_now}); restore it, or start a new run with resume=fresh"
-                )
+        require_same(state["data"], self._identity(), f"data.{self._split}")
         self._num_given = state["num_given"]
         for stream in self._streams:
             stream.num_drawn = state["num_drawn"][stream.name]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from hpcrl.dist.messages import Move
 
@@ -19,7 +19,7 @@ Pick = Callable[[Sequence[int]], Mapping[str, Sequence[np.ndarray]]]
 class Fabric:
     """A group between roles and the world ranks that are in it, in order."""
 
-    group: dist.ProcessGroupGloo
+    group: Any  # dist.ProcessGroupGloo, whose calls torch's stubs leave out
     ranks: Sequence[int]
 
     def exchange(
@@ -39,9 +39,9 @@ class Fabric:
         works, keep = [], []
         for move in moves:
             if move.source == rank and move.dest != rank and move.samples:
-                buffer = torch.from_numpy(_gather(move, token_fields, row_fields, pick)[0])
-                keep.append(buffer)
-                works.append(self.group.send([buffer], self.ranks.index(move.dest), 0))
+                packed = torch.from_numpy(_gather(move, token_fields, row_fields, pick)[0])
+                keep.append(packed)
+                works.append(self.group.send([packed], self.ranks.index(move.dest), 0))
         received = []
         for move in moves:
             if move.dest != rank:

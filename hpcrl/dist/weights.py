@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -95,7 +96,7 @@ def receive_buckets(group: dist.ProcessGroupGloo, root: int) -> Iterator[Bucket]
         yield Bucket(entries, data)
 
 
-def _broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor, root: int) -> None:
+def _broadcast(group: Any, tensor: torch.Tensor, root: int) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = root
     group.broadcast([tensor], options).wait()

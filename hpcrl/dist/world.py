@@ -59,16 +59,17 @@ class World:
         if self.watch is not None:
             self.watch.stop()
 
-    def group(self, name: str, ranks: Sequence[int], epoch: int) -> dist.ProcessGroupGloo:
-        """An explicit group between roles. Collective over `ranks`, in which this rank must be.
+    def group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
+        """An explicit group between roles, a dist.ProcessGroupGloo (torch's stubs lack its calls). Collective over `ranks`, in which this rank must be.
 
         Pairs connect when they first talk, so a large group is no full mesh. A higher epoch makes a fresh group.
         """
         store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.host, lazy_init=True)]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self.host, lazy_init=True)]
         options._timeout = timedelta(seconds=self.timeout_s)
-        return dist.ProcessGroupGloo(store, list(ranks).index(self.rank), len(ranks), options)
+        return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
     def default_group(self, name: str, ranks: Sequence[int], epoch: int) -> None:
         """Make the process's default group over `ranks` for an engine. Collective over them."""

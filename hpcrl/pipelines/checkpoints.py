@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
 from hpcrl.checkpoint.lineage import abandon_after
@@ -17,12 +17,19 @@ from hpcrl.config import Config
 from hpcrl.dist.controller import Controller, RankFailed
 from hpcrl.dist.messages import LoadState, SaveState
 from hpcrl.layout import RoleLayout
-from hpcrl.pipelines.rollouts import Rollouts
 from hpcrl.rundir import check_owner
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or none can be read; the message says which and why."""
+
+
+class Stateful(Protocol):
+    """What knows where in the data the run is: its part of the small state, by section."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Checkpoints:
@@ -35,14 +42,18 @@ class Checkpoints:
         config: Config,
         run_dir: Path,
         attempt: int,
-        rollouts: Rollouts | None,
+        owner: Stateful,
     ):
         self._controller, self._layout, self._config = controller, layout, config
         self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
-        self._rollouts = rollouts
+        self._owner = owner
         self._saved_step = self.restored_step = -1
         self.counters: dict[str, float] = {"seconds": 0.0}
         self._started = time.time()
+
+    def check_owner(self) -> None:
+        """SupersededError when another attempt owns the run: nothing may be written into its folder any more."""
+        check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
         """Save where save_every asks for it."""
@@ -67,13 +78,12 @@ class Checkpoints:
         entries = [FileEntry(*file) for answer in answers.values() for file in answer.files]
         self.counters["seconds"] += time.time() - self._started
         self._started = time.time()
-        state = self._rollouts.state_dict() if self._rollouts is not None else {"cursor": {}, "scheduler": {}}
+        state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
         name = write_state(tmp, {**state, "dispositions": {}, "counters": {**self.counters, "step": step}})
         entries += seal_files(tmp, [name])
         world: dict[str, Any] = {role: list(ranks) for role, ranks in self._layout.ranks.items()}
         facts = Facts(config_hash=_hash(self._config), weight_version=step, attempt=self._attempt, world=world)
-        fence = lambda: check_owner(self._run_dir, self._attempt)  # noqa: E731
-        commit(self._root, step, tmp, entries, facts, keep=self._config.keep_checkpoints, fence=fence)
+        commit(self._root, step, tmp, entries, facts, keep=self._config.keep_checkpoints, fence=self.check_owner)
 
     def restore(self) -> int:
         """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one.
@@ -98,8 +108,7 @@ class Checkpoints:
         answers = self._controller.call(dict.fromkeys(trainers, LoadState(str(latest.path), "trainer")))
         for warning in sorted({text for answer in answers.values() for text in answer.texts}):
             print(f"hpcrl: {warning}", flush=True)
-        if self._rollouts is not None:
-            self._rollouts.load_state_dict(state)
+        self._owner.load_state_dict(state)
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
         print(f"hpcrl: resumed from {latest.path.name}", flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from hpcrl.config import Config
-from hpcrl.data import PromptSource
+from hpcrl.data import PromptSource, SFTRows, sft_rows
 from hpcrl.dist import messages
 from hpcrl.dist.controller import Controller
 from hpcrl.layout import RoleLayout
@@ -58,13 +58,9 @@ class Run:
         self.weights = Weights(controller, layout)
         self._build()
         loop = self._make_loop()
-        self._rollouts = None
-        if config.pipeline == "rlvr":
-            assert loop is not None, "the layout of a reinforcement run has generators"
-            source = PromptSource(config.data, "train", self.tokenizer, config.seed, config.rollout.num_prompts)
-            self._rollouts = Rollouts(loop, controller, layout, config, source, run_dir)
+        self._data = self._make_data(loop)
         self.evaluation = Evaluation(loop, controller, layout, config, self.tokenizer, run_dir) if loop else None
-        self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self._rollouts)
+        self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self._data)
         self.first_step = self.checkpoint.restore()
         self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps)
         self.last_logged: dict[str, float | None] = (read_metrics(run_dir) or [{}])[-1]
@@ -74,8 +70,14 @@ class Run:
     @property
     def rollouts(self) -> Rollouts:
         """The training rollouts of a reinforcement run."""
-        assert self._rollouts is not None, f"pipeline {self.config.pipeline} has no rollouts"
-        return self._rollouts
+        assert isinstance(self._data, Rollouts), f"pipeline {self.config.pipeline} has no rollouts"
+        return self._data
+
+    @property
+    def rows(self) -> SFTRows:
+        """The training rows of a supervised run."""
+        assert isinstance(self._data, SFTRows), f"pipeline {self.config.pipeline} has no rows of answers"
+        return self._data
 
     def steps(self) -> Iterator[int]:
         """Steps still to do, from 1; each is trained on weights version step - 1 and publishes version step.
@@ -83,6 +85,7 @@ class Run:
         Stopped after the first boundary at which a signal had come, with a checkpoint of it.
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
+            self.checkpoint.check_owner()
             self._step_started = time.perf_counter()
             yield step
             if self.stop_signal:
@@ -150,6 +153,14 @@ class Run:
             ranks = sorted({*generators, *layout["trainer"], *layout["reference"]})
             self._controller.call(dict.fromkeys(ranks, messages.BuildGroup(FABRIC, ranks)))
             self.weights.build_groups()
+
+    def _make_data(self, loop: RolloutLoop | None) -> Rollouts | SFTRows:
+        data, seed = self.config.data, self.config.seed
+        if self.config.pipeline == "sft":
+            return sft_rows(data, "train", self.tokenizer, seed)
+        assert loop is not None, "the layout of a reinforcement run has generators"
+        source = PromptSource(data, "train", self.tokenizer, seed, self.config.rollout.num_prompts)
+        return Rollouts(loop, self._controller, self._layout, self.config, source, self.run_dir)
 
     def _make_loop(self) -> RolloutLoop | None:
         if not self._layout.replicas:

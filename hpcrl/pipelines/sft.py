@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from hpcrl.data import epoch_order, sft_rows
+from hpcrl.data import epoch_order
 from hpcrl.pipelines.context import Run
 from hpcrl.rollout.loop import Sizes
 from hpcrl.stats import scalar
@@ -13,8 +13,7 @@ from hpcrl.stats import scalar
 
 def sft(run: Run) -> None:
     """Train to the last step, or until the sampled held-out score reaches sft.stop_score."""
-    config = run.config
-    rows = sft_rows(config.data, "train", run.tokenizer, config.seed)
+    config, rows = run.config, run.rows
     order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
     for step in run.steps():
         if config.sft.stop_score is not None and _score(run.last_logged) >= config.sft.stop_score:

@@ -118,7 +118,7 @@ class GeneratorRole:
         """Add a model turn (output) or an observation (None) to a held sample."""
         count, turn = len(token_ids), int(sample.turn_ids[-1]) + (output is not None)
         zeros = np.zeros(count, dtype=np.float32)
-        columns = {
+        columns: dict[str, Any] = {
             "token_ids": token_ids,
             "loss_mask": np.full(count, output is not None),
             "gen_logprobs": zeros if output is None else output.gen_logprobs,

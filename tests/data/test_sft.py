@@ -77,3 +77,15 @@ def test_a_row_without_an_answer_is_named(tokenizer, write_jsonl):
     rows = sft_rows(DataConfig(train=path), "train", tokenizer)
     with pytest.raises(ValueError, match=r"a.jsonl:2: no answer to learn from"):
         rows.row(1)
+
+
+def test_a_resume_on_other_rows_is_refused(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "2+2?", "answer": "4"}\n')
+    state = sft_rows(DataConfig(train=str(path)), "train", tokenizer, 0).state_dict()
+    sft_rows(DataConfig(train=str(path)), "train", tokenizer, 0).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"seed is not what the checkpoint was made with"):
+        sft_rows(DataConfig(train=str(path)), "train", tokenizer, 1).load_state_dict(state)
+    path.write_text('{"prompt": "2+2?", "answer": "5"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl is not what the checkpoint was made with"):
+        sft_rows(DataConfig(train=str(path)), "train", tokenizer, 0).load_state_dict(state)

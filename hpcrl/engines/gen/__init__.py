@@ -15,12 +15,11 @@ def make_gen_engine(config: Config, model_path: Path, tokenizer: Any) -> GenEngi
     """The engine of one replica, without weights (they are pulled from the trainer)."""
     from hpcrl.engines.gen.native import NativeEngine
 
-    rollout, turns = config.rollout, config.env.max_turns if config.env is not None else 1
     return NativeEngine(
         model_path,
         tokenizer=tokenizer,
         max_slots=config.generator.max_slots,
-        max_length=turns * (config.data.max_prompt_tokens + rollout.max_new_tokens),
+        max_length=config.max_sequence_tokens,
         dtype=getattr(torch, config.generator.dtype),
         kv_bucket=config.generator.kv_bucket,
         device="cuda" if torch.cuda.is_available() else "cpu",
