@@ -38,6 +38,10 @@ class _Outstanding:
     since: float
 
 
+Started = list[tuple[int, int]]
+"""(rank, number) of commands whose answers are waited for."""
+
+
 class Controller:
     """Pushes commands and collects answers. `pump` runs commands of roles that live in this process."""
 
@@ -57,6 +61,7 @@ class Controller:
         self._outstanding: dict[tuple[int, int], _Outstanding] = {}
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: dict[tuple[int, int], Done] = {}
+        self._answered: dict[int, float] = {}  # rank -> when it last answered: what it works on now, it began then
         self._hosts: dict[int, str] = {}
         self.lost: set[int] = set()
         self.pump: Callable[[], bool] | None = None
@@ -85,15 +90,22 @@ class Controller:
         return seq
 
     def call(self, commands: Mapping[int, Command]) -> dict[int, Done]:
-        """Push one command per rank, wait for all answers. RankFailed, RankLost or RankSilent says which and why not.
+        """Push one command per rank and wait for all answers. RankFailed, RankLost or RankSilent name who gave none."""
+        return self.finish(self.start(commands))
+
+    def start(self, commands: Mapping[int, Command]) -> Started:
+        """Push one command per rank; finish() must follow. Several may be started first: ranks work in order.
 
         All of them are pushed before anything else is, so every collective among them sees the same order everywhere.
         """
         self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
-        waiting = {(rank, self.send(rank, command)) for rank, command in commands.items() if rank not in self.lost}
-        while any(key not in self._answers for key in waiting if key[0] not in self.lost):
+        return [(rank, self.send(rank, command)) for rank, command in commands.items() if rank not in self.lost]
+
+    def finish(self, started: Started) -> dict[int, Done]:
+        """Wait for the answers of what start() pushed; errors as call()."""
+        while any(key not in self._answers for key in started if key[0] not in self.lost):
             self._take(self.check_s)
-        return {rank: self._answers.pop((rank, seq)) for rank, seq in waiting if (rank, seq) in self._answers}
+        return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
     def events(self) -> list[tuple[int, Event]]:
         """Events other than answers to call(), as (rank, event), in order; waits up to check_s for the first."""
@@ -131,9 +143,11 @@ class Controller:
             case Joined():
                 self._hosts[sender] = event.host
             case Done():
+                self._answered[sender] = time.monotonic()
                 if self._outstanding.pop((sender, event.seq), None) is not None:
                     self._answers[sender, event.seq] = event
             case BurstDone():
+                self._answered[sender] = time.monotonic()
                 self._outstanding.pop((sender, event.seq), None)
                 self._events.append((sender, event))
             case Failed() if not event.seq and self._survivable(sender, self.lost | {sender}):
@@ -188,7 +202,10 @@ class Controller:
         if not self._outstanding:
             return
         now = time.monotonic()
-        late = [(k, o) for k, o in self._outstanding.items() if now - o.since > self.command_s]
+        begun = {
+            (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()
+        }
+        late = [(key, o) for key, o in self._outstanding.items() if now - begun[key] > self.command_s]
         if not late:
             return
         # A rank works in order, so its oldest command is the one it is stuck in; waiting for a peer looks the same.
@@ -196,6 +213,7 @@ class Controller:
         for (rank, seq), outstanding in sorted(late, key=lambda item: item[0]):
             first.setdefault(rank, (seq, outstanding))
         parts = [
-            f"{self.describe(r)} in command {o.name} #{seq} for {now - o.since:.0f} s" for r, (seq, o) in first.items()
+            f"{self.describe(r)} in command {o.name} #{seq} for {now - begun[r, seq]:.0f} s"
+            for r, (seq, o) in first.items()
         ]
         raise RankSilent(f"no answer within {self.command_s:g} s: " + "; ".join(parts))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,16 @@ class Trainer:
 
     def update(self, batch: BatchHandle, loss: str = "policy") -> Stats:
         """All optimizer steps of a batch: ppo_epochs x mini-batches (one for the supervised loss)."""
-        start, parts = time.perf_counter(), []
+        start, started = time.perf_counter(), []
         epochs = self._config.algorithm.ppo_epochs if loss == "policy" else 1
         for _ in range(epochs):
             for mini_batch in batch.mini_batches:
                 plan = batch.plan(batch.rows, mini_batch, self._config.trainer.max_tokens_per_micro_batch)
                 tokens, sequences = batch.norms(mini_batch)
-                answers = self._controller.call(
-                    {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences, loss) for rank in self.ranks}
-                )
-                parts.append(answers_stats(answers.values()))
+                # All are queued ahead: no rank waits for the controller between two.
+                steps = {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences, loss) for rank in self.ranks}
+                started.append(self._controller.start(steps))
+        parts = [answers_stats(self._controller.finish(step).values()) for step in started]
         return merge([*parts, timed("time/step_train", start)])
 
     def load_rows(self, step: int, rows: Sequence[int], sizes: Sequence[Sizes]) -> BatchHandle:
@@ -83,9 +84,10 @@ class Trainer:
         for rank in sorted({*batch.rows, *batch.reference_rows}):
             self._controller.send(rank, messages.DropBatch(batch.id))
 
-    def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> None:
-        """Every trainer rank writes its rows."""
-        self._controller.call({rank: messages.WriteRollouts(batch.id, str(folder), facts) for rank in self.ranks})
+    def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> Callable[[], object]:
+        """Let every trainer rank write its rows; returns what waits until they have."""
+        write = messages.WriteRollouts(batch.id, str(folder), facts)
+        return partial(self._controller.finish, self._controller.start(dict.fromkeys(self.ranks, write)))
 
     def export(self, folder: Path) -> None:
         """Write the policy in HF layout."""
@@ -137,7 +139,7 @@ class Weights:
             return {}
         start = time.perf_counter()
         stage = messages.Stage(version, sorted(set(self._sources)))
-        self._controller.call(dict.fromkeys(self._trainers, stage))
+        started = [self._controller.start(dict.fromkeys(self._trainers, stage))]
         waiting = list(enumerate(zip(self._sources, self._replicas, strict=True)))
         while waiting:
             wave: dict[int, messages.Pull] = {}
@@ -148,8 +150,10 @@ class Weights:
                     later.append((i, (source, replica)))
                 else:
                     wave |= dict.fromkeys(ranks, messages.Pull(version, source, list(replica), _weights_group(i)))
-            self._controller.call(wave)
+            started.append(self._controller.start(wave))
             waiting = later
+        for commands in started:
+            self._controller.finish(commands)
         return timed("time/step_model_update", start)
 
 

@@ -78,8 +78,9 @@ class Rollouts:
             return
         folder = self._folder / step_name(batch.step)
         folder.mkdir(parents=True, exist_ok=True)
-        trainer.write_rollouts(batch, folder, {"step": batch.step, "weight_version": batch.step - 1})
+        finish = trainer.write_rollouts(batch, folder, {"step": batch.step, "weight_version": batch.step - 1})
         write_dispositions(folder, self._records)
+        finish()
         self._records.clear()
 
     def state_dict(self) -> dict[str, Any]:
