@@ -60,7 +60,7 @@ class World:
             self.watch.stop()
 
     def group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
-        """An explicit group between roles, a dist.ProcessGroupGloo (torch's stubs lack its calls). Collective over `ranks`, in which this rank must be.
+        """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
 
         Pairs connect when they first talk, so a large group is no full mesh. A higher epoch makes a fresh group.
         """
