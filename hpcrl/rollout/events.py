@@ -58,7 +58,7 @@ class ReplicaLost:
 
 @dataclass(frozen=True, slots=True)
 class ScorerLost:
-    """The scorer of these samples is gone (see RolloutScheduler.scoring); they are scored again."""
+    """The scorer of these samples is gone; they are scored again."""
 
     sample_ids: tuple[int, ...]
 
@@ -126,9 +126,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How a prompt ended. `reason`: the filter, or the cause of the last failure."""
+    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards`: of the samples in order of
+    member, none where the prompt failed."""
 
     uid: int
     attempt: int
     disposition: Disposition
     reason: str = ""
+    rewards: tuple[float, ...] = ()

@@ -23,6 +23,7 @@ class SchedulerConfig:
     max_generated_groups: int | None = None  # null: 20 x need
     siblings_together: bool = True
     deterministic: bool = False
+    accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of starting anew
 
     @classmethod
     def of(cls, config: Config) -> SchedulerConfig:

@@ -65,7 +65,7 @@ from hpcrl.rollout.groups import LiveGroup, LiveSample, State
 from hpcrl.rollout.policies import SchedulerConfig, rejecting_filter
 from hpcrl.rollout.routing import Replicas
 from hpcrl.rollout.tally import Tally
-from hpcrl.rollout.types import Disposition, FinishReason, split_sample_id
+from hpcrl.rollout.types import Disposition, FinishReason
 
 COUNTS = ("group_filter_count", "query_use_count", "aborted", "cancelled", "failed", "score_errors", "stale")
 
@@ -174,10 +174,6 @@ class RolloutScheduler:
         settled, self._settled = self._settled, []
         return settled
 
-    def scoring(self) -> list[int]:
-        """Samples being scored now, by id: the loop picks those of a lost scorer. A scan, for rare use."""
-        return sorted(sample.id for sample in self._samples.values() if sample.state is State.SCORING)
-
     def finished(self) -> list[Group]:
         """Accepted groups that wait to be taken."""
         return [group.frozen() for group in self._valid.values()]
@@ -195,6 +191,15 @@ class RolloutScheduler:
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
         """(sum, count, min, max) of what happened since the last call; hpcrl.stats.Stat(*value) takes them."""
         return self._tally.take("scheduler/")
+
+    def exhausted(self, way_out: str) -> RolloutExhausted:
+        """What to raise when the step can get no batch, with the counts."""
+        names = ("filtered_mean_low", "filtered_mean_high", "filtered_std", "failed")
+        counts = ", ".join(f"{name} {self._tally.counted(name)}" for name in names)
+        return RolloutExhausted(
+            f"version {self.version}: {self._generated} groups were started and {len(self._open) + len(self._valid)} "
+            f"of {self._need} can still come ({counts}): {way_out}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state: prompts to start (those in flight start anew, attempt + 1) and finished untrained groups."""
@@ -288,13 +293,11 @@ class RolloutScheduler:
             self._fail(group, f"generator replica {name} was lost")
 
     def _live(self, ids: Iterable[int], *states: State) -> Iterator[LiveSample]:
-        """The samples among `ids` that are in one of these states; others were dropped earlier and are counted."""
+        """The samples among `ids` in one of these states; others, dropped or of another scheduler, are counted."""
         for sample_id in ids:
             sample = self._samples.get(sample_id)
             if sample is not None and sample.state in states:
                 yield sample
-            elif split_sample_id(sample_id)[0] > self._newest_uid:
-                raise ValueError(f"sample {sample_id} belongs to no prompt that was offered")
             else:
                 self._tally.count("stale")
 
@@ -319,7 +322,7 @@ class RolloutScheduler:
             self._wave.popleft()
 
     def _judge(self, group: LiveGroup) -> None:
-        if not group.cause and all(sample.done.error for sample in group.samples):
+        if not (group.cause or self.config.accept_errors) and all(sample.done.error for sample in group.samples):
             group.cause = group.samples[0].done.error
         if group.cause:
             self._requeue(group, group.cause)
@@ -354,7 +357,9 @@ class RolloutScheduler:
             self._forget(sample)
 
     def _settle(self, group: LiveGroup, disposition: Disposition, reason: str = "") -> None:
-        self._settled.append(Settled(group.uid, group.attempt, disposition, reason))
+        scored = [] if disposition is Disposition.FAILED else group.samples
+        rewards = tuple(sample.done.reward for sample in scored)
+        self._settled.append(Settled(group.uid, group.attempt, disposition, reason, rewards))
 
     def _pick(self) -> list[LiveGroup]:
         """The `need` groups to train, those waited for first; none while the batch is not complete."""
@@ -389,15 +394,9 @@ class RolloutScheduler:
     def _check_hope(self) -> None:
         if not self._replicas:
             raise RolloutExhausted("no generator replica is left")
-        alive = len(self._open) + len(self._valid)
-        if self._closed or alive >= self._need or self._generated < self._limit():
+        if self._closed or len(self._open) + len(self._valid) >= self._need or self._generated < self._limit():
             return
-        names = ("filtered_mean_low", "filtered_mean_high", "filtered_std", "failed")
-        counts = ", ".join(f"{name} {self._tally.counted(name)}" for name in names)
-        raise RolloutExhausted(
-            f"version {self.version}: {self._generated} groups were started and {alive} of {self._need} can still come "
-            f"({counts}): relax rollout.filter_* or raise rollout.max_generated_groups ({self._limit()})"
-        )
+        raise self.exhausted(f"relax rollout.filter_* or raise rollout.max_generated_groups ({self._limit()})")
 
     def _start_groups(self) -> None:
         started = [heapq.heappop(self._queue) for _ in range(min(self._startable(), len(self._queue)))]

@@ -57,7 +57,7 @@ class Rollouts:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def write_rollouts(  # noqa: PLR0917
+def write_rollouts(
     folder: Path,
     rank: int,
     num_ranks: int,

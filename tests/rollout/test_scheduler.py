@@ -411,11 +411,34 @@ def test_reward_errors_cost_one_sample_but_a_group_of_errors_starts_anew():
     assert scheduler.metrics()["scheduler/score_errors"][0] == 3
 
 
+def test_a_group_of_errors_counts_where_errors_are_accepted():
+    """Held-out prompts: each is asked once, and what cannot be scored is worth 0."""
+    scheduler, _ = started(SchedulerConfig(1, accept_errors=True), 2, {0: 4}, 2)
+    (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
+    scheduler.plan([finish(a, b), Scored(a, 0.0, 0.0, "timeout"), *score(b)])
+    assert [group.samples[0].score for group in scheduler.take()] == [0.0, 1.0]
+    assert scheduler.metrics()["scheduler/score_errors"][0] == 1
+
+
+def test_answers_about_samples_of_another_scheduler_are_stale():
+    """A held-out sample is answered twice, the second time in training: its uid is above all that were offered."""
+    scheduler, _ = started(SchedulerConfig(1), 1, {0: 4}, 1)
+    assert scheduler.plan(score(make_sample_id(1 << 38, 0, 0))) == []
+    assert scheduler.metrics()["scheduler/stale"][0] == 1
+
+
+def test_ends_carry_the_rewards_of_filtered_groups_too():
+    scheduler, _ = started(SchedulerConfig(2, over_sampling=2, filter_std=True, max_attempts=1), 3, {0: 6}, 1)
+    a, b, c, d, e, _ = [i for uid in range(3) for i in ids_of(uid, 2)]
+    scheduler.plan([finish(a, b, c, d), *score(a, b, reward=0.5), *score(c), *score(d, reward=0.0), Failed((e,), "x")])
+    scheduler.take()
+    assert [(end.uid, end.rewards) for end in scheduler.settled()] == [(0, (0.5, 0.5)), (2, ()), (1, (1.0, 0.0))]
+
+
 def test_lost_scorer_has_its_samples_scored_again_once():
     scheduler, _ = started(SchedulerConfig(2), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
     scheduler.plan([finish(a, b), *score(a)])
-    assert scheduler.scoring() == [b]
     assert scheduler.plan([ScorerLost((a, b))]) == [Rescore(0, (b,))]
     scheduler.plan([*score(b), *score(b, reward=0.0)])  # the lost one's answer arrives as well
     assert [sample.reward for sample in scheduler.take()[0].samples] == [1.0, 1.0]
@@ -437,8 +460,6 @@ def test_bad_calls_are_refused():
         scheduler.offer([0])
     with pytest.raises(ValueError, match="take"):
         scheduler.take()
-    with pytest.raises(ValueError, match="no prompt that was offered"):
-        scheduler.plan(score(make_sample_id(5, 0, 0)))
 
 
 def test_state_survives_json_and_restarts_what_was_in_flight():
