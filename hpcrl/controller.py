@@ -6,13 +6,14 @@ import json
 import signal
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.dist.agent import VERDICT
 from hpcrl.dist.control import ControlError, StoreLost
 from hpcrl.dist.controller import Controller, RankFailed, RankLost, RankSilent
-from hpcrl.dist.messages import BuildRole
+from hpcrl.dist.messages import BuildRole, Failed
 from hpcrl.dist.world import World
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
@@ -71,7 +72,7 @@ def control(
         world.leave()
         if stopped is None:
             return ExitCode.DONE
-        return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
+        return _tell(world, SIGNAL_CODES.get(signal.Signals(stopped.signal_number), ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         traceback.print_exc()
         return _tell(world, *_explain(error, built=run is not None))
@@ -80,11 +81,11 @@ def control(
 def _explain(error: Exception, built: bool) -> tuple[ExitCode, str]:
     """Exit code and one line. What is wrong with the user's input may show only when the engines are built."""
     code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
-    if isinstance(error, RankFailed) and error.event.kind == "numbers":
-        code = ExitCode.NO_PROGRESS
-    in_building = isinstance(error, RankFailed) and error.event.command == BuildRole.__name__
-    if not built and (isinstance(error, ValueError | OSError) or (in_building and error.event.kind == "input")):
-        code = ExitCode.BAD_INPUT
+    match error:
+        case RankFailed(event=Failed(kind="numbers")):
+            code = ExitCode.NO_PROGRESS
+        case ValueError() | OSError() | RankFailed(event=Failed(kind="input", command=BuildRole.__name__)) if not built:
+            code = ExitCode.BAD_INPUT
     text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"
     return code, " ".join(text.split())
 
@@ -98,7 +99,7 @@ def _tell(world: World, code: ExitCode, message: str) -> int:
     return code
 
 
-def _survivable(config: Config, layout: RoleLayout, rank: int, lost: set[int]) -> bool:
+def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
     """A rank may be lost where all it does is reward or env, and enough of its kind remain."""
     roles = layout.roles_of(rank)
     if not roles or not set(roles) <= {"reward", "env"}:

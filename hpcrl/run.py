@@ -143,7 +143,7 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
         told = json.loads(path.read_text())
         code, message = ExitCode(told["code"]), told["message"]
     elif verdict.signal_number:
-        code = SIGNAL_CODES.get(verdict.signal_number, ExitCode.REQUEUE)
+        code = SIGNAL_CODES.get(signal.Signals(verdict.signal_number), ExitCode.REQUEUE)
         message = f"ended by {signal.Signals(verdict.signal_number).name} before a step boundary"
     else:
         code = ExitCode.DEADLINE if 0 in verdict.silent else ExitCode.RANK_KILLED

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch.distributed as dist
 
@@ -155,7 +155,7 @@ class Worker:
                     f"{command.role} needs ranks {command.ranks} as its default group, but rank {self.world.rank} is "
                     f"in one over {self._default_ranks}; colocated engines must have the same ranks"
                 )
-        role: Role = ROLES[command.role](self)
+        role = cast(Role, ROLES[command.role](self))
         self.roles[command.role] = role
         self._handlers |= role.handlers()
         return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"])

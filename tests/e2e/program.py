@@ -21,30 +21,36 @@ MARK = "HPCRL_TEST_START"
 
 
 class Start:
-    """One start of `python -m hpcrl.launch`; what it prints goes to a file."""
+    """One start of `python -m hpcrl.launch`; what it prints goes to files."""
 
     def __init__(self, run_dir: Path, arguments: list[str], environ: Mapping[str, str] | None = None):
         self.mark = uuid.uuid4().hex
         self.output = run_dir.with_name(f"{run_dir.name}.{self.mark[:8]}.out")
-        with open(self.output, "wb") as output:
+        self.errors = self.output.with_suffix(".err")
+        with open(self.output, "wb") as output, open(self.errors, "wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hpcrl.launch", f"run_dir={run_dir}", *arguments],
                 env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **(environ or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=errors,
                 start_new_session=True,
             )
 
     @property
     def text(self) -> str:
-        """Everything it has printed so far."""
-        return self.output.read_text()
+        """Everything it has printed so far, errors last."""
+        return self.output.read_text() + self.errors.read_text()
 
     @property
     def step(self) -> int:
         """The last step it reported, -1 before the first."""
         return max((int(number) for number in re.findall(r"\bstep (\d+)/", self.text)), default=-1)
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id of the ranks that run."""
+        return {int(p.environ()["HPCRL_RANK"]): p.pid for p in self.processes() if "hpcrl.run" in p.cmdline()}
 
     def wait(self, timeout_s: float = 100.0) -> int:
         """Its exit code."""

@@ -1,0 +1,244 @@
+"""Whatever happens to a rank, the run ends in time with one line and the right code, or goes on without the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from torch.distributed import TCPStore
+
+from hpcrl.checkpoint.commit import find_latest
+from hpcrl.dist import control, messages
+from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.e2e.program import Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+COMMAND_S, GRACE_S = 14.0, 3.0
+SLACK_S = 10.0  # for a box whose cores are busy
+WORDS = f"""
+max_steps=2000 save_every=1 eval_every=0 rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3
+data.max_prompt_tokens=32 rollout.filter_std=false algorithm.num_mini_batches=1 reward.default.name=exact_match
+trainer.lr=1e-3 rollout.save_rollouts=false timeouts.command_s={COMMAND_S} timeouts.grace_s={GRACE_S}
+timeouts.store_s=6 timeouts.start_s=200
+""".split()
+APART = "layout.trainer.num_ranks=1 layout.{0}.num_ranks=2 layout.{0}.colocate_with=null"
+"""One rank trains and generates, two of their own play the role {0}: ranks 2 and 3."""
+REWARD = f"reward.default.name=function reward.default.function={ROOT}/tests/e2e/user_code.py:"
+ENV = "env=scripted env.name=class env.class_path=tests.e2e.user_code:RoughEnv"
+
+
+class Runs:
+    """Starts in one folder."""
+
+    def __init__(self, folder: Path, model: Path, data: Path):
+        self.folder, self.words = folder, [f"model.path={model}", f"data.train={data}", *WORDS]
+
+    def start(self, name: str, *more: str) -> Start:
+        words = [word for line in more for word in line.split()]
+        return Start(self.folder / name, [*self.words, *words], {"PYTHONPATH": str(ROOT)})
+
+    def running(self, name: str, *more: str, past: int = 0) -> Start:
+        """A start that has logged the third step after `past`, so that the second one's checkpoint is committed."""
+        start = self.start(name, *more)
+        start.wait_until(lambda: start.step >= past + 3)
+        assert start.process.poll() is None, start.text
+        return start
+
+    def ended(self, name: str, *more: str) -> Start:
+        """A start that has ended."""
+        start = self.start(name, *more)
+        start.wait()
+        return start
+
+
+@pytest.fixture
+def runs(tmp_path: Path, digit_model: Path, digit_data: Path) -> Runs:
+    return Runs(tmp_path, digit_model, digit_data)
+
+
+def newest(run_dir: Path) -> int:
+    """Step of the newest valid checkpoint."""
+    manifest = find_latest(run_dir / "checkpoints").manifest
+    assert manifest is not None
+    return manifest.step
+
+
+def log_of(run_dir: Path, rank: int, attempt: int = 1) -> str:
+    return (run_dir / "logs" / f"attempt_{attempt:04d}" / f"rank_{rank:04d}.log").read_text()
+
+
+def assert_ended(start: Start, code: ExitCode, *parts: str, within_s: float) -> str:
+    """It ends in time with this code and one line that has these parts, and leaves no process; the line."""
+    began = time.monotonic()
+    assert start.wait(within_s + SLACK_S) == code, start.text
+    took_s = time.monotonic() - began
+    lines = start.errors.read_text().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("hpcrl: "), start.text
+    for part in parts:
+        assert re.search(part, lines[0]), (part, lines[0], took_s)
+    deadline = time.monotonic() + GRACE_S
+    while left := start.processes():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    return lines[0]
+
+
+def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
+    run_dir = runs.folder / "run"
+    start = runs.running("run")
+    os.kill(start.ranks[2], signal.SIGSEGV)
+    assert_ended(
+        start,
+        ExitCode.RANK_KILLED,
+        r"rank 2 \(trainer, generator, reward\) on \S+ is lost: process \d+ on \S+ was killed by SIGSEGV in \w+",
+        r"\(logs: .*attempt_0001\)$",
+        within_s=COMMAND_S,
+    )
+
+    step = newest(run_dir)
+    assert step >= 2
+    start = runs.running("run", past=step)
+    assert f"resumed from step_{step:06d}" in start.text
+    os.kill(start.ranks[1], signal.SIGSTOP)
+    assert_ended(
+        start, ExitCode.DEADLINE, r"rank 1 \(trainer, .*gave no sign of life for \d+ s in \w+", within_s=COMMAND_S
+    )
+
+    start = runs.running("run", past=newest(run_dir))
+    os.kill(start.ranks[0], signal.SIGKILL)
+    assert_ended(
+        start, ExitCode.RANK_KILLED, r"rank 0 \(controller\) is lost: .* was killed by SIGKILL in \w+", within_s=GRACE_S
+    )
+    for rank in (1, 2):
+        assert re.search(rf"rank {rank}\b.*: the control store is gone", log_of(run_dir, rank, attempt=3))
+
+    start = runs.running("run", past=newest(run_dir))
+    (run_dir / "checkpoints").rename(run_dir / "kept")
+    (run_dir / "checkpoints").write_text("in the way")
+    assert_ended(start, ExitCode.CHECKPOINT, rf"{run_dir}/checkpoints: .*Not a directory", within_s=COMMAND_S)
+
+    (run_dir / "checkpoints").unlink()
+    (run_dir / "kept").rename(run_dir / "checkpoints")
+    assert newest(run_dir) >= step + 6
+    step = newest(run_dir)
+    start = runs.ended("run", f"max_steps={step + 2}")
+    assert start.process.returncode == ExitCode.DONE, start.text
+    assert f"resumed from step_{step:06d}" in start.text
+    assert [row["step"] for row in read_metrics(run_dir)][-3:] == [step, step + 1, step + 2]
+
+
+def test_a_lost_reward_rank_bad_rewards_and_forged_messages_are_survived(runs: Runs) -> None:
+    run_dir = runs.folder / "run"
+    reward = f"{REWARD}rough_reward +reward.default.options.folder={runs.folder} reward.default.timeout_s=2"
+    start = runs.running("run", "max_steps=60", APART.format("reward"), reward)
+    intrude(run_dir, "rank/1")
+    intrude(run_dir, "controller")
+    os.kill(start.ranks[3], signal.SIGKILL)
+    assert start.wait() == ExitCode.DONE, start.text
+    assert start.errors.read_text() == ""
+    said = [line for line in start.text.splitlines() if "is lost" in line]
+    assert len(said) == 1 and re.search(r"rank 3 \(reward\) .* SIGKILL .*; the run goes on without it", said[0]), (
+        start.text
+    )
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(61))
+    assert sum(row.get("scheduler/score_errors", 0.0) for row in rows) == 3  # hung, killed its process, not a number
+    for rank, queue in ((1, "rank/1"), (0, "controller")):
+        refused = re.findall(rf"refused on queue {queue}: (.*)", log_of(run_dir, rank))
+        kinds = ["wrong signature", "wrong signature", "over the limit", "replayed"]
+        assert len(refused) == 4, refused
+        assert all(kind in line for kind, line in zip(kinds, refused, strict=True)), refused
+
+
+def intrude(run_dir: Path, queue: str) -> None:
+    """What a process that knows host and port can push, and a message as it was sent before."""
+    folder = run_dir / "world" / "attempt_0001"
+    endpoint = json.loads((folder / "endpoint.json").read_text())
+    store = control.connect(endpoint["host"], endpoint["port"], 10)
+    store.queue_push(queue, b"no message at all, but longer than a signature is")
+    forge(store, os.urandom(32), queue, messages.Leave(), sender=0)
+    store.queue_push(queue, bytes(control.MAX_MESSAGE_BYTES + 1000))
+    forge(store, Path(endpoint["key_file"]).read_bytes(), queue, messages.Leave(), sender=0)
+
+
+def forge(store: TCPStore, key: bytes, queue: str, message: messages.Message, sender: int) -> None:
+    """The first message of a sender. It was sent long ago: with the right key it is a replay."""
+    frame = msgspec.msgpack.encode(control.Frame(sender, 1, msgspec.Raw(msgspec.msgpack.encode(message))))
+    store.queue_push(queue, control._mac(key, queue, frame) + frame)
+
+
+def test_an_environment_that_sleeps_costs_its_rank_and_below_the_minimum_the_run(runs: Runs) -> None:
+    sleeps = "+env.options.how=sleep +env.options.after=40 +env.options.rank=2"
+    start = runs.running("run", APART.format("env"), ENV, sleeps)
+    start.wait_until(lambda: "the run goes on without it" in start.text, COMMAND_S + SLACK_S)
+    said = next(line for line in start.text.splitlines() if "is lost" in line)
+    assert re.search(r"rank 2 \(env\) .*no answer for \d+ s: \d+ responses wait there", said)
+    before = start.step
+    start.wait_until(lambda: start.step >= before + 3)
+    os.kill(start.ranks[3], signal.SIGSTOP)
+    assert_ended(start, ExitCode.DEADLINE, r"rank 3 \(env\) .*gave no sign of life", within_s=COMMAND_S)
+
+
+ENDS = {
+    "an environment that ends its process": (
+        [ENV, "+env.options.how=exit", "+env.options.after=20"],
+        ExitCode.RANK_KILLED,
+        r"rank 0 \(controller, trainer, .*env\) is lost: process \d+ on \S+ exited with code 0 in environment class",
+    ),
+    "an environment that always raises": (
+        [ENV, "+env.options.how=sys.exit", "rollout.max_attempts=1"],
+        ExitCode.STARVED,
+        r"of 4 can still come .*failed [1-9]",
+    ),
+    "filters that reject everything": (
+        ["rollout.filter_mean_low=2"],
+        ExitCode.STARVED,
+        r"filtered_mean_low 80, .*relax rollout.filter_\*",
+    ),
+    "a learning rate that breaks the weights": (
+        ["trainer.lr=1e30"],
+        ExitCode.NO_PROGRESS,
+        r"rank 0 .* failed in command Burst #\d+: .*not finite under weights version 1",
+    ),
+    "a loss that is no number": (
+        ["algorithm=reinforce", REWARD + "huge_reward", "max_steps=9"],
+        ExitCode.NO_PROGRESS,
+        r"no progress in steps 1 to 3: .*skipped",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "code", "part"), ENDS.values(), ids=ENDS)
+def test_what_ends_a_run_is_told(runs: Runs, words: list[str], code: ExitCode, part: str) -> None:
+    start = runs.ended("run", "layout=single", *words)
+    assert_ended(start, code, part, within_s=0.0)
+
+
+SOAK = {
+    "generator killed": (4, signal.SIGKILL, ExitCode.RANK_KILLED, r"rank 4 \(generator\) .*SIGKILL"),
+    "generator stopped": (3, signal.SIGSTOP, ExitCode.DEADLINE, r"rank 3 \(generator\) .*no sign of life"),
+    "reference killed": (5, signal.SIGKILL, ExitCode.RANK_KILLED, r"rank 5 \(reference\) .*SIGKILL"),
+    "reference stopped": (5, signal.SIGSTOP, ExitCode.DEADLINE, r"rank 5 \(reference\) .*no sign of life"),
+    "trainer killed": (1, signal.SIGKILL, ExitCode.RANK_KILLED, r"rank 1 \(trainer\) .*SIGKILL"),
+    "controller stopped": (0, signal.SIGSTOP, ExitCode.DEADLINE, r"rank 0 \(controller\) .*no sign of life"),
+    "last reward rank killed": (6, signal.SIGKILL, ExitCode.RANK_KILLED, r"rank 6 \(reward\) .*SIGKILL"),
+    "last reward rank stopped": (6, signal.SIGSTOP, ExitCode.DEADLINE, r"rank 6 \(reward\) .*no sign of life"),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("rank", "number", "code", "part"), SOAK.values(), ids=SOAK)
+def test_every_kind_of_rank_is_missed(runs: Runs, rank: int, number: signal.Signals, code: ExitCode, part: str) -> None:
+    start = runs.running("run", "layout=disaggregated", "algorithm.kl_loss_coef=0.1")
+    os.kill(start.ranks[rank], number)
+    assert_ended(start, code, part, within_s=COMMAND_S + GRACE_S)
+    assert find_latest(runs.folder / "run" / "checkpoints").path is not None
