@@ -43,7 +43,7 @@ def launch(*words: str) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Folder and output of a GRPO run from a warm start."""
     folder = tmp_path_factory.mktemp("learning")
-    launch("+experiment=demo_sft", f"run_dir={folder / 'sft'}", "eval_every=0")
+    launch("+experiment=demo_sft", f"run_dir={folder / 'sft'}", "eval_every=0", "sft.stop_score=null", "max_steps=275")
     words = [f"model.path={folder / 'sft' / 'hf'}", f"run_dir={folder / 'rl'}", f"max_steps={NUM_STEPS}"]
     return folder / "rl", launch("+experiment=demo", *words)
 
