@@ -1,7 +1,7 @@
 """The run's small state in a checkpoint: one JSON file, written and sealed like every other file of the commit.
 
 Every section is a dict that its owner makes and reads (state_dict / load_state_dict): the data cursor at the trained
-frontier, dispositions of prompts, the rollout scheduler, counters. Whoever has more to keep adds a section.
+frontier with the ledger of prompts, the rollout scheduler, counters. Whoever has more to keep adds a section.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpcrl.files import write_durably
 
 FORMAT = 1
 STATE = "state.json"
-SECTIONS = ("cursor", "dispositions", "scheduler", "counters")
+SECTIONS = ("cursor", "scheduler", "counters")
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> str:

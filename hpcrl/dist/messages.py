@@ -53,6 +53,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     min_p: float
     stop: list[str]
 
+    @property
+    def truncates(self) -> bool:
+        """Whether behaviour log-probs come beside gen_logprobs; the engines' SamplingParams have the same rule."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
 
 class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
     """A prompt as the ranks need it: int32 token ids, and what rewards and environments read, as JSON."""
@@ -72,12 +77,11 @@ class Admit(Message):
 
 
 class Burst(Message):
-    """Decode `num_tokens` iterations; answered by BurstDone. Finished samples go to scorers[uid % len(scorers)],
-    finished turns to envs[uid % len(envs)]."""
+    """Decode `num_tokens` iterations; answered by BurstDone. Finished samples, or turns where the world has env ranks,
+    go to receivers[uid % len(receivers)]."""
 
     num_tokens: int
-    scorers: list[int]
-    envs: list[int]
+    receivers: list[int]
 
 
 class AbortSamples(Message):
@@ -90,7 +94,7 @@ class Rescore(Message):
     """Send held, finished samples to a scorer again (their scorer was lost)."""
 
     samples: list[int]
-    scorers: list[int]
+    receivers: list[int]
 
 
 class Forget(Message):
@@ -212,14 +216,12 @@ class SaveState(Message):
     """Write this rank's part of the checkpoint into the folder, make it durable, answer with its files."""
 
     folder: str
-    role: str
 
 
 class LoadState(Message):
     """Restore this rank's part."""
 
     folder: str
-    role: str
 
 
 class Export(Message):
@@ -300,13 +302,12 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BurstDone(Message):
-    """A burst ended: finished samples, samples whose turn ended, tokens decoded, live samples left, seconds."""
+    """A burst ended: finished samples, samples whose turn ended, tokens decoded, seconds."""
 
     seq: int
     finished: list[Ended]
     turns: list[Ended]
     tokens: int
-    live: int
     seconds: float
 
 
@@ -333,7 +334,6 @@ class Observed(Message):
     """
 
     sample: int
-    new_tokens: int
     ended: bool
     result: ScoredSample
 
@@ -353,7 +353,11 @@ Event = Joined | Done | Failed | BurstDone | Scored | Observed | Lost
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A finished response (or turn) on its way to a reward or env rank; `meta` is the prompt's JSON."""
+    """A finished response (or turn) on its way to a reward or env rank; `meta` is the prompt's JSON.
+
+    For environments: the last token of the turn, and the room that an observation has so that another turn fits, in
+    tokens. With reason "abort" the sample was dropped: no answer is wanted any more.
+    """
 
     sample: int
     domain: str
@@ -361,6 +365,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
     meta: bytes
     reason: str
     reply_to: int
+    last_token: int = -1
+    room: int = 0
 
 
 class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

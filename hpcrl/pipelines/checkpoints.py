@@ -74,12 +74,12 @@ class Checkpoints:
     def _write(self, step: int) -> None:
         tmp = begin(self._root, step, self._attempt)
         trainers = self._layout.ranks["trainer"]
-        answers = self._controller.call(dict.fromkeys(trainers, SaveState(str(tmp), "trainer")))
+        answers = self._controller.call(dict.fromkeys(trainers, SaveState(str(tmp))))
         entries = [FileEntry(*file) for answer in answers.values() for file in answer.files]
         self.counters["seconds"] += time.time() - self._started
         self._started = time.time()
         state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
-        name = write_state(tmp, {**state, "dispositions": {}, "counters": {**self.counters, "step": step}})
+        name = write_state(tmp, {**state, "counters": {**self.counters, "step": step}})
         entries += seal_files(tmp, [name])
         world: dict[str, Any] = {role: list(ranks) for role, ranks in self._layout.ranks.items()}
         facts = Facts(config_hash=_hash(self._config), weight_version=step, attempt=self._attempt, world=world)
@@ -105,7 +105,7 @@ class Checkpoints:
             return 0
         state = read_state(latest.path)
         trainers = self._layout.ranks["trainer"]
-        answers = self._controller.call(dict.fromkeys(trainers, LoadState(str(latest.path), "trainer")))
+        answers = self._controller.call(dict.fromkeys(trainers, LoadState(str(latest.path))))
         for warning in sorted({text for answer in answers.values() for text in answer.texts}):
             print(f"hpcrl: {warning}", flush=True)
         self._owner.load_state_dict(state)

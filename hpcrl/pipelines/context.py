@@ -19,8 +19,9 @@ from hpcrl.layout import RoleLayout
 from hpcrl.metrics import MetricsLog, read_metrics
 from hpcrl.pipelines.checkpoints import Checkpoints
 from hpcrl.pipelines.evaluation import Evaluation
+from hpcrl.pipelines.generation import replica_capacity
 from hpcrl.pipelines.parts import FABRIC, Reference, Trainer, Weights
-from hpcrl.pipelines.rollouts import Rollouts, replica_capacity
+from hpcrl.pipelines.rollouts import Rollouts
 from hpcrl.plot import plot as draw_plot
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.stats import Stats, flatten, merge
@@ -106,7 +107,8 @@ class Run:
         """Write the step's metrics. NoProgress once they show that training has come to nothing."""
         stats = merge(parts)
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
-        elapsed = time.perf_counter() - self._step_started
+        evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
+        elapsed = time.perf_counter() - self._step_started - evaluated
         tokens = stats["_tokens"].total if "_tokens" in stats else 0.0
         samples = stats["_samples"].total if "_samples" in stats else 0.0
         flat |= {"system/global_step": step, "system/samples": samples, "time/step_total": elapsed}

@@ -14,11 +14,12 @@ from hpcrl.dist.controller import Controller
 from hpcrl.dist.messages import Peek
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
+from hpcrl.pipelines.generation import evaluation_sampling, replica_capacity
 from hpcrl.pipelines.parts import timed
-from hpcrl.pipelines.rollouts import make_sampling, replica_capacity
 from hpcrl.rollout.loop import Harvest, RolloutLoop
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.types import Prompt
 from hpcrl.stats import Stats, merge, scalar
 
 SHOWN_CHARS = 100
@@ -41,10 +42,7 @@ class Evaluation:
         self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
         self._slots = replica_capacity(config, layout)
         self._examples_file = run_dir / "examples.json"
-        val = config.data.val
-        source = PromptSource(config.data, "val", tokenizer, config.seed, 1) if val else None
-        found = source.head(config.eval.num_prompts) if source is not None else []
-        self._prompts = [replace(prompt, uid=FIRST_UID + i) for i, prompt in enumerate(found)]
+        self._prompts = _held_out(config, tokenizer) if config.data.val else []
 
     def scores(self, step: int) -> Stats:
         """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature)."""
@@ -74,17 +72,16 @@ class Evaluation:
         return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
 
     def _generate(self, temperature: float) -> Harvest:
-        config = self._config
-        length = config.eval.max_new_tokens or config.rollout.max_new_tokens
-        scheduler = RolloutScheduler(SchedulerConfig(group_size=1, deterministic=config.deterministic), self._slots)
+        # Every prompt has its say once: one whose reward cannot be computed is worth 0.
+        settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
+        scheduler = RolloutScheduler(settings, self._slots)
         scheduler.begin_step(0, len(self._prompts))
         waiting = iter(self._prompts)
         return self._loop.drive(
             scheduler,
             {},
             lambda count: [prompt for prompt, _ in zip(waiting, range(count), strict=False)],
-            make_sampling(config, temperature, length, truncate=False),
-            multi_turn=config.env is not None,
+            evaluation_sampling(self._config, temperature),
         )
 
     def _keep_examples(self, step: int, harvest: Harvest) -> None:
@@ -105,6 +102,18 @@ class Evaluation:
             )
         kept[str(step)] = examples
         write_durably(self._examples_file, json.dumps(kept, indent=1).encode())
+
+
+def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
+    """The prompts of an evaluation. ValueError when all of data.val are over-long."""
+    source = PromptSource(config.data, "val", tokenizer, config.seed, 1)
+    found = source.head(config.eval.num_prompts)
+    if not found:
+        raise ValueError(
+            f"data.val: all {len(source)} prompts have more than data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} tokens; raise it, or set data.overlong_prompts=truncate"
+        )
+    return [replace(prompt, uid=FIRST_UID + i) for i, prompt in enumerate(found)]
 
 
 def _score_stats(prefix: str, harvest: Harvest) -> Stats:

@@ -13,10 +13,9 @@ import numpy as np
 from hpcrl.config import Config
 from hpcrl.dist import messages
 from hpcrl.dist.controller import Controller
-from hpcrl.engines.gen.base import SamplingParams
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.batches import BatchHandle, assign_rows, moves, split_mini_batches
-from hpcrl.rollout.loop import Sizes
+from hpcrl.rollout.loop import Harvest, Sizes
 from hpcrl.stats import Stat, Stats, merge, scalar
 
 FABRIC = "rollout"
@@ -25,12 +24,6 @@ FABRIC = "rollout"
 def answers_stats(answers: Iterable[messages.Done]) -> Stats:
     """The statistics of all ranks together."""
     return merge({name: Stat(*values) for name, values in answer.stats.items()} for answer in answers)
-
-
-def sampling_of(config: Config) -> SamplingParams:
-    """How training rollouts are sampled."""
-    r = config.rollout
-    return SamplingParams(r.max_new_tokens, r.temperature, r.top_p, r.top_k, r.min_p, tuple(r.stop))
 
 
 def timed(name: str, start: float) -> Stats:
@@ -162,10 +155,12 @@ def hand_over(
     layout: RoleLayout,
     config: Config,
     step: int,
-    groups: Sequence[Any],
-    sizes: dict[int, Sizes],
+    harvest: Harvest,
+    truncated: bool,
 ) -> BatchHandle:
-    """Move the groups' samples from the replicas that hold them to the ranks that train on them."""
+    """Move the harvested samples from the replicas that hold them to the ranks that train on them; `truncated`: with
+    their behaviour log-probs."""
+    groups, sizes = harvest.groups, harvest.sizes
     done = {sample.id: sample for group in groups for sample in group.samples}
     homes = {sample.id: sample.replica for sample in done.values()}
     parts = split_mini_batches([[s.id for s in g.samples] for g in groups], config.algorithm.num_mini_batches)
@@ -184,7 +179,7 @@ def hand_over(
         samples=order,
         rewards=np.array([done[s].reward for s in order], dtype=np.float32).tobytes(),
         scores=np.array([done[s].score for s in order], dtype=np.float32).tobytes(),
-        truncated=sampling_of(config).truncates,
+        truncated=truncated,
     )
     controller.call(dict.fromkeys(sorted({*wanted, *homes.values()}), command))
     return handle

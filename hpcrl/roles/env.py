@@ -71,7 +71,7 @@ class EnvRole:
         else:
             self._worker.world.mailbox.send(turn.reply_to, [TurnDelta(turn.sample, token_ids.tobytes())])
         result = ScoredSample(turn.sample, reward, score, error, metrics)
-        self._worker.emit(Observed(turn.sample, len(token_ids), ended, result))
+        self._worker.emit(Observed(turn.sample, ended, result))
         self._worker.world.trace.enter("idle")
 
     def _observation_ids(self, observation: str) -> np.ndarray:

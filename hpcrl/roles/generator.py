@@ -138,14 +138,13 @@ class GeneratorRole:
         progress = self.engine.progress()
         decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
         ended = [self._take_in(output) for output in outputs]
-        multi_turn = self._worker.config.env is not None and bool(command.envs)
-        self._post([e.sample for e in ended], command.envs if multi_turn else command.scorers, outputs)
+        multi_turn = bool(self._worker.layout.ranks["env"])
+        self._post([e.sample for e in ended], command.receivers, outputs)
         return BurstDone(
             seq,
             finished=[] if multi_turn else ended,
             turns=ended if multi_turn else [],
             tokens=decoded,
-            live=len(progress),
             seconds=time.perf_counter() - started,
         )
 
@@ -185,13 +184,13 @@ class GeneratorRole:
         return held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
 
     def _rescore(self, command: Rescore, seq: int) -> None:
-        self._post(command.samples, command.scorers)
+        self._post(command.samples, command.receivers)
 
     def _abort(self, command: AbortSamples, seq: int) -> BurstDone:
         outputs = self.engine.abort(command.samples)
         self._drop(command.samples)
         ended = [Ended(o.id, 0, len(o.token_ids), str(FinishReason.ABORT)) for o in outputs]
-        return BurstDone(seq, finished=ended, turns=[], tokens=0, live=len(self.engine.progress()), seconds=0.0)
+        return BurstDone(seq, finished=ended, turns=[], tokens=0, seconds=0.0)
 
     def _forget(self, command: Forget, seq: int) -> None:
         self._drop(command.samples)

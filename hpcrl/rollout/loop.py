@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,10 +66,12 @@ class RolloutLoop:
         self._live: Counter[int] = Counter()  # samples a replica decodes or queues
         self._bursts: Counter[int] = Counter()  # bursts on their way
         self._reached: dict[int, int] = {}  # sample with a scorer or environment -> that rank
+        self._waiting: Counter[int] = Counter()  # of these, the number per rank
         self._early: set[int] = set()  # samples whose answer overtook the BurstDone they ended in
         self._receivers: dict[tuple[int, int], list[int]] = {}  # (replica, burst) -> whom it was told to send to
+        self._dropped: dict[tuple[int, int], list[int]] = {}  # (replica, abort) -> samples it was told to drop
         self._heard: dict[int, float] = {}  # scorer or env rank -> when it last showed that it works
-        self._sizes: dict[int, Sizes] = {}
+        self._sizes: dict[int, Sizes] = {}  # of ended samples that were neither taken nor dropped
         self._stats: list[Stats] = []
 
     def drive(
@@ -78,7 +80,6 @@ class RolloutLoop:
         prompts: dict[int, Prompt],
         draw: Callable[[int], list[Prompt]],
         sampling: messages.Sampling,
-        multi_turn: bool,
     ) -> Harvest:
         """Run until the scheduler's batch is ready and take it. `prompts` (uid -> prompt) gains what is drawn.
 
@@ -91,16 +92,22 @@ class RolloutLoop:
             fresh = draw(scheduler.wants())
             prompts.update((prompt.uid, prompt) for prompt in fresh)
             scheduler.offer(prompt.uid for prompt in fresh)
-            for command in scheduler.plan(arrived):
+            commands = scheduler.plan(arrived)
+            for command in commands:
                 self._carry_out(command, prompts, sampling)
             if scheduler.ready():
                 break
-            self._keep_busy(multi_turn)
-            arrived = self._collect(prompts)
+            self._keep_busy()
+            if any(self._bursts.values()) or self._reached:
+                arrived = self._collect(prompts)
+            elif arrived or fresh or commands:
+                arrived = []  # the scheduler may want other prompts now
+            else:
+                raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
         scheduler.plan(self._settle_down(prompts))  # the batch stands: this only counts what was aborted
         groups = scheduler.take()
-        sizes = {sample.id: self._sizes[sample.id] for group in groups for sample in group.samples}
-        self._sizes = {}
+        sizes = {sample.id: self._sizes.pop(sample.id) for group in groups for sample in group.samples}
+        self._early.clear()  # no burst is on its way that could still tell of them
         return Harvest(groups, sizes, merge(self._stats))
 
     def forget(self, groups: Sequence[events.Group]) -> None:
@@ -123,22 +130,20 @@ class RolloutLoop:
                 for message in _admissions(samples, {} if known else prompts, sampling, self._seed):
                     self._controller.send(replica, message)
             case events.Rescore():
-                scorers = self._receivers_of(replica, self._scorers)
-                self._reach(samples, scorers)
-                self._controller.send(replica, messages.Rescore(samples, scorers))
+                receivers = self._receivers_of(replica)
+                self._reach(samples, receivers)
+                self._controller.send(replica, messages.Rescore(samples, receivers))
             case events.Drop():
                 self._bursts[replica] += 1  # answered like a burst
-                self._controller.send(replica, messages.AbortSamples(samples))
+                seq = self._controller.send(replica, messages.AbortSamples(samples))
+                self._dropped[replica, seq] = samples
 
-    def _keep_busy(self, multi_turn: bool) -> None:
+    def _keep_busy(self) -> None:
         ahead = 1 if self._deterministic else BURSTS_AHEAD
         for replica in self._replicas:
-            receivers = self._receivers_of(replica, self._envs if multi_turn else self._scorers)
+            receivers = self._receivers_of(replica)
             while self._live[replica] > 0 and self._bursts[replica] < ahead and replica not in self._controller.lost:
-                burst = messages.Burst(
-                    self._burst_tokens, [] if multi_turn else receivers, receivers if multi_turn else []
-                )
-                seq = self._controller.send(replica, burst)
+                seq = self._controller.send(replica, messages.Burst(self._burst_tokens, receivers))
                 self._receivers[replica, seq] = receivers
                 self._bursts[replica] += 1
 
@@ -150,27 +155,33 @@ class RolloutLoop:
                 late.extend(self._translate(rank, event, prompts))
         return late
 
-    def _receivers_of(self, replica: int, ranks: Collection[int]) -> list[int]:
-        """Those of the ranks that get this replica's responses: itself where all of them generate, as mail would only
-        cost time and each has as many."""
-        alive = [rank for rank in ranks if rank not in self._controller.lost]
+    def _receivers_of(self, replica: int) -> list[int]:
+        """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
+        would only cost time and each has as many."""
+        alive = [rank for rank in self._envs or self._scorers if rank not in self._controller.lost]
         return [replica] if replica in alive and self._replicas.keys() >= set(alive) else alive
 
     def _reach(self, samples: Sequence[int], receivers: Sequence[int]) -> None:
-        busy = set(self._reached.values())
         for sample in samples:
             receiver = self._reached[sample] = receivers[split_sample_id(sample)[0] % len(receivers)]
-            if receiver not in busy:
+            if not self._waiting[receiver]:
                 self._heard[receiver] = time.monotonic()
-                busy.add(receiver)
+            self._waiting[receiver] += 1
+
+    def _leave(self, sample: int) -> bool:
+        """The sample is with its scorer or environment no more; whether it was."""
+        receiver = self._reached.pop(sample, None)
+        if receiver is None:
+            return False
+        self._waiting[receiver] -= 1
+        return True
 
     def _check_receivers(self) -> None:
         """Give up a scorer or env rank that has work and has not answered anything for the deadline."""
         now = time.monotonic()
-        for rank in sorted(set(self._reached.values())):
+        for rank, waiting in sorted((+self._waiting).items()):
             silent_s = now - self._heard[rank]
             if silent_s > self._controller.command_s:
-                waiting = sum(receiver == rank for receiver in self._reached.values())
                 self._controller.give_up(rank, f"{waiting} responses wait there without an answer", silent_s)
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -207,10 +218,13 @@ class RolloutLoop:
         self._bursts[rank] -= 1
         self._live[rank] -= len(event.finished) + len(event.turns)
         receivers = self._receivers.pop((rank, event.seq), [])
+        for sample in self._dropped.pop((rank, event.seq), []):
+            self._sizes.pop(sample, None)
         aborted = tuple((e.sample, e.model_tokens) for e in event.finished if e.reason == FinishReason.ABORT)
         if aborted:
             yield events.Aborted(aborted)
-        ended = [e for e in event.finished + event.turns if e.reason != FinishReason.ABORT]
+        finished = [e for e in event.finished if e.reason != FinishReason.ABORT]
+        ended = finished + event.turns
         if event.tokens:
             self._note({"system/decode_tps": Stat(event.tokens, event.seconds)})
         if not ended:
@@ -221,21 +235,21 @@ class RolloutLoop:
         self._reach(waiting, receivers)
         yield events.BurstDone(
             rank,
-            finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in event.finished if e in ended),
+            finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in finished),
             turns=tuple((e.sample, e.model_tokens) for e in event.turns),
         )
         yield from self._stranded(tuple(s for s in waiting if self._reached[s] in self._controller.lost))
 
     def _answered(self, sample: int) -> None:
         """Its scorer or environment has answered, maybe before the replica's BurstDone came."""
-        if self._reached.pop(sample, None) is None:
+        if not self._leave(sample):
             self._early.add(sample)
 
     def _stranded(self, samples: tuple[int, ...]) -> Iterator[events.Event]:
         """Samples whose scorer or environment is gone: score again, or start the group anew."""
         if samples:
             for sample in samples:
-                self._reached.pop(sample, None)
+                self._leave(sample)
             yield events.Failed(samples, "an env rank was lost") if self._envs else events.ScorerLost(samples)
 
     def _scored(self, result: messages.ScoredSample, prompts: Mapping[int, Prompt]) -> events.Event:

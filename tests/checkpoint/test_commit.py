@@ -38,7 +38,6 @@ def save(root: Path, step: int, attempt: int = 1, keep: int = 2, fence=None) -> 
 def small_state(step: int) -> dict:
     return {
         "cursor": {"uid": step},
-        "dispositions": {},
         "scheduler": {"queue": [[1, 0]]},
         "counters": {"tokens": 2**60},
     }
@@ -216,7 +215,7 @@ def test_state_is_checked_on_both_sides(tmp_path: Path) -> None:
     write_state(tmp_path, state)
     assert read_state(tmp_path) == state | {"reward_statistics": {"mean": 0.1 + 0.2, "pairs": [1, 2]}}
     with pytest.raises(ValueError, match=r"missing sections \['scheduler'\]"):
-        write_state(tmp_path, {name: {} for name in ("cursor", "dispositions", "counters")})
+        write_state(tmp_path, {name: {} for name in ("cursor", "counters")})
     truncate(tmp_path / "state.json")
     with pytest.raises(ValueError, match=r"state\.json cannot be read"):
         read_state(tmp_path)

@@ -52,7 +52,7 @@ COMMANDS: list[Any] = [
     m.BuildGroup("fabric", [0, 1, 2], 3),
     m.Leave(),
     m.Admit([m.PromptPayload(1, "maths", b"\x01\0", b"{}")], [(5, 6)], m.Sampling(8, 0.6, 0.9, 0, 0.1, ["\n", "é"])),
-    m.Burst(16, [1], []),
+    m.Burst(16, [1]),
     m.AbortSamples([1, 2]),
     m.Rescore([1], [2]),
     m.Forget([]),
@@ -67,17 +67,17 @@ COMMANDS: list[Any] = [
     m.WriteRollouts(1, "rollouts/step_000001", {"step": 1, "lr": 0.5, "name": "x"}),
     m.Stage(4, [1]),
     m.Pull(4, 1, [2], "weights/0"),
-    m.SaveState("checkpoints/x", "trainer"),
-    m.LoadState("checkpoints/x", "trainer"),
+    m.SaveState("checkpoints/x"),
+    m.LoadState("checkpoints/x"),
     m.Export("hf"),
 ]
 EVENTS: list[Any] = [
     m.Joined("node1", 77),
     m.Done(4, {"loss": (1.0, 2.0, 0.0, 1.0)}, [("a", 3, "00")], ["text"]),
     m.Failed(4, "Burst", "ValueError: no"),
-    m.BurstDone(4, [m.Ended(5, 9, 4, "stop")], [], 16, 0, 0.1),
+    m.BurstDone(4, [m.Ended(5, 9, 4, "stop")], [], 16, 0.1),
     m.Scored([SCORED]),
-    m.Observed(5, 3, True, SCORED),
+    m.Observed(5, True, SCORED),
     m.Lost(2, "was killed"),
 ]
 POSTS: list[Any] = [m.Post([m.Response(5, "maths", "4", b"{}", "stop", 1), m.TurnDelta(5, b"\0\0\0\0")])]
