@@ -13,6 +13,7 @@ from hpcrl.dist.world import World, rank_queue
 CHECK_EVERY_S = 10.0  # with nothing to hear
 CHECKS_PER_DEADLINE = 8
 PUMP_EVERY_S = 0.002
+MAX_TAKEN = 1024  # messages before events are handed out: in a large world they never stop coming
 CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch before its first report
 
 
@@ -59,6 +60,7 @@ class Controller:
         self.command_s, self._start_s, self._survivable = command_s, start_s, survivable
         self.check_s = min(CHECK_EVERY_S, command_s / CHECKS_PER_DEADLINE)
         self._outstanding: dict[tuple[int, int], _Outstanding] = {}
+        self._next_check = 0.0
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: dict[tuple[int, int], Done] = {}
         self._answered: dict[int, float] = {}  # rank -> when it last answered: what it works on now, it began then
@@ -103,17 +105,19 @@ class Controller:
 
     def finish(self, started: Started) -> dict[int, Done]:
         """Wait for the answers of what start() pushed; errors as call()."""
-        while any(key not in self._answers for key in started if key[0] not in self.lost):
-            self._take(self.check_s)
+        for key in started:
+            while key not in self._answers and key[0] not in self.lost:
+                self._take(self.check_s)
         return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
     def events(self) -> list[tuple[int, Event]]:
-        """Events other than answers to call(), as (rank, event), in order; waits up to check_s for the first."""
+        """Some of the events other than answers to call(), as (rank, event), in order; waits up to check_s for one."""
         self._world.trace.enter("wait for events")
         if not self._events:
             self._take(self.check_s)
-        while self._take(0.0):
-            pass
+        for _ in range(MAX_TAKEN):
+            if not self._take(0.0):
+                break
         events = list(self._events)
         self._events.clear()
         return events
@@ -199,9 +203,11 @@ class Controller:
         print(f"hpcrl: {loss}; the run goes on without it", flush=True)
 
     def _check_deadlines(self) -> None:
-        if not self._outstanding:
-            return
+        """RankSilent where answers are overdue; looks through what is outstanding once per check_s."""
         now = time.monotonic()
+        if not self._outstanding or now < self._next_check:
+            return
+        self._next_check = now + self.check_s
         begun = {
             (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()
         }

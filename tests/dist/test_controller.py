@@ -1,0 +1,64 @@
+"""The controller's side of the control plane over a real store, at sizes and rates that a large world has."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from hpcrl.dist.controller import MAX_TAKEN, Controller, RankSilent
+from hpcrl.dist.messages import Advantages, Done, Scored, ScoredSample
+from hpcrl.dist.world import CONTROLLER_QUEUE
+
+
+@pytest.fixture
+def controller(threads: Any) -> Controller:
+    return make_controller(threads)
+
+
+def make_controller(threads: Any, command_s: float = 20.0) -> Controller:
+    return Controller(
+        threads.worlds[0], lambda rank: (), command_s=command_s, start_s=20.0, survivable=lambda *_: False
+    )
+
+
+def say(threads: Any, *events: Any) -> None:
+    """Rank 1 says something to the controller."""
+    for event in events:
+        threads.worlds[1].sender.send(CONTROLLER_QUEUE, event)
+
+
+def test_events_are_handed_out_though_more_keep_coming(threads: Any, controller: Controller) -> None:
+    sent = [Scored([ScoredSample(sample, 1.0, 1.0)]) for sample in range(MAX_TAKEN + 100)]
+    say(threads, *sent)
+    first = controller.events()
+    assert MAX_TAKEN <= len(first) < len(sent)
+    assert [event for _, event in first + controller.events()] == sent
+
+
+def test_the_work_of_an_answer_does_not_grow_with_what_is_outstanding(threads: Any) -> None:
+    def cost(outstanding: int) -> float:
+        """CPU-seconds of 300 answers while so many other commands wait for theirs."""
+        controller, number = make_controller(threads), 300
+        started = controller.start({1: Advantages(0)})
+        for batch in range(1, number):
+            started += controller.start({1: Advantages(batch)})
+        for _ in range(outstanding):
+            controller.send(2, Advantages(0))
+        say(threads, *(Done(seq) for _, seq in started))
+        before = time.thread_time()
+        assert len(controller.finish(started)) == 1  # all are of rank 1
+        return time.thread_time() - before
+
+    cost(0)
+    assert cost(4000) < 3 * cost(0)
+
+
+def test_a_rank_that_does_not_answer_is_named_after_the_deadline(threads: Any) -> None:
+    controller = make_controller(threads, command_s=0.5)
+    say(threads, Done(0))  # of nothing that was asked
+    start = time.monotonic()
+    with pytest.raises(RankSilent, match=r"no answer within 0.5 s: rank 1 \(no role\) in command Advantages #\d+"):
+        controller.call({1: Advantages(7)})
+    assert 0.5 <= time.monotonic() - start < 5

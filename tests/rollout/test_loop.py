@@ -1,0 +1,168 @@
+"""The loop that drives a scheduler, against ranks that answer as real ones do, in one process and without a clock."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hpcrl.dist import messages as m
+from hpcrl.rollout.loop import RolloutLoop, Sizes
+from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.types import Prompt, make_sample_id, split_sample_id
+
+GENERATOR, SCORER = 1, 2
+SAMPLING = m.Sampling(8, 1.0, 1.0, 0, 0.0, [])
+HELD_OUT = 1 << 38
+
+
+class Ranks:
+    """A generator and a reward rank behind the controller's face. A response takes as many bursts as `bursts` says;
+    `score` gives (reward, error). Asked for events while nothing is on its way, they would be waited for without end.
+    """
+
+    def __init__(self, bursts: Callable[[int], int] = lambda uid: 1, score: Callable[[int], Any] = lambda _: (1.0, "")):
+        self._bursts, self._score = bursts, score
+        self._running: dict[int, int] = {}
+        self._events: deque[tuple[int, m.Event]] = deque()
+        self._seq = 0
+        self.lost: set[int] = set()
+        self.command_s = 20.0
+        self.sent: list[m.Command] = []
+
+    def send(self, rank: int, command: m.Command) -> int:
+        self._seq += 1
+        self.sent.append(command)
+        match command:
+            case m.Admit():
+                self._running |= {sample: self._bursts(split_sample_id(sample)[0]) for sample, _ in command.samples}
+            case m.Burst():
+                self._running = {sample: left - 1 for sample, left in self._running.items()}
+                ended = [sample for sample, left in self._running.items() if left <= 0]
+                self._done(rank, ended, "stop")
+                if ended:
+                    scored = [m.ScoredSample(i, *(2 * (self._score(i)[:1])), self._score(i)[1]) for i in ended]
+                    self.say(SCORER, m.Scored(scored))
+            case m.AbortSamples():
+                self._done(rank, [sample for sample in command.samples if sample in self._running], "abort")
+        return self._seq
+
+    def events(self) -> list[tuple[int, m.Event]]:
+        assert self._events, "waits for ever"
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def say(self, rank: int, event: m.Event) -> None:
+        self._events.append((rank, event))
+
+    def _done(self, rank: int, samples: list[int], reason: str) -> None:
+        for sample in samples:
+            del self._running[sample]
+        ended = [m.Ended(sample, 10 + split_sample_id(sample)[0] % 7, 4, reason) for sample in samples]
+        self.say(rank, m.BurstDone(self._seq, ended, [], 4, 0.1))
+
+
+def make_loop(ranks: Any, deterministic: bool = False) -> RolloutLoop:
+    return RolloutLoop(
+        ranks, {GENERATOR: 8}, [SCORER], [], seed=0, burst_tokens=4, deterministic=deterministic
+    )  # fmt: skip
+
+
+def prompts(first: int = 0, number: int = 1_000_000) -> Iterator[Prompt]:
+    return (Prompt(uid, "maths", 0, 0, (1, 2), "") for uid in range(first, first + number))
+
+
+def draw_from(source: Iterator[Prompt]) -> Callable[[int], list[Prompt]]:
+    return lambda count: [prompt for _, prompt in zip(range(count), source, strict=False)]
+
+
+def steps(loop: RolloutLoop, config: SchedulerConfig, needs: list[int], source: Iterator[Prompt]) -> list[Any]:
+    """The harvests of steps of one scheduler."""
+    scheduler, known, draw, harvests = RolloutScheduler(config, {GENERATOR: 8}), {}, draw_from(source), []
+    for version, need in enumerate(needs):
+        scheduler.begin_step(version, need)
+        harvests.append(loop.drive(scheduler, known, draw, SAMPLING))
+    return harvests
+
+
+def fails_on(uid: int) -> Callable[[int], Any]:
+    return lambda sample: (0.0, "timeout") if split_sample_id(sample)[0] == uid else (1.0, "")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_held_out_prompt_that_cannot_be_scored_is_worth_nothing(deterministic: bool) -> None:
+    ranks = Ranks(score=fails_on(HELD_OUT + 1))
+    config = SchedulerConfig(1, accept_errors=True, deterministic=deterministic)
+    (harvest,) = steps(make_loop(ranks, deterministic), config, [3], prompts(HELD_OUT, 3))
+    assert [group.samples[0].score for group in harvest.groups] == [1.0, 0.0, 1.0]
+    assert harvest.stats["maths/score"].total == 2.0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_drive_that_nothing_can_end_says_so(deterministic: bool) -> None:
+    """The prompt starts anew twice and then has failed, and there is no other."""
+    ranks = Ranks(score=fails_on(1))
+    config = SchedulerConfig(1, deterministic=deterministic)
+    with pytest.raises(RolloutExhausted, match=r"5 groups were started and 2 of 3 .*failed 1\): .*no prompt is left"):
+        steps(make_loop(ranks, deterministic), config, [3], prompts(0, 3))
+
+
+def test_filtered_prompts_are_replaced_without_waiting_for_an_event() -> None:
+    """All in flight are filtered at once: the next ones are drawn, though nobody has anything to say."""
+    ranks = Ranks(score=lambda sample: (float(split_sample_id(sample)[0] > 2), ""))
+    (harvest,) = steps(make_loop(ranks), SchedulerConfig(1, filter_mean_low=0.5), [3], prompts())
+    assert [group.uid for group in harvest.groups] == [3, 4, 5]
+
+
+def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:
+    ranks = Ranks()
+    loop = make_loop(ranks)
+    steps(loop, SchedulerConfig(1, accept_errors=True), [2], prompts(HELD_OUT, 2))
+    ranks.say(SCORER, m.Scored([m.ScoredSample(make_sample_id(HELD_OUT, 0, 0), 1.0, 1.0)]))
+    (harvest,) = steps(loop, SchedulerConfig(2), [2], prompts())
+    assert len(harvest.groups) == 2
+    # Nor the same sample's next evaluation: its answer is the new one, not the one that came too late.
+    ranks._score = lambda _: (0.5, "")
+    (harvest,) = steps(loop, SchedulerConfig(1, deterministic=True), [2], prompts(HELD_OUT, 2))
+    assert [group.samples[0].reward for group in harvest.groups] == [0.5, 0.5]
+
+
+def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
+    """With a lag, groups that a step finishes ahead are trained by the next."""
+    ranks = Ranks()
+    loop = make_loop(ranks)
+    first, second = steps(loop, SchedulerConfig(1, max_lag=1), [2, 2], prompts())
+    assert [group.version for group in second.groups] == [0, 0]
+    for harvest in (first, second):
+        expected = {make_sample_id(group.uid, 0, 0): Sizes(10 + group.uid % 7, 4) for group in harvest.groups}
+        assert harvest.sizes == expected
+
+
+def test_sizes_of_dropped_samples_are_dropped() -> None:
+    """Siblings that ended before their group was dropped, and those that were cut short."""
+    ranks = Ranks(bursts=lambda uid: 1 + 9 * (uid % 2), score=lambda sample: (1.0, ""))
+    loop = make_loop(ranks)
+    steps(loop, SchedulerConfig(2, over_sampling=2), [1, 1, 1], prompts())
+    assert any(isinstance(command, m.AbortSamples) for command in ranks.sent)
+    assert loop._sizes == {} and loop._dropped == {} and loop._early == set()
+
+
+def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
+    def cost(outstanding: int) -> float:
+        """CPU-seconds of 500 bursts with one answer each while so many other responses wait at the scorer."""
+        loop = make_loop(Ranks())
+        loop._reach([make_sample_id(HELD_OUT + uid, 0, 0) for uid in range(outstanding)], [SCORER])
+        before = time.thread_time()
+        for uid in range(500):
+            loop._reach([make_sample_id(uid, 0, 0)], [SCORER])
+            loop._check_receivers()
+            loop._answered(make_sample_id(uid, 0, 0))
+        return time.thread_time() - before
+
+    cost(0)
+    assert cost(20_000) < 4 * cost(0)
