@@ -1,4 +1,4 @@
-"""What an environment is: the gymnasium interface over text. An environment imports neither torch.distributed nor engines."""
+"""What an environment is: the gymnasium interface over text. It imports neither torch.distributed nor engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any, Protocol
 
 
 class Env(Protocol):
-    """Observations and actions are text. `info["metrics"]` (name -> float) is logged under env/<tag>/."""
+    """Observations and actions are text. `info["metrics"]` (name -> float) is logged under env/<tag>/.
+
+    An environment that holds something (a process, a file) has close() too: called once, after its last step, which
+    may come before the episode is over.
+    """
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Start an episode, a function of the seed alone; returns (first observation, info)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +25,12 @@ from hpcrl.dist.messages import (
     PromptPayload,
     Rescore,
     Response,
+    Scored,
+    ScoredSample,
     TurnDelta,
 )
 from hpcrl.engines.gen import make_gen_engine
-from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.base import Output, PromptRefused, Request, SamplingParams
 from hpcrl.rollout.types import FinishReason, Sample, split_sample_id
 
 if TYPE_CHECKING:
@@ -53,8 +55,10 @@ class GeneratorRole:
         self.engine = make_gen_engine(worker.config, worker.model_path, worker.tokenizer)
         self.held: dict[int, Sample] = {}
         self._prompts: dict[int, PromptPayload] = {}
-        self._admitted: set[int] = set()
+        self._admitted: dict[int, int] = {}  # sample -> most tokens of one of its turns
+        self._env_of: dict[int, int] = {}  # sample -> rank of its environment
         self._observed: set[int] = set()  # held samples with an observation that no turn has followed yet
+        self._refused: dict[int, Ended] = {}  # samples that end in the next burst without another token
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -68,7 +72,7 @@ class GeneratorRole:
         }
 
     def look_after(self) -> bool:
-        return False
+        return bool(self._env_of) and self._take_observations(0.0)
 
     def close(self) -> None:
         self.engine.close()
@@ -76,9 +80,7 @@ class GeneratorRole:
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
         """Fields of held samples, one array per sample (hpcrl.dist.transfer.Fabric.exchange)."""
         held = [self.held[sample] for sample in samples]
-        names = [name for name, _ in TOKEN_FIELDS]
-        if held and held[0].gen_logprobs_behaviour is not None:
-            names.append(BEHAVIOUR_FIELD[0])
+        names = _columns(held[0]) if held else []
         picked = {name: [getattr(sample, name) for sample in held] for name in names}
         picked["status"] = [np.array([STATUS.index(sample.finish_reason)], dtype=np.int8) for sample in held]
         return picked
@@ -99,8 +101,25 @@ class GeneratorRole:
                 uid, turn = split_sample_id(sample)[0], 0
                 ids = shared.setdefault(uid, np.frombuffer(self._prompts[uid].token_ids, dtype=np.int32).tolist())
             requests.append(Request(sample, ids, params, seed + turn))
-        self._admitted |= {request.id for request in requests}
-        self.engine.add(requests)
+        self._admitted |= dict.fromkeys((request.id for request in requests), s.max_new_tokens)
+        try:
+            self.engine.add(requests)
+        except PromptRefused:  # then none was taken
+            for request in requests:
+                try:
+                    self.engine.add([request])
+                except PromptRefused as error:
+                    self._refuse(request, str(error))
+
+    def _refuse(self, request: Request, error: str) -> None:
+        """End a sample that the engine does not take, with an error and without the observation it came with."""
+        total, model, held = len(request.prompt_ids), 0, self.held.get(request.id)
+        if held is not None:
+            total, model = int(held.loss_mask.nonzero()[0][-1]) + 1, int(held.loss_mask.sum())
+            for name in _columns(held):
+                setattr(held, name, getattr(held, name)[:total])
+        self._refused[request.id] = Ended(request.id, total, model, str(FinishReason.STOP))
+        self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
     def _extend(self, samples: set[int]) -> None:
         """Wait for the observations of these samples; the controller continues only what was answered."""
@@ -108,11 +127,17 @@ class GeneratorRole:
         while missing := samples - self._observed:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
-            for item in self._worker.world.mailbox.receive(TurnDelta, 1.0):
-                if item.sample in self.held:  # else it was dropped meanwhile
-                    self._append(self.held[item.sample], np.frombuffer(item.token_ids, dtype=np.int32), None)
-                    self._observed.add(item.sample)
+            self._take_observations(1.0)
         self._observed -= samples
+
+    def _take_observations(self, timeout_s: float) -> bool:
+        """Append the observations that have come, waiting up to timeout_s for the first; whether any has."""
+        arrived = self._worker.world.mailbox.receive(TurnDelta, timeout_s)
+        for item in arrived:
+            if item.sample in self.held:  # else it was dropped meanwhile
+                self._append(self.held[item.sample], np.frombuffer(item.token_ids, dtype=np.int32), None)
+                self._observed.add(item.sample)
+        return bool(arrived)
 
     def _append(self, sample: Sample, token_ids: np.ndarray, output: Output | None) -> None:
         """Add a model turn (output) or an observation (None) to a held sample."""
@@ -139,7 +164,11 @@ class GeneratorRole:
         decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
         ended = [self._take_in(output) for output in outputs]
         multi_turn = bool(self._worker.layout.ranks["env"])
+        if multi_turn:
+            self._env_of |= {e.sample: _receiver(e.sample, command.receivers) for e in ended}
         self._post([e.sample for e in ended], command.receivers, outputs)
+        ended += self._refused.values()
+        self._refused = {}
         return BurstDone(
             seq,
             finished=[] if multi_turn else ended,
@@ -167,12 +196,23 @@ class GeneratorRole:
         texts = self._worker.tokenizer.batch_decode(turns, skip_special_tokens=True)
         posts: dict[int, list[Response]] = defaultdict(list)
         for sample, text in zip(samples, texts, strict=True):
-            uid = split_sample_id(sample)[0]
-            prompt = self._prompts[uid]
-            reason = str(self.held[sample].finish_reason)
-            posts[receivers[uid % len(receivers)]].append(
-                Response(sample, prompt.domain, text, prompt.meta, reason, self._worker.world.rank)
+            prompt, held = self._prompts[split_sample_id(sample)[0]], self.held[sample]
+            room = self._worker.config.max_sequence_tokens - len(held.token_ids) - self._admitted[sample]
+            posts[_receiver(sample, receivers)].append(
+                Response(
+                    sample,
+                    prompt.domain,
+                    text,
+                    prompt.meta,
+                    str(held.finish_reason),
+                    self._worker.world.rank,
+                    int(held.token_ids[-1]),
+                    room,
+                )
             )
+        self._mail(posts)
+
+    def _mail(self, posts: Mapping[int, Sequence[Response]]) -> None:
         for rank, items in posts.items():
             try:
                 self._worker.world.mailbox.send(rank, items)
@@ -188,17 +228,25 @@ class GeneratorRole:
 
     def _abort(self, command: AbortSamples, seq: int) -> BurstDone:
         outputs = self.engine.abort(command.samples)
+        counts = {o.id: len(o.token_ids) for o in outputs} | {i: 0 for i in command.samples if i in self._refused}
+        ended = [Ended(sample, 0, count, str(FinishReason.ABORT)) for sample, count in counts.items()]
+        posts: dict[int, list[Response]] = defaultdict(list)
+        for sample in command.samples:
+            if sample in self._env_of:  # it keeps an environment for this one
+                abort = Response(sample, "", "", b"", str(FinishReason.ABORT), self._worker.world.rank)
+                posts[self._env_of[sample]].append(abort)
+        self._mail(posts)
         self._drop(command.samples)
-        ended = [Ended(o.id, 0, len(o.token_ids), str(FinishReason.ABORT)) for o in outputs]
         return BurstDone(seq, finished=ended, turns=[], tokens=0, seconds=0.0)
 
     def _forget(self, command: Forget, seq: int) -> None:
         self._drop(command.samples)
 
     def _drop(self, samples: Sequence[int]) -> None:
+        known: tuple[dict[int, Any], ...] = (self.held, self._admitted, self._env_of, self._refused)
         for sample in samples:
-            self.held.pop(sample, None)
-        self._admitted.difference_update(samples)
+            for table in known:
+                table.pop(sample, None)
         self._observed.difference_update(samples)
         live = {split_sample_id(sample)[0] for sample in self._admitted}
         self._prompts = {uid: prompt for uid, prompt in self._prompts.items() if uid in live}
@@ -209,6 +257,17 @@ class GeneratorRole:
             [h.token_ids[h.turn_ids >= 0] for h in held], skip_special_tokens=True
         )
         return Done(seq, texts=texts)
+
+
+def _receiver(sample: int, receivers: Sequence[int]) -> int:
+    """Who gets a sample's text: siblings go to the same rank."""
+    return receivers[split_sample_id(sample)[0] % len(receivers)]
+
+
+def _columns(sample: Sample) -> list[str]:
+    """The token fields that a sample has."""
+    behaviour = [] if sample.gen_logprobs_behaviour is None else [BEHAVIOUR_FIELD[0]]
+    return [*(name for name, _ in TOKEN_FIELDS), *behaviour]
 
 
 def _empty_response(sample: int, prompt: np.ndarray, truncated: bool) -> Sample:

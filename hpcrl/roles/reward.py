@@ -26,8 +26,8 @@ class RewardRole:
         return {}
 
     def look_after(self) -> bool:
-        # With an environment the env role of this rank owns the mail: it gives the rewards.
-        arrived = [] if self._worker.config.env is not None else self._worker.world.mailbox.receive(Response)
+        # In a run with environments they give the rewards, and an env role on this rank owns the mail.
+        arrived = [] if self._worker.layout.ranks["env"] else self._worker.world.mailbox.receive(Response)
         if arrived:
             self._pool.submit([_item(response) for response in arrived])
         scores = self._pool.poll()

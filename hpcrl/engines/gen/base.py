@@ -44,6 +44,10 @@ class Request:
     seed: int
 
 
+class PromptRefused(ValueError):
+    """The engine can never serve this prompt, whatever it is asked to do with it; other requests are not concerned."""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """A finished or aborted request. Arrays have one entry per generated token.
@@ -70,7 +74,8 @@ class GenEngine(Protocol):
     max_slots: int  # requests decoded at once; more wait in order of add()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. ValueError names the id when a request can never fit (length) or its id is in use."""
+        """Queue requests. ValueError names the id when it is in use or the parameters make no sense; PromptRefused when
+        the prompt can never be served (length, vocabulary). Then none of them is queued."""
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
         """Stop the requests and return their partial outputs in the order of `ids`; unknown ids are ignored."""

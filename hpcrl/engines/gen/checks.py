@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from hpcrl.engines.gen.base import Request
+from hpcrl.engines.gen.base import PromptRefused, Request
 
 
 def check_requests(
     requests: Sequence[Request], in_use: Container[int], *, max_length: int, vocab_size: int, has_tokenizer: bool
 ) -> None:
-    """ValueError, naming the request, for the first that can never be served; nothing may be queued before."""
+    """ValueError, naming the request, for the first that can never be served (PromptRefused where it is its prompt's
+    fault); nothing may be queued before."""
     seen: set[int] = set()
     for request in requests:
         if request.id in in_use or request.id in seen:
             raise ValueError(f"request {request.id}: this id is already in use; abort it first or give a new one")
         seen.add(request.id)
-        for problem in _problems(request, max_length, vocab_size, has_tokenizer):
+        for problem in _parameter_problems(request, has_tokenizer):
             raise ValueError(f"request {request.id}: {problem}")
+        for problem in _prompt_problems(request, max_length, vocab_size):
+            raise PromptRefused(f"request {request.id}: {problem}")
 
 
-def _problems(request: Request, max_length: int, vocab_size: int, has_tokenizer: bool) -> list[str]:
-    params, ids = request.params, request.prompt_ids
+def _parameter_problems(request: Request, has_tokenizer: bool) -> list[str]:
+    params = request.params
     checks = {
-        "the prompt is empty": len(ids) == 0,
         f"max_new_tokens is {params.max_new_tokens}, at least 1 is needed": params.max_new_tokens < 1,
         f"temperature is {params.temperature}, 0 (greedy) or more is needed": not params.temperature >= 0,
         f"top_p is {params.top_p}, more than 0 and at most 1 is needed": not 0 < params.top_p <= 1,
@@ -33,9 +35,13 @@ def _problems(request: Request, max_length: int, vocab_size: int, has_tokenizer:
         f"{params.stop!r} among the stop strings is empty": "" in params.stop,
         f"stop strings {params.stop!r} need an engine with a tokenizer": bool(params.stop) and not has_tokenizer,
     }
-    problems = [text for text, wrong in checks.items() if wrong]
-    if problems:
-        return problems
+    return [text for text, wrong in checks.items() if wrong]
+
+
+def _prompt_problems(request: Request, max_length: int, vocab_size: int) -> list[str]:
+    params, ids = request.params, request.prompt_ids
+    if len(ids) == 0:
+        return ["the prompt is empty"]
     if len(ids) + params.max_new_tokens > max_length:
         asked = f"{len(ids)} prompt tokens + max_new_tokens {params.max_new_tokens}"
         return [f"{asked} exceed the engine's max_length {max_length}"]

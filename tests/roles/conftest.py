@@ -1,0 +1,63 @@
+"""Roles in a world of three threads: rank 0 hears events, rank 1 plays environments, rank 2 generates."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from hpcrl.checkpoint.tiny import make_tiny_model
+from hpcrl.config import TinyModel, parse
+from hpcrl.layout import RoleLayout
+from hpcrl.roles.worker import Worker
+from tests.dist.conftest import Threads, threads
+
+__all__ = ["threads"]
+
+LAYOUT = {"controller": (0,), "trainer": (2,), "generator": (2,), "reference": (), "reward": (), "env": (1,)}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16), folder)
+    return folder
+
+
+class Stage:
+    """Workers of the world, and what rank 0 hears from them."""
+
+    def __init__(self, threads: Threads, model_folder: Path):
+        self._threads, self._model_folder = threads, model_folder
+
+    def worker(self, rank: int, settings: dict[str, Any]) -> Worker:
+        layout = RoleLayout(MappingProxyType(LAYOUT), 3)
+        folder = self._model_folder
+        return Worker(self._threads.worlds[rank], parse(settings), layout, folder, folder.parent)
+
+    def heard(self) -> list[Any]:
+        """Events that have come to rank 0."""
+        events, inbox = [], self._threads.worlds[0].events
+        while (message := inbox.get(0.2 if not events else 0.0)) is not None:
+            events.append(message[2])
+        return events
+
+    def mail(self, rank: int, kind: type) -> list[Any]:
+        """What the mailbox of a rank gets within a second."""
+        items, deadline = [], time.monotonic() + 1
+        while not items and time.monotonic() < deadline:
+            items = self._threads.worlds[rank].mailbox.receive(kind, 0.1)
+        return items
+
+    def send(self, source: int, dest: int, items: list[Any]) -> None:
+        self._threads.worlds[source].mailbox.send(dest, items)
+
+
+@pytest.fixture(scope="module")
+def stage(threads: Threads, model_folder: Path) -> Stage:
+    for world in threads.worlds[1:]:
+        world.mailbox.open()
+    return Stage(threads, model_folder)

@@ -1,0 +1,43 @@
+"""Environments that behave as users' environments do at times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+OPEN: set[int] = set()
+"""Those that were made and not closed."""
+
+
+class OddEnv:
+    """`how` is the prompt's answer, so that each sample chooses."""
+
+    def __init__(self, answer: Any = ""):
+        self._how, self._turn = answer, 0
+        OPEN.add(id(self))
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def close(self) -> None:
+        OPEN.remove(id(self))
+        if self._how == "close":
+            raise OSError("cannot close")
+
+    def step(self, action: str) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        self._turn += 1
+        over = self._turn == 2
+        match self._how:
+            case "raises":
+                raise KeyError("\udcff" + "x" * (5 << 20))
+            case "no text":
+                return {"board": 1}, 0.5, False, False, {}
+            case "lone surrogate":
+                return "\udcff", 0.5, False, False, {}
+            case "no number":
+                return "again", "much", False, False, {}
+            case "long":
+                return "again " * 1000, 0.25, False, False, {}
+        done = np.bool_(over)
+        return "again", np.float32(0.25), done, np.bool_(False), {"metrics": {"success": np.float64(over), "n": 1}}

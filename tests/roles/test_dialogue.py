@@ -1,0 +1,81 @@
+"""What stands between two model turns is what the chat template puts there, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.roles.dialogue import observation_ids
+
+LLAMA3 = """\
+{{- '<|endoftext|>' }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n\n' + message['content'] | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}
+"""
+# As Qwen3's: what the model thought is shown in its last turn only.
+THINKING = """\
+{%- for message in messages %}
+{%- set content = message['content'] %}
+{%- if message['role'] == 'assistant' and loop.last %}{%- set content = '<think>\n\n</think>' + content %}{%- endif %}
+{{- '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+PLAIN = """\
+{%- for message in messages %}{{- '### ' + message['role'] + '\n' + message['content'] + '\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '### assistant\n' }}{%- endif %}
+"""
+
+
+@pytest.fixture
+def tokenizer(model_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def dialogue(*contents: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, contents, strict=False)]
+
+
+@pytest.mark.parametrize("template", [None, LLAMA3, THINKING], ids=["chatml", "llama3", "thinking"])
+@pytest.mark.parametrize("ended", [True, False], ids=["ends itself", "cut by a stop string"])
+def test_prompt_turn_and_observation_are_the_rendered_dialogue(
+    tokenizer: Any, template: str | None, ended: bool
+) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    render = tokenizer.apply_chat_template
+    prompt = ids_of(tokenizer, render(dialogue("add: 12 + 7"), tokenize=False, add_generation_prompt=True))
+    turn = ids_of(tokenizer, "The answer is 20" + ("<|im_end|>" if ended else ""))
+    between = observation_ids(tokenizer, "not right", turn[-1]).tolist()
+    whole = dialogue("add: 12 + 7", "The answer is 20", "not right")
+    assert prompt + turn + between == ids_of(tokenizer, render(whole, tokenize=False, add_generation_prompt=True))
+
+
+def test_a_template_without_tokens_of_its_own_keeps_what_the_model_wrote(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    expected = ids_of(tokenizer, "\n### user\nno\n### assistant\n")
+    newline = ids_of(tokenizer, "\n")[-1]
+    for last_token in (tokenizer.eos_token_id, newline):
+        assert observation_ids(tokenizer, "no", last_token).tolist() == expected
+
+
+def test_without_a_template_the_observation_stands_alone(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    assert observation_ids(tokenizer, " 2 + 2", tokenizer.eos_token_id).tolist() == ids_of(tokenizer, " 2 + 2")
+
+
+def test_what_is_no_observation_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(TypeError, match="no text but int"):
+        observation_ids(tokenizer, 3, 2)  # type: ignore[arg-type]
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="does not show an assistant turn"):
+        observation_ids(tokenizer, "no", 2)

@@ -1,0 +1,106 @@
+"""The env role: whatever an environment does costs its sample only, and nothing of an episode stays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hpcrl.dist.messages import Observed, Response, TurnDelta
+from hpcrl.roles.env import EnvRole
+from hpcrl.rollout.types import make_sample_id
+from tests.roles import odd_env
+from tests.roles.conftest import Stage
+
+SETTINGS = {"env": {"name": "class", "class_path": "tests.roles.odd_env:OddEnv", "max_turns": 3}}
+UIDS = iter(range(1, 1000))
+
+
+def response(sample: int, how: str, room: int = 100, reason: str = "stop") -> Response:
+    meta = json.dumps({"prompt": "?", "answer": how, "extra": {}}).encode()
+    return Response(sample, "maths", "4", meta, reason, 2, 2, room)
+
+
+@pytest.fixture
+def role(stage: Stage) -> Iterator[EnvRole]:
+    role = EnvRole(stage.worker(1, SETTINGS))
+    yield role
+    role.close()
+    assert not odd_env.OPEN
+    stage.heard()
+
+
+def play(stage: Stage, role: EnvRole, sent: Response) -> Observed:
+    stage.send(1, 1, [sent])
+    assert role.look_after()
+    [observed] = stage.heard()
+    assert isinstance(observed, Observed) and observed.sample == observed.result.sample == sent.sample
+    return observed
+
+
+def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
+    sample = make_sample_id(next(UIDS), 0, 0)
+    first = play(stage, role, response(sample, "plain"))
+    assert (first.ended, first.result.reward, first.result.error) == (False, 0.25, "")
+    [delta] = stage.mail(2, TurnDelta)
+    assert delta.sample == sample and len(delta.token_ids) > 4
+    second = play(stage, role, response(sample, "plain"))
+    assert (second.ended, second.result.reward, second.result.score) == (True, 0.5, 1.0)
+    assert second.result.metrics == {"success": 1.0, "n": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("raises", "environment class: KeyError: "),
+        ("no text", "environment class: TypeError: the observation is no text but dict"),
+        ("lone surrogate", "environment class: "),
+        ("no number", "environment class: ValueError: could not convert string to float: 'much'"),
+    ],
+)
+def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
+    observed = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), how))
+    assert observed.ended and observed.result.reward == 0.0
+    assert observed.result.error.startswith(error) and len(observed.result.error) < 3000
+    other = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "plain"))
+    assert not other.ended and not other.result.error
+
+
+def test_an_observation_without_room_ends_the_episode_with_the_reward_so_far(stage: Stage, role: EnvRole) -> None:
+    observed = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "long"))
+    assert observed.ended and observed.result.reward == 0.25
+    assert "tokens is too long, there is room for 100" in observed.result.error
+    roomy = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "long", room=10_000))
+    assert not roomy.ended and not roomy.result.error
+
+
+def test_a_response_cut_by_its_length_ends_the_episode(stage: Stage, role: EnvRole) -> None:
+    observed = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "plain", reason="length"))
+    assert observed.ended and not observed.result.error
+
+
+@pytest.mark.parametrize("how", ["plain", "close"])
+def test_episodes_of_dropped_samples_are_closed(stage: Stage, role: EnvRole, how: str) -> None:
+    samples = [make_sample_id(next(UIDS), 0, member) for member in range(3)]
+    stage.send(1, 1, [response(sample, how) for sample in samples])
+    role.look_after()
+    assert len(odd_env.OPEN) == 3
+    stage.heard()
+    # In order of the mail: the last turn of the first sample is played and answered before it is dropped.
+    stage.send(1, 1, [response(samples[0], how), *(response(s, how, reason="abort") for s in samples[:2])])
+    role.look_after()
+    assert len(odd_env.OPEN) == 1
+    assert [event.sample for event in stage.heard()] == [samples[0]]
+    stage.send(1, 1, [response(make_sample_id(next(UIDS), 0, 0), how, reason="abort")])  # one that it never had
+    assert role.look_after() and not stage.heard()
+
+
+def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) -> None:
+    tokenizer = stage.worker(1, SETTINGS).tokenizer
+    stage.mail(2, TurnDelta)
+    play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "plain"))
+    [delta] = stage.mail(2, TurnDelta)
+    text = tokenizer.decode(np.frombuffer(delta.token_ids, dtype=np.int32))
+    assert text == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
