@@ -80,6 +80,7 @@ class FSDP2Engine:
         gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
         self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard made an FSDPModule too
+        self.shards = list(self.model.parameters())  # walking the modules in every step costs a twentieth of a small one
         del source
         self.packing = self._probe_packing()
         self.weight_names = _untied_names(self.model.hf)
@@ -188,7 +189,7 @@ class FSDP2Engine:
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         """AdamW with weight decay on matrices alone: biases and norms have no scale to lose."""
-        config, parameters = self.config, [p for p in self.model.parameters() if p.requires_grad]
+        config, parameters = self.config, [p for p in self.shards if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -304,7 +305,7 @@ class FSDP2Engine:
     def _update(self) -> Stats:
         """Clip, step and drop the gradients. Stats on data-parallel rank 0 only: they count once. Collective."""
         assert self.optimizer is not None
-        gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        gradients = [_local(p.grad) for p in self.shards if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).float().square().to(self.device)
         dist.all_reduce(norm)
         grad_norm, rate = math.sqrt(norm.item()), learning_rate(self.config, self.optimizer_step, self.total_steps)
@@ -324,7 +325,7 @@ class FSDP2Engine:
 
     def discard_gradients(self) -> None:
         """Free all gradients."""
-        for parameter in self.model.parameters():
+        for parameter in self.shards:
             parameter.grad = None
 
     # ---- weights and state
