@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,7 +34,8 @@ class RoleLayout:
 
     def roles_of(self, rank: int) -> tuple[RoleName, ...]:
         """The roles of a rank, controller first, then in the order of ROLES."""
-        return tuple(role for role, ranks in self.ranks.items() if rank in ranks)
+        at = {role: bisect_left(ranks, rank) for role, ranks in self.ranks.items()}
+        return tuple(role for role, ranks in self.ranks.items() if ranks[at[role] : at[role] + 1] == (rank,))
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:

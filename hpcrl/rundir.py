@@ -135,7 +135,10 @@ def check_owner(run_dir: Path, attempt: int) -> None:
 
 def _check_place(folder: Path) -> None:
     """The folder is a run, empty, or can be made."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    except OSError as error:
+        raise ConfigError([f"run folder {folder} cannot be made: {error.strerror}"]) from error
     if not existing.is_dir():
         raise ConfigError([f"run folder {folder} cannot be made: {existing} is not a folder"])
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -236,7 +239,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _stored_config(folder: Path) -> dict[str, Any]:
     try:
         stored = yaml.safe_load((folder / CONFIG).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"{folder / CONFIG} cannot be read: {' '.join(str(error).split())}"]) from error
     if not isinstance(stored, dict):
         raise ConfigError([f"{folder / CONFIG} holds no configuration; {folder} is not a run folder of hpcrl"])

@@ -23,6 +23,7 @@ Natural = Annotated[int, Field(ge=0), _number]
 Float = Annotated[float, _number]
 PositiveFloat = Annotated[float, Field(gt=0), _number]
 NonNegative = Annotated[float, Field(ge=0), _number]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63), _number]
 Share = Annotated[float, Field(ge=0, le=1), _number]
 
 
@@ -63,7 +64,7 @@ class TinyModel(Section):
     """Longest sequence, tokens."""
     tie_word_embeddings: bool = True
     """Whether the output projection is the embedding."""
-    seed: Natural = 0
+    seed: Seed = 0
     """Seed of the weights."""
 
 
@@ -414,7 +415,7 @@ class Config(Section):
     """Name of the run; from the command line its default is the experiment's name, else the pipeline's."""
     run_dir: str = ""
     """Run folder; empty: runs/<run_name>."""
-    seed: Natural = 0
+    seed: Seed = 0
     """Seed of data order and sampling."""
     max_steps: Positive = 100
     """Steps of the run."""

@@ -64,7 +64,7 @@ class JsonlTable:
             raise BadRow(f"{self.where(index)}: an array; write one object per line (jsonl)")
         try:
             row = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRow(f"{self.where(index)}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise BadRow(f"{self.where(index)}: {line[:40].decode(errors='replace').strip()} is not an object")
@@ -137,6 +137,8 @@ def open_table(source: DataSource, seed: int, split: Split) -> Table:
     path = Path(source.path).expanduser()
     if not path.exists():
         raise ValueError(f"{source.path}: no such file")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{source.path}: not a regular file")
     if not path.is_file():
         raise ValueError(f"{source.path}: a folder; give a jsonl or parquet file, or a list of them")
     for key in ("size", "options"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,16 @@ ENVS = {"scripted": ScriptedEnv}
 
 
 def env_class(config: EnvConfig) -> Callable[..., Env]:
-    """What makes an environment of this section. ValueError names the import path that leads to none."""
-    if config.name != "class":
-        return ENVS[config.name]
+    """What makes an environment of this section. ValueError names a path that leads to none or odd options."""
+    found = ENVS[config.name] if config.name != "class" else _imported(config)
+    try:
+        inspect.signature(found).bind(answer="", **config.options)
+    except TypeError as error:
+        raise ValueError(f"env.options: {found.__name__} is made with answer and these options: {error}") from error
+    return found
+
+
+def _imported(config: EnvConfig) -> Callable[..., Env]:
     module, _, name = (config.class_path or "").partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

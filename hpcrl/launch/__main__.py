@@ -27,6 +27,11 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return ExitCode.BAD_INPUT
+    except OSError as error:  # a full disk, a folder that went away
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
 
 
 def start(argv: Sequence[str]) -> int:

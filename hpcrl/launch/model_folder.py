@@ -13,6 +13,9 @@ from typing import Any
 MAX_SHOWN = 4
 """Wrong tensors named before the rest is only counted."""
 
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
+
 
 @dataclass
 class ModelFolder:
@@ -26,7 +29,8 @@ class ModelFolder:
     @property
     def model_type(self) -> str:
         """The family, as config.json names it."""
-        return str(self.config.get("model_type", ""))
+        value = self.config.get("model_type")
+        return value if isinstance(value, str) else ""
 
     @property
     def num_parameters(self) -> int:
@@ -36,7 +40,8 @@ class ModelFolder:
     @property
     def max_positions(self) -> int | None:
         """Longest sequence in tokens, where config.json gives it."""
-        return self.config.get("max_position_embeddings")
+        value = self.config.get("max_position_embeddings")
+        return value if isinstance(value, int) else None
 
 
 def inspect_model(path: Path) -> ModelFolder:
@@ -88,7 +93,11 @@ def _weight_files(found: ModelFolder) -> Iterator[tuple[Path, set[str]]]:
     folder, index = found.path, found.path / "model.safetensors.index.json"
     if index.is_file():
         files: dict[str, set[str]] = {}
-        for name, file in _read_json(index, found).get("weight_map", {}).items():
+        weight_map = _read_json(index, found).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            found.problems.append(f"model.path: {index} has no weight_map from tensors to files")
+            return
+        for name, file in weight_map.items():
             files.setdefault(file, set()).add(name)
         for file in sorted(files):
             if (folder / file).is_file():
@@ -112,11 +121,13 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
             if length > size - 8:
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if end != size:
             raise ValueError(f"it has {size} bytes and should have {end}")
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+        return {name: tuple(int(size) for size in entry["shape"]) for name, entry in header.items()}
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         found.problems.append(f"model.path: {file} is damaged: {error}")
         return {}
@@ -125,12 +136,13 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
 def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     """Tensors of a decoder in the Llama naming that are missing or do not have the shape config.json asks for."""
     config, shapes = found.config, found.shapes
-    try:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        layers, vocab = config["num_hidden_layers"], config["vocab_size"]
-    except KeyError as error:
-        yield f"config.json has no {error.args[0]}"
+    odd = [name for name in SIZES if not _is_size(config.get(name))]
+    odd += [name for name in OPTIONAL_SIZES if config.get(name) is not None and not _is_size(config[name])]
+    if odd:
+        wrong = ", ".join(f"{name} {config.get(name, '(not set)')!r}" for name in odd)
+        yield f"config.json: expected whole numbers above 0, got {wrong}"
         return
+    hidden, heads, layers, vocab = (config[name] for name in SIZES)
     if "model.embed_tokens.weight" not in shapes:
         return  # another naming: the engine that loads it judges
     head = config.get("head_dim") or hidden // heads
@@ -156,6 +168,10 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
             yield f"{name} has shape {list(shapes[name])}, config.json asks for {list(shape)}"
     if f"model.layers.{layers}.input_layernorm.weight" in shapes:
         yield f"the weights hold more layers than num_hidden_layers = {layers}"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _more(names: list[str]) -> str:
