@@ -80,7 +80,7 @@ class FSDP2Engine:
         gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
         self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard made an FSDPModule too
-        self.shards = list(self.model.parameters())  # walking the modules in every step costs a twentieth of a small one
+        self.shards = list(self.model.parameters())  # once: walking the modules takes a twentieth of a small step
         del source
         self.packing = self._probe_packing()
         self.weight_names = _untied_names(self.model.hf)
