@@ -22,7 +22,9 @@ class MetricsLog:
     have been set aside before (checkpoint/lineage.py); ValueError otherwise.
     """
 
-    def __init__(self, run_dir: Path, resume_step: int, max_steps: int, stream: TextIO | None = None):
+    def __init__(
+        self, run_dir: Path, resume_step: int, max_steps: int, eval_every: int = 0, stream: TextIO | None = None
+    ):
         logged = [row["step"] for row in read_metrics(run_dir)]
         if logged and logged[-1] > resume_step:
             raise ValueError(f"{run_dir / METRICS} ends with step {logged[-1]}, past the resumed step {resume_step}")
@@ -32,7 +34,7 @@ class MetricsLog:
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
         self._file = open(run_dir / METRICS, "ab")  # noqa: SIM115
         self._step = resume_step
-        self._progress = Progress(max(resume_step, 0), max_steps, stream or sys.stdout)
+        self._progress = Progress(max(resume_step, 0), max_steps, stream or sys.stdout, eval_every=eval_every)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step; steps rise and each is logged once. On the disk when this returns.

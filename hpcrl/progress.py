@@ -12,6 +12,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 RECENT_STEPS = 20
+EVALUATION = "time/val_step"
 SHOWN = (
     ("critic/rewards/mean", "reward", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),
@@ -34,11 +35,20 @@ def duration(seconds: float) -> str:
 class Progress:
     """Progress of a run that goes from `first_step` (done by earlier attempts) to `max_steps`.
 
-    The time left is that of the steps left at the rate of the recent steps of this attempt.
+    The time left is that of the steps left at the rate of the recent steps of this attempt, and of the evaluations left
+    (every `eval_every` steps and after the last) at the time that the last one took.
     """
 
-    def __init__(self, first_step: int, max_steps: int, stream: TextIO, clock: Callable[[], float] = time.monotonic):
-        self._max_steps = max_steps
+    def __init__(
+        self,
+        first_step: int,
+        max_steps: int,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        eval_every: int = 0,
+    ):
+        self._max_steps, self._eval_every = max_steps, eval_every
+        self._evaluation_s = self._evaluated_s = 0.0  # of the last evaluation, of all so far
         self._clock = clock
         self._stream = stream
         self._last: dict[str, float] = {}
@@ -58,7 +68,10 @@ class Progress:
         """Show a step that is done."""
         if step == self._recent[0][0]:
             self._recent.clear()  # an evaluation before the first step: time starts after it
-        self._recent.append((step, self._clock()))
+        if EVALUATION in metrics:
+            self._evaluation_s = metrics[EVALUATION]
+            self._evaluated_s += self._evaluation_s
+        self._recent.append((step, self._clock() - self._evaluated_s))
         self._last |= {name: metrics[name] for name, _, _ in SHOWN if name in metrics}
         parts = [f"{word} {form.format(self._last[name])}" for name, word, form in SHOWN if name in self._last]
         parts.append(f"ETA {duration(left)}" if (left := self._seconds_left()) is not None else "ETA unknown")
@@ -81,4 +94,13 @@ class Progress:
 
     def _seconds_left(self) -> float | None:
         (start, began), (step, now) = self._recent[0], self._recent[-1]
-        return (self._max_steps - step) * (now - began) / (step - start) if step > start else None
+        if step == start:
+            return None
+        return (self._max_steps - step) * (now - began) / (step - start) + self._evaluations_left(
+            step
+        ) * self._evaluation_s
+
+    def _evaluations_left(self, step: int) -> int:
+        if not self._eval_every or step == self._max_steps:
+            return 0
+        return (self._max_steps - 1) // self._eval_every - step // self._eval_every + 1

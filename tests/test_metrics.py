@@ -76,6 +76,20 @@ def test_a_torn_last_line_is_left_out_and_a_bad_one_named(tmp_path: Path) -> Non
     assert read_metrics(tmp_path / "nowhere") == []
 
 
+def test_time_left_does_not_jump_where_a_step_is_evaluated() -> None:
+    """1 s per step; an evaluation every 3 steps and after the last takes 30 s."""
+    now, screen = [0.0], io.StringIO()
+    progress = Progress(0, 10, screen, clock=lambda: now[0], eval_every=3)
+    left = []
+    for step in range(11):
+        evaluated = step % 3 == 0 or step == 10
+        now[0] += (step > 0) + 30.0 * evaluated
+        progress.update(step, {"time/val_step": 30.0} if evaluated else {})
+        left.append(screen.getvalue().splitlines()[-1].split("ETA ")[1])
+    assert left[0] == "unknown"
+    assert left[1:] == [duration(10 - step + 30 * (4 - step // 3)) for step in range(1, 10)] + ["0 s"]
+
+
 def lines_of(first_step: int, max_steps: int, steps: list[tuple[int, float]]) -> list[str]:
     """Progress lines of steps finished at given seconds after the start."""
     now, screen = [0.0], io.StringIO()

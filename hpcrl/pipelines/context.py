@@ -63,7 +63,7 @@ class Run:
         self.evaluation = Evaluation(loop, controller, layout, config, self.tokenizer, run_dir) if loop else None
         self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self._data)
         self.first_step = self.checkpoint.restore()
-        self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps)
+        self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps, config.eval_every)
         self.last_logged: dict[str, float | None] = (read_metrics(run_dir) or [{}])[-1]
         self._step_started = time.perf_counter()
         self._num_fruitless = 0
