@@ -122,20 +122,20 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandOver(Message):
-    """Form batch `batch` on the ranks `dests` from `moves`; `truncated`: behaviour log-probs travel too.
+    """Carry out the moves that touch this rank; `truncated`: behaviour log-probs travel too.
 
-    Sent to every source and destination. Rewards and scores of all samples of the step come along (float32 bytes in
-    the order of `samples`, sorted), since group statistics need all of them.
+    rewards and scores: float32 bytes, of the samples that this rank gets in the order of its moves. A large transfer
+    comes in several commands; with the last one, marked `forms`, a rank that gets samples, be it none, has its share
+    and forms batch `batch`. The trainers then tell each other all rewards, since group statistics need them.
     """
 
     batch: int
     group: str
     moves: list[Move]
-    dests: list[int]
-    samples: list[int]
     rewards: bytes
     scores: bytes
     truncated: bool
+    forms: bool
 
 
 class LoadRows(Message):
@@ -155,7 +155,7 @@ class Logprobs(Message):
 
 
 class SendTokens(Message):
-    """Give one token field of a batch to the ranks that train on it: per Move, the samples in order."""
+    """Give one token field of a batch to the ranks that train on it, by the moves that touch this rank or some of them."""
 
     batch: int
     group: str
@@ -197,7 +197,8 @@ class WriteRollouts(Message):
 
 
 class Stage(Message):
-    """Gather the weights and keep a copy of this version on the ranks that publish from it."""
+    """Gather the weights and keep a copy of this version on the ranks that publish from it: one entry in `sources` per
+    Pull, the last of which frees the copy."""
 
     version: int
     sources: list[int]

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpcrl.config import Config
 from hpcrl.dist import messages
 from hpcrl.dist.controller import Controller
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.batches import BatchHandle, assign_rows, moves, split_mini_batches
+from hpcrl.pipelines.transfers import hand_overs, token_transfers
 from hpcrl.rollout.loop import Harvest, Sizes
 from hpcrl.stats import Stat, Stats, merge, scalar
 
@@ -102,8 +101,9 @@ class Reference:
             return _logprobs(self._controller, self._config, "reference", batch, batch.rows, into)
         stats = _logprobs(self._controller, self._config, "reference", batch, batch.reference_rows, into)
         homes = {sample: rank for rank, samples in batch.reference_rows.items() for sample in samples}
-        transfer = messages.SendTokens(batch.id, FABRIC, into, moves(homes, batch.rows, batch.sizes))
-        self._controller.call(dict.fromkeys(sorted({*self.ranks, *self._trainer_ranks}), transfer))
+        between = moves(homes, batch.rows, batch.sizes)
+        for part in token_transfers(batch.id, FABRIC, into, between, {*self.ranks, *self._trainer_ranks}):
+            self._controller.call(part)
         return stats
 
 
@@ -131,7 +131,7 @@ class Weights:
         if not self._replicas:
             return {}
         start = time.perf_counter()
-        stage = messages.Stage(version, sorted(set(self._sources)))
+        stage = messages.Stage(version, self._sources)
         started = [self._controller.start(dict.fromkeys(self._trainers, stage))]
         waiting = list(enumerate(zip(self._sources, self._replicas, strict=True)))
         while waiting:
@@ -170,18 +170,9 @@ def hand_over(
     if references and references != trainers:
         handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
     wanted = handle.rows | handle.reference_rows
-    order = handle.samples
-    command = messages.HandOver(
-        batch=handle.id,
-        group=FABRIC,
-        moves=moves(homes, wanted, sizes),
-        dests=sorted(wanted),
-        samples=order,
-        rewards=np.array([done[s].reward for s in order], dtype=np.float32).tobytes(),
-        scores=np.array([done[s].score for s in order], dtype=np.float32).tobytes(),
-        truncated=truncated,
-    )
-    controller.call(dict.fromkeys(sorted({*wanted, *homes.values()}), command))
+    scored = {sample.id: (sample.reward, sample.score) for sample in done.values()}
+    for part in hand_overs(handle.id, FABRIC, moves(homes, wanted, sizes), wanted.keys(), scored, truncated):
+        controller.call(part)
     return handle
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from hpcrl.algorithms.base import RewardTable
 from hpcrl.batch import DTYPES, Batch
 from hpcrl.dist.messages import Done, HandOver, Logprobs, Move, Pull, SendTokens
 from hpcrl.dist.weights import receive_buckets, send_buckets
 from hpcrl.roles.generator import BEHAVIOUR_FIELD, ROW_FIELDS, TOKEN_FIELDS, GeneratorRole
-from hpcrl.roles.trainer import ReferenceRole, TrainerRole
-from hpcrl.rollout.types import split_sample_id
+from hpcrl.roles.trainer import ReferenceRole, TrainerRole, gather_rewards, group_ids
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -22,11 +21,21 @@ if TYPE_CHECKING:
 _FLOAT = np.dtype(np.float32)
 
 
+@dataclass
+class _Share:
+    """What this rank has of a batch that is being handed over."""
+
+    received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
+    rewards: bytes = b""
+    scores: bytes = b""
+
+
 class Exchange:
     """Every rank has it; which of its roles take part follows from the command."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
+        self._shares: dict[int, _Share] = {}
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
@@ -43,15 +52,19 @@ class Exchange:
         def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
             return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
 
-        received = worker.fabrics[command.group].exchange(worker.world.rank, command.moves, fields, ROW_FIELDS, pick)
-        if worker.world.rank not in command.dests:
+        exchange = worker.fabrics[command.group].exchange
+        received = exchange(worker.world.rank, command.moves, fields, ROW_FIELDS, pick)
+        if not received and not command.forms:
             return Done(seq)
-        ids = torch.tensor(command.samples, dtype=torch.int64)
-        rewards = torch.frombuffer(bytearray(command.rewards), dtype=torch.float32)
-        scores = torch.frombuffer(bytearray(command.scores), dtype=torch.float32)
-        groups = torch.tensor([split_sample_id(s)[0] for s in command.samples], dtype=torch.int64)
-        worker.tables[command.batch] = RewardTable(rewards, groups, ids, scores)
-        worker.batches[command.batch] = _to_batch(received, fields, worker.tables[command.batch], scores)
+        share = self._shares.setdefault(command.batch, _Share())
+        share.received += received
+        share.rewards += command.rewards
+        share.scores += command.scores
+        if not command.forms:
+            return Done(seq)
+        batch = worker.batches[command.batch] = _to_batch(self._shares.pop(command.batch), fields)
+        if "trainer" in worker.roles:
+            worker.tables[command.batch] = gather_rewards(batch)
         return Done(seq)
 
     def _logprobs(self, command: Logprobs, seq: int) -> Done:
@@ -70,7 +83,9 @@ class Exchange:
             worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
         )
         if "trainer" in worker.roles:  # also one without rows: what the batch has is the same on all of them
-            values = torch.zeros(batch.num_tokens)
+            values = getattr(batch, command.field)
+            if values is None:
+                values = torch.zeros(batch.num_tokens)
             for move, fields in received:
                 parts = torch.from_numpy(fields[command.field].copy()).split(move.lengths)
                 for sample, part in zip(move.samples, parts, strict=True):
@@ -83,8 +98,7 @@ class Exchange:
         rank, generator = worker.world.rank, cast(GeneratorRole | None, worker.roles.get("generator"))
         fabric = worker.fabrics.get(command.group)
         if rank == command.source:
-            version, buckets = cast(TrainerRole, worker.roles["trainer"]).staged
-            assert version == command.version, f"staged {version}, asked for {command.version}"
+            buckets = cast(TrainerRole, worker.roles["trainer"]).staged(command.version)
             if fabric is not None:
                 send_buckets(fabric.group, buckets, fabric.ranks.index(rank))
         elif fabric is not None:
@@ -94,25 +108,22 @@ class Exchange:
         return Done(seq)
 
 
-def _to_batch(
-    received: list[tuple[Move, dict[str, np.ndarray]]], fields: Any, table: RewardTable, scores: Any
-) -> Batch:
+def _to_batch(share: _Share, fields: Sequence[tuple[str, np.dtype]]) -> Batch:
     """The rank's rows, sorted by sample id."""
-    ids = torch.tensor([s for move, _ in received for s in move.samples], dtype=torch.int64)
-    lengths = torch.tensor([n for move, _ in received for n in move.lengths], dtype=torch.int64)
+    ids = torch.tensor([s for move, _ in share.received for s in move.samples], dtype=torch.int64)
+    lengths = torch.tensor([n for move, _ in share.received for n in move.lengths], dtype=torch.int64)
 
     def column(name: str) -> torch.Tensor:
         dtype = DTYPES.get(name, torch.float32)
-        parts = [torch.from_numpy(values[name].copy()).to(dtype) for _, values in received]
+        parts = [torch.from_numpy(values[name].copy()).to(dtype) for _, values in share.received]
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
-    rows = torch.searchsorted(table.sample_ids, ids)
     batch = Batch(
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()] or [torch.empty(0, dtype=torch.int64)]),
-        rewards=table.rewards[rows],
-        scores=scores[rows],
-        group_ids=table.group_ids[rows],
+        rewards=torch.from_numpy(np.frombuffer(share.rewards, dtype=np.float32).copy()),
+        scores=torch.from_numpy(np.frombuffer(share.scores, dtype=np.float32).copy()),
+        group_ids=group_ids(ids),
         sample_ids=ids,
         status=column("status"),
         weights=torch.ones(len(ids)),

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms import make_algorithm
+from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.sft import sft_loss
-from hpcrl.batch import Norms, batch_from_samples
+from hpcrl.batch import Batch, Norms, batch_from_samples
 from hpcrl.checkpoint.commit import seal_files
 from hpcrl.data import sft_rows
 from hpcrl.dist.messages import (
@@ -30,7 +32,7 @@ from hpcrl.dist.messages import (
 from hpcrl.dist.weights import Bucket, stage
 from hpcrl.engines.train import make_train_engine
 from hpcrl.rollout.store import write_rollouts
-from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, FinishReason, Sample
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -79,7 +81,9 @@ class TrainerRole(_EngineRole):
         super().__init__(worker, trainable=True)
         self._algorithm = make_algorithm(worker.config.algorithm)
         self._rows: Any = None
-        self.staged: tuple[int, list[Bucket]] = (-1, [])
+        self._staged: list[Bucket] = []
+        self._staged_version = -1
+        self._num_pulls = 0  # of the staged version, still to come
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
@@ -123,9 +127,19 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
     def _stage(self, command: Stage, seq: int) -> Done:
-        keep = self._worker.world.rank in command.sources
-        self.staged = (command.version, stage(self.engine.named_weights(), keep))
+        self._num_pulls, self._staged_version = command.sources.count(self._worker.world.rank), command.version
+        self._staged = stage(self.engine.named_weights(), self._num_pulls > 0)
         return Done(seq)
+
+    def staged(self, version: int) -> list[Bucket]:
+        """The staged weights for one replica; with the last one the role lets go of them: they are as large as the
+        model."""
+        assert version == self._staged_version and self._num_pulls, f"{version} is not staged, or pulled too often"
+        buckets = self._staged
+        self._num_pulls -= 1
+        if not self._num_pulls:
+            self._staged = []
+        return buckets
 
     def _save(self, command: SaveState, seq: int) -> Done:
         folder = Path(command.folder)
@@ -144,6 +158,28 @@ def _all_sum(tensor: Tensor) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total)
     return total
+
+
+def group_ids(sample_ids: Tensor) -> Tensor:
+    """int64 [n]: the prompt of each sample."""
+    return sample_ids >> (ATTEMPT_BITS + MEMBER_BITS)
+
+
+def gather_rewards(batch: Batch) -> RewardTable:
+    """Rewards of the samples of all trainer ranks, which all of them call: each knows those of its own rows."""
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([batch.num_sequences]))
+    longest = max(int(count) for count in counts)
+
+    def everything(own: Tensor) -> Tensor:
+        columns = [own.new_zeros(longest) for _ in counts]
+        dist.all_gather(columns, torch.cat([own, own.new_zeros(longest - len(own))]))
+        return torch.cat([column[: int(count)] for column, count in zip(columns, counts, strict=True)])
+
+    ids = everything(batch.sample_ids)
+    order = torch.argsort(ids)
+    ids, rewards, scores = ids[order], everything(batch.rewards)[order], everything(batch.scores)[order]
+    return RewardTable(rewards, group_ids(ids), ids, scores)
 
 
 def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:

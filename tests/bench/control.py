@@ -98,11 +98,10 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
                     batch=0,
                     group="bench",
                     moves=MOVES,
-                    dests=[PEER],
-                    samples=SAMPLES,
                     rewards=scalars,
                     scores=scalars,
                     truncated=False,
+                    forms=True,
                 )
                 world.sender.send(rank_queue(PEER), command)
                 fabric.exchange(SENDER, MOVES, TOKEN_FIELDS, [], pick)

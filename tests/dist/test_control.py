@@ -57,7 +57,7 @@ COMMANDS: list[Any] = [
     m.Rescore([1], [2]),
     m.Forget([]),
     m.Peek([2**62]),
-    m.HandOver(3, "fabric", [MOVE], [2], [5, 9], b"\0" * 8, b"\xff" * 8, True),
+    m.HandOver(3, "fabric", [MOVE], b"\0" * 8, b"\xff" * 8, True, True),
     m.LoadRows(1, [0, 1]),
     m.Logprobs(1, "reference", "ref_logprobs", [[0], [1, 2]]),
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),

@@ -1,0 +1,95 @@
+"""Hand-over and log-probs between ranks, in parts, to ranks with and without rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.dist.transfer import Fabric
+from hpcrl.pipelines import transfers
+from hpcrl.pipelines.batches import moves
+from hpcrl.pipelines.transfers import hand_overs, token_transfers
+from hpcrl.roles.exchange import Exchange
+from hpcrl.roles.worker import Worker
+from hpcrl.rollout.loop import Sizes
+from hpcrl.rollout.types import make_sample_id
+from tests.dist.conftest import Threads
+from tests.roles.conftest import Stage
+
+SAMPLES = [make_sample_id(uid, 0, member) for uid in range(4) for member in range(2)]
+LENGTHS = {sample: 2 + i for i, sample in enumerate(SAMPLES)}
+
+
+def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
+    """Values that tell where they belong."""
+
+    def fill(value: Any, dtype: str) -> list[np.ndarray]:
+        return [np.full(LENGTHS[s], value(s), dtype=dtype) for s in samples]
+
+    return {
+        "token_ids": fill(SAMPLES.index, "i4"),
+        "loss_mask": [np.arange(LENGTHS[s]) > 0 for s in samples],
+        "gen_logprobs": fill(lambda s: -SAMPLES.index(s), "f4"),
+        "versions": fill(lambda s: 3, "i4"),
+        "turn_ids": fill(lambda s: 0, "i4"),
+        "status": [np.zeros(1, dtype=np.int8) for _ in samples],
+    }
+
+
+@pytest.fixture(scope="module")
+def workers(threads: Threads, stage: Stage) -> list[Worker]:
+    made = [stage.worker(rank, {}) for rank in range(3)]
+    made[0].roles["generator"] = cast(Any, SimpleNamespace(pick=pick))
+    groups = threads.every(lambda rank: threads.worlds[rank].group("rollout", (0, 1, 2), 0))
+    for worker, group in zip(made, groups, strict=True):
+        worker.fabrics["rollout"] = Fabric(group, (0, 1, 2))
+    return made
+
+
+@pytest.mark.parametrize("part_samples", [100, 5], ids=["whole", "in parts"])
+@pytest.mark.parametrize("trained", [{1: SAMPLES, 2: []}, {1: SAMPLES[:3], 2: SAMPLES[3:]}], ids=["one idle", "both"])
+def test_batches_and_fields_arrive(
+    threads: Threads,
+    workers: list[Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    trained: dict[int, list[int]],
+    part_samples: int,
+) -> None:
+    """Rank 0 generates and is the reference, ranks 1 and 2 train."""
+    monkeypatch.setattr(transfers, "PART_SAMPLES", part_samples)
+    rows = {0: SAMPLES, **trained}
+    sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
+    scored = {sample: (float(i), i / 2) for i, sample in enumerate(SAMPLES)}
+    exchanges = [Exchange(worker) for worker in workers]
+
+    def carry_out(parts: Any) -> None:
+        for part in parts:
+            threads.every(lambda rank, part=part: exchanges[rank].handlers()[type(part[rank])](part[rank], 1))
+
+    between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes)
+    for worker in workers:
+        worker.roles.pop("trainer", None)  # what trainers tell each other needs their default group
+    carry_out(hand_overs(7, "rollout", between, rows, scored, truncated=False))
+    assert not any(exchange._shares for exchange in exchanges)
+    for rank, samples in rows.items():
+        batch = workers[rank].batches[7]
+        assert batch.sample_ids.tolist() == samples
+        assert batch.token_ids.tolist() == [SAMPLES.index(s) for s in samples for _ in range(LENGTHS[s])]
+        assert batch.rewards.tolist() == [scored[s][0] for s in samples]
+        assert batch.scores.tolist() == [scored[s][1] for s in samples]
+        assert batch.group_ids.tolist() == [SAMPLES.index(s) // 2 for s in samples]
+
+    for rank in (1, 2):
+        workers[rank].roles["trainer"] = cast(Any, object())
+    source = workers[0].batches[7]
+    source.ref_logprobs = -source.token_ids.float()
+    carry_out(
+        token_transfers(7, "rollout", "ref_logprobs", moves(dict.fromkeys(SAMPLES, 0), trained, sizes), {0, *trained})
+    )
+    for rank in trained:
+        batch = workers[rank].batches[7]
+        assert batch.ref_logprobs is not None and torch.equal(batch.ref_logprobs, -batch.token_ids.float())
