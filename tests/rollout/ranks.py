@@ -1,0 +1,65 @@
+"""Ranks that answer a rollout loop as real ones do, in one process and without a clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpcrl.dist import messages as m
+from hpcrl.rollout.types import split_sample_id
+
+SCORER = 2
+
+
+class Ranks:
+    """A generator and a reward rank behind the controller's face. A response takes as many bursts as `bursts` says;
+    `score` gives (reward, error), later than all bursts. Asked for events while nothing is on its way, they would be
+    waited for without end.
+    """
+
+    def __init__(self, bursts: Callable[[int], int] = lambda uid: 1, score: Callable[[int], Any] = lambda _: (1.0, "")):
+        self._bursts, self._score = bursts, score
+        self._running: dict[int, int] = {}
+        self._events: deque[tuple[int, m.Event]] = deque()
+        self._scores: deque[tuple[int, m.Event]] = deque()
+        self._seq = 0
+        self.lost: set[int] = set()
+        self.command_s = 20.0
+        self.sent: list[m.Command] = []
+
+    def send(self, rank: int, command: m.Command) -> int:
+        self._seq += 1
+        self.sent.append(command)
+        match command:
+            case m.Admit():
+                self._running |= {sample: self._bursts(split_sample_id(sample)[0]) for sample, _ in command.samples}
+            case m.Burst():
+                self._running = {sample: left - 1 for sample, left in self._running.items()}
+                ended = [sample for sample, left in self._running.items() if left <= 0]
+                self._done(rank, ended, "stop")
+                if ended:
+                    scored = [m.ScoredSample(i, *(2 * (self._score(i)[:1])), self._score(i)[1]) for i in ended]
+                    self._scores.append((SCORER, m.Scored(scored)))
+            case m.AbortSamples():
+                self._done(rank, [sample for sample in command.samples if sample in self._running], "abort")
+        return self._seq
+
+    def events(self) -> list[tuple[int, m.Event]]:
+        source = self._events or self._scores
+        assert source, "waits for ever"
+        events = list(source)
+        source.clear()
+        return events
+
+    def call(self, commands: Mapping[int, m.Command]) -> dict[int, m.Done]:
+        return {rank: m.Done(self.send(rank, command)) for rank, command in commands.items()}
+
+    def say(self, rank: int, event: m.Event) -> None:
+        self._events.append((rank, event))
+
+    def _done(self, rank: int, samples: list[int], reason: str) -> None:
+        for sample in samples:
+            del self._running[sample]
+        ended = [m.Ended(sample, 10 + split_sample_id(sample)[0] % 7, 4, reason) for sample in samples]
+        self.say(rank, m.BurstDone(self._seq, ended, [], 4, 0.1))
