@@ -166,6 +166,8 @@ class FSDP2Engine:
         single_deviation, packed_deviation, leak = agreed.tolist()
         allowed = max(PROBE_TOLERANCE[self.compute_dtype], -0.1 * leak)
         kind, mode = self.model.hf.config.model_type, self.config.packing
+        if math.isinf(single_deviation):
+            raise ValueError(f"model.path {self.model_path}: its log-probs are not finite, so its weights are damaged")
         if single_deviation > allowed:
             raise ValueError(
                 f"model.path {self.model_path}: log-probs of {kind} from its hidden states differ by "
