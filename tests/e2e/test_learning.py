@@ -62,6 +62,11 @@ def test_every_metric_of_the_field_is_there(trained: tuple[Path, str]) -> None:
     assert [name for name in METRICS if name not in last] == []
 
 
+def test_an_evaluation_is_no_part_of_its_step(trained: tuple[Path, str]) -> None:
+    first = read_metrics(trained[0])[0]  # before the first step there is hardly anything else
+    assert 0 < first["time/step_total"] < first["time/val_step"]
+
+
 def test_generator_and_trainer_agree(trained: tuple[Path, str]) -> None:
     batch = RolloutReader(trained[0]).batch(NUM_STEPS)
     difference = (batch.old_logprobs - batch.gen_logprobs)[batch.loss_mask].abs().max()
