@@ -196,9 +196,10 @@ class RolloutScheduler:
         """What to raise when the step can get no batch, with the counts."""
         names = ("filtered_mean_low", "filtered_mean_high", "filtered_std", "failed")
         counts = ", ".join(f"{name} {self._tally.counted(name)}" for name in names)
+        last = [f", the last by {s.reason}" for s in self._settled if s.disposition is Disposition.FAILED][-1:]
         return RolloutExhausted(
             f"version {self.version}: {self._generated} groups were started and {len(self._open) + len(self._valid)} "
-            f"of {self._need} can still come ({counts}): {way_out}"
+            f"of {self._need} can still come ({counts}{''.join(last)}): {way_out}"
         )
 
     def state_dict(self) -> dict[str, Any]:
