@@ -5,12 +5,14 @@ The receiving rank hosts the queue, so the load spreads over the ranks that work
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
 
 from torch.distributed import DistStoreError, TCPStore
 
 from hpcrl.dist import control
+from hpcrl.dist.listener import Listener
 from hpcrl.dist.messages import Post, Response, TurnDelta
 
 CHUNK_BYTES = 1 << 20
@@ -28,7 +30,8 @@ class Mailbox:
     def __init__(self, store: TCPStore, key: bytes, rank: int, host: str, timeout_s: float):
         self._store, self._key, self._rank, self._host, self._timeout_s = store, key, rank, host, timeout_s
         self._server: TCPStore | None = None
-        self._inbox: control.Inbox | None = None
+        self._inbox: Listener | None = None
+        self.news = threading.Event()  # set when a message comes
         self._senders: dict[int, control.Sender] = {}
         self._lost: set[int] = set()
         self._arrived: dict[type, list[Item]] = {Response: [], TurnDelta: []}
@@ -38,7 +41,7 @@ class Mailbox:
         if self._server is None:
             self._server = control.serve(self._host, self._timeout_s)
             client = control.connect(self._host, self._server.port, self._timeout_s)
-            self._inbox = control.Inbox(client, _mail_queue(self._rank), self._key, Post)
+            self._inbox = Listener(control.Inbox(client, _mail_queue(self._rank), self._key, Post), self.news)
             self._store.set(f"mailbox/{self._rank}", f"{self._host}:{self._server.port}")
 
     def send(self, rank: int, items: Sequence[Item]) -> None:

@@ -91,6 +91,8 @@ def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: floa
     """
     # torch asks for the name of every peer's address. Where name servers are missing or lossy that costs 5 s a try.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    # Default groups are made by torch, whose pairs connect when they first talk only if it is told so: no full mesh.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank = place.index
     folder.mkdir(parents=True, exist_ok=True)
     trace = Trace(folder / f"trace_{rank}")

@@ -39,6 +39,8 @@ class EnvRole:
     far. Both are errors of the sample. A generator rank says which samples it has dropped.
     """
 
+    busy = False
+
     def __init__(self, worker: Worker):
         """ValueError when the section leads to no environment."""
         if worker.config.env is not None:

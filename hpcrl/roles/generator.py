@@ -50,6 +50,8 @@ ROW_FIELDS = [("status", np.dtype(np.int8))]
 class GeneratorRole:
     """`held` keeps every response from its first finished turn until it is forgotten or handed over."""
 
+    busy = False
+
     def __init__(self, worker: Worker):
         self._worker = worker
         self.engine = make_gen_engine(worker.config, worker.model_path, worker.tokenizer)

@@ -25,6 +25,10 @@ class RewardRole:
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {}
 
+    @property
+    def busy(self) -> bool:
+        return self._pool.pending > 0
+
     def look_after(self) -> bool:
         # In a run with environments they give the rewards, and an env role on this rank owns the mail.
         arrived = [] if self._worker.layout.ranks["env"] else self._worker.world.mailbox.receive(Response)

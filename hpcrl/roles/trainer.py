@@ -42,6 +42,7 @@ class _EngineRole:
     """What trainer and reference share."""
 
     name: str
+    busy = False
 
     def __init__(self, worker: Worker, trainable: bool):
         self._worker = worker

@@ -17,19 +17,25 @@ from hpcrl.algorithms.base import RewardTable
 from hpcrl.batch import Batch
 from hpcrl.config import Config
 from hpcrl.dist.control import StoreLost
+from hpcrl.dist.listener import Listener
 from hpcrl.dist.messages import BuildGroup, BuildRole, Done, DropBatch, Failed, Joined, Leave
 from hpcrl.dist.transfer import Fabric
 from hpcrl.dist.world import CONTROLLER_QUEUE, World
 from hpcrl.layout import RoleLayout
 from hpcrl.roles.exchange import Exchange
 
-IDLE_FIRST_S, IDLE_MOST_S = 0.0005, 0.004
+IDLE_FIRST_S = 0.0005
+BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two looks, where a role has work of its own and where none has
 WAIT_S = 60.0
 PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Role(Protocol):
     """What a rank does in one role. A handler answers a command with Done, another event, or None for no answer."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has work that can get on without a message coming."""
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         """Command type -> handler(command, seq)."""
@@ -62,6 +68,7 @@ class Worker:
             DropBatch: self._drop_batch,
         }
         self._handlers |= Exchange(self).handlers()
+        self._commands: Listener | None = None
         self._left = False
 
     @functools.cached_property
@@ -76,12 +83,21 @@ class Worker:
         self.join()
         idle_s = IDLE_FIRST_S
         while not self._left:
-            asynchronous = bool({"reward", "env"} & set(self.roles))
+            if self._commands is None:
+                self.execute_one(WAIT_S)
+                self._look_after()
+                if {"reward", "env"} & self.roles.keys():  # from now on commands are not all that may come
+                    self._commands = Listener(self.world.commands, self.world.mailbox.news)
+                continue
+            news = self.world.mailbox.news
+            news.clear()
             # Both, always: commands queue up, and what a role can do now must not wait until they have run.
-            if self.execute_one(idle_s if asynchronous else WAIT_S) | self._look_after():
+            if self.execute_one(0.0) | self._look_after():
                 idle_s = IDLE_FIRST_S
-            else:
-                idle_s = min(IDLE_MOST_S, idle_s * 2)
+            elif not self._left:
+                news.wait(idle_s)
+                busy = any(role.busy for role in self.roles.values())
+                idle_s = min(BUSY_MOST_S if busy else IDLE_MOST_S, idle_s * 2)
 
     def join(self) -> None:
         """Tell the controller that this rank reads its inbox."""
@@ -100,7 +116,7 @@ class Worker:
 
     def execute_one(self, timeout_s: float) -> bool:
         """Execute the next command if one comes within timeout_s. Reported when it raises."""
-        message = self.world.commands.get(timeout_s)
+        message = (self._commands or self.world.commands).get(timeout_s)
         if message is None:
             return False
         _, seq, command = message

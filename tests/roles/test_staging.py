@@ -12,7 +12,6 @@ from hpcrl.dist.messages import Stage as StageWeights
 from hpcrl.roles.trainer import TrainerRole
 from tests.roles.conftest import Stage
 
-
 EPOCHS = itertools.count()
 
 
