@@ -1,0 +1,88 @@
+"""The generator role with its real engine: a refused prompt costs its sample, environments hear of dropped ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcrl.dist import messages as m
+from hpcrl.engines.gen.weights import read_safetensors
+from hpcrl.roles.generator import GeneratorRole
+from hpcrl.rollout.types import make_sample_id
+from tests.roles.conftest import Stage
+
+SETTINGS = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 4}, "env": {"max_turns": 2}}
+LENGTH = 2 * (8 + 4)
+SAMPLING = m.Sampling(4, 1.0, 1.0, 0, 0.0, [])
+PROMPTS = {1: [5, 6, 7], 2: [5, 10**6], 3: [5] * LENGTH}
+SAMPLES = [make_sample_id(uid, 0, member) for uid in PROMPTS for member in range(2)]
+
+
+@pytest.fixture
+def role(stage: Stage, model_folder: Path) -> GeneratorRole:
+    role = GeneratorRole(stage.worker(2, SETTINGS))
+    role.engine.load_weights(read_safetensors(model_folder), version=0)
+    stage.mail(1, m.Response)
+    payloads = [
+        m.PromptPayload(uid, "d", np.array(ids, dtype=np.int32).tobytes(), b"{}") for uid, ids in PROMPTS.items()
+    ]
+    carry_out(role, m.Admit(payloads, [(sample, 3) for sample in SAMPLES], SAMPLING))
+    return role
+
+
+def carry_out(role: GeneratorRole, command: m.Command) -> m.BurstDone:
+    return role.handlers()[type(command)](command, 1)
+
+
+def test_a_refused_prompt_ends_its_samples_and_no_others(stage: Stage, role: GeneratorRole) -> None:
+    scored = [result for event in stage.heard() for result in event.samples]
+    assert [result.sample for result in scored] == SAMPLES[2:]
+    assert all("outside the vocabulary" in result.error for result in scored[:2])
+    assert all("exceed the engine's max_length" in result.error for result in scored[2:])
+    done = carry_out(role, m.Burst(8, [1]))
+    assert sorted(e.sample for e in done.turns) == SAMPLES
+    tokens = {e.sample: e.model_tokens for e in done.turns}
+    assert all(tokens[sample] > 0 for sample in SAMPLES[:2]) and not any(tokens[sample] for sample in SAMPLES[2:])
+    assert not carry_out(role, m.Burst(8, [1])).turns
+
+
+def test_a_refused_sample_that_is_dropped_first_is_answered_for(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    aborted = carry_out(role, m.AbortSamples(SAMPLES[1:3]))
+    assert [(e.sample, e.reason) for e in aborted.finished] == [(sample, "abort") for sample in SAMPLES[1:3]]
+    assert sorted(e.sample for e in carry_out(role, m.Burst(8, [1])).turns) == [SAMPLES[0], *SAMPLES[3:]]
+
+
+def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    before = {e.sample: e for e in carry_out(role, m.Burst(8, [1])).turns}
+    good, bad = SAMPLES[:2]
+    for sample, ids in ((good, [9, 9]), (bad, [9, 10**6])):
+        stage.send(1, 2, [m.TurnDelta(sample, np.array(ids, dtype=np.int32).tobytes())])
+    carry_out(role, m.Admit([], [(good, 3), (bad, 3)], SAMPLING))
+    [scored] = stage.heard()
+    assert scored.samples[0].sample == bad and "outside the vocabulary" in scored.samples[0].error
+    after = {e.sample: e for e in carry_out(role, m.Burst(8, [1])).turns}
+    assert after[bad].total_tokens == before[bad].total_tokens == len(role.held[bad].token_ids)
+    assert after[bad].model_tokens == before[bad].model_tokens
+    assert after[good].total_tokens > before[good].total_tokens + 2
+    for sample in (good, bad):
+        columns = role.pick([sample])
+        assert {len(column[0]) for name, column in columns.items() if name != "status"} == {after[sample].total_tokens}
+        assert columns["loss_mask"][0][-1]
+
+
+def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    done = carry_out(role, m.Burst(8, [1]))
+    total = {e.sample: e.total_tokens for e in done.turns}
+    turns = stage.mail(1, m.Response)
+    assert sorted(turn.sample for turn in turns) == SAMPLES[:2]
+    for turn in turns:
+        assert turn.room == LENGTH - total[turn.sample] - SAMPLING.max_new_tokens
+        assert turn.last_token == role.held[turn.sample].token_ids[-1]
+    carry_out(role, m.AbortSamples(SAMPLES))
+    assert [(turn.sample, turn.reason) for turn in stage.mail(1, m.Response)] == [(s, "abort") for s in SAMPLES[:2]]
+    assert not role.held and not role._prompts and not role._env_of and not role._refused
