@@ -88,7 +88,8 @@ class Start:
         while found := self.processes():
             (rng or random.Random(0)).shuffle(found)
             for process in found:
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # the end of another took it along
+                    process.kill()
         self.process.wait()
 
     def kill_launcher(self, within_s: float = 5.0) -> None:
@@ -97,6 +98,5 @@ class Start:
         self.process.wait()
         deadline = time.monotonic() + within_s
         while left := self.processes():
-            names = [(process.pid, process.cmdline()) for process in left]
-            assert time.monotonic() < deadline, f"{names} still run {within_s} s after their launcher was killed"
+            assert time.monotonic() < deadline, f"{left} still run {within_s} s after their launcher was killed"
             time.sleep(0.05)
