@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 CHECK_EVERY_S = 1.0
+LISTENS_S = 3.0  # a controller that has beaten since then takes messages
 STUCK = 4  # times silent_s that the controller may do one thing
 TERMINATE_S = 2.0  # from SIGTERM to SIGKILL
 KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
@@ -184,8 +185,11 @@ class Agent:
         """Tell the controller; False while it cannot be reached yet. Where it is gone there is nobody to tell: its own
         end decides."""
         endpoint = self._folder / ENDPOINT
-        if not endpoint.exists():
+        controller = read_trace(self._folder / "trace_0") if 0 in self._ranks else None
+        # One that does not beat would hold up this loop with every attempt, and with it the judgement on that one.
+        if not endpoint.exists() or (controller is not None and controller.beat_age_s > LISTENS_S):
             return False
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the agent's stderr is the user's
         from hpcrl.dist.control import ControlError, Sender, connect
         from hpcrl.dist.messages import Lost
 
