@@ -44,7 +44,7 @@ def plot(run_dir: Path) -> Path:
             axes.plot(steps, _smooth(values), color=color, linewidth=2, label=f"mean of {SMOOTHING_STEPS} steps")
             axes.legend(loc="best", frameon=False, fontsize=8)
         else:
-            axes.plot(steps, values, color=color, linewidth=2, marker="o", markersize=4)
+            axes.plot(steps, values, color=color, linewidth=2, marker="o", markersize=4, label="at eval.temperature")
             for index, offset in {0: (7, -10), len(steps) - 1: (-7, 9)}.items():
                 text, point = f"{values[index]:.3f}", (steps[index], values[index])
                 axes.annotate(text, point, xytext=offset, textcoords="offset points", ha="center", fontsize=9)
