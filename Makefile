@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
@@ -22,7 +22,7 @@ help: ## list the tasks
 
 setup: $(CORE) ## the environment in .venv: pinned dependencies and hpcrl itself
 
-demo: setup ## warm a tiny model up, train it with RL, plot (about 4 minutes on two idle cores)
+demo: setup ## warm a tiny model up, train it with RL, plot (a minute or two on two idle cores)
 	@echo "== 1 of 2: supervised warm-up"
 	@$(PY) -m hpcrl.launch +experiment=demo_sft
 	@echo "== 2 of 2: reinforcement learning (GRPO) from there"
