@@ -146,7 +146,7 @@ class RolloutConfig(Section):
     max_new_tokens: Positive = 256
     """Longest response, tokens."""
     temperature: NonNegative = 1.0
-    """Sampling temperature; 0: greedy."""
+    """Sampling temperature; above 0, since greedy responses to a prompt are all the same."""
     top_p: Annotated[float, Field(gt=0, le=1), _number] = 1.0
     """Nucleus; 1: off."""
     top_k: Natural = 0
