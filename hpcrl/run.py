@@ -20,6 +20,7 @@ import yaml
 from hpcrl.config import Config, parse
 from hpcrl.dist.agent import VERDICT, Agent, Verdict
 from hpcrl.dist.bootstrap import Place, find_place
+from hpcrl.dist.devices import VISIBLE, bind_gpus, visible_gpus
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.layout import RoleLayout
 from hpcrl.rundir import CONFIG, close_run, open_run
@@ -58,10 +59,16 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
     if num_nodes == 1:
         environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeouts = config.timeouts
+    try:
+        gpus = gpus_of_node(config, layout, node, num_nodes)
+    except ValueError as error:
+        print(f"hpcrl: {error}", file=sys.stderr, flush=True)
+        return ExitCode.BAD_INPUT
     agent = Agent(
         lambda rank: [sys.executable, "-m", "hpcrl.run", str(run_dir)],
         ranks,
         environ=environ,
+        gpus=gpus,
         world_folder=world,
         logs=run_dir / "logs" / f"attempt_{attempt:04d}",
         grace_s=timeouts.grace_s,
@@ -70,6 +77,13 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
         start_s=timeouts.start_s,
     )
     return _conclude(agent.run(), layout, run_dir, attempt)
+
+
+def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
+    """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError where GPUs are asked for and too few."""
+    ranks = [rank for rank in range(layout.world_size) if node_of(rank, layout.world_size, num_nodes) == node]
+    with_model = [rank for role in ("trainer", "generator", "reference") for rank in layout.ranks[role]]
+    return bind_gpus(ranks, with_model, visible_gpus(os.environ), config.cluster.device)
 
 
 def node_of(rank: int, world_size: int, num_nodes: int) -> int:
@@ -93,6 +107,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
     from hpcrl.roles.worker import Reported, Worker, leave_default_group
 
     import_engines(layout.roles_of(place.index))
+    if place.launcher not in ("agent", "local"):  # else the agent has chosen
+        os.environ[VISIBLE] = gpus_of_node(config, layout, place.node, place.num_nodes)[place.index]
     if place.index == 0:
         from hpcrl.controller import control
     gc.freeze()

@@ -404,6 +404,8 @@ class ClusterConfig(Section):
     """This machine, or a Slurm job."""
     threads_per_rank: Positive = 1
     """CPU threads of each rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models live; auto: on GPUs where a node has one for each of its ranks with a model, else on the CPU."""
 
 
 class Config(Section):

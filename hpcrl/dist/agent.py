@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.dist.bootstrap import ENDPOINT
+from hpcrl.dist.devices import VISIBLE
 from hpcrl.dist.trace import LEAVING, read_trace
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class Verdict:
 
 
 class Agent:
-    """One per node. `argv(rank)` is the command of a rank; logs/rank_NNNN.log gets what it prints."""
+    """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; logs/rank_NNNN.log
+    gets what it prints."""
 
     def __init__(
         self,
@@ -59,13 +61,14 @@ class Agent:
         ranks: Sequence[int],
         *,
         environ: Mapping[str, str],
+        gpus: Mapping[int, str],
         world_folder: Path,
         logs: Path,
         grace_s: float,
         silent_s: float,
         start_s: float,
     ):
-        self._argv, self._ranks, self._environ = argv, ranks, environ
+        self._argv, self._ranks, self._environ, self._gpus = argv, ranks, environ, gpus
         self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
         self._silent_s, self._start_s = silent_s, start_s
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -106,7 +109,7 @@ class Agent:
         # Rank 0 talks to the user; what it and the others say besides goes to the logs.
         self._processes[rank] = subprocess.Popen(
             list(self._argv(rank)),
-            env={**self._environ, "HPCRL_RANK": str(rank)},
+            env={**self._environ, VISIBLE: self._gpus[rank], "HPCRL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else log,
             stderr=log,

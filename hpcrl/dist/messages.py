@@ -29,11 +29,13 @@ class BuildRole(Message):
 
 
 class BuildGroup(Message):
-    """Join the explicit group `name` between roles; all of `ranks` get this command."""
+    """Join the explicit group `name` between roles; all of `ranks` get this command. weights: for large tensors, which
+    go from GPU to GPU where every rank has its own."""
 
     name: str
     ranks: list[int]
     epoch: int = 0
+    weights: bool = False
 
 
 class Leave(Message):

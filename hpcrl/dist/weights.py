@@ -1,4 +1,8 @@
-"""Weights from trainers to generators: staged once per version in buckets, pulled by one replica after another."""
+"""Weights from trainers to generators: staged once per version in buckets, pulled by one replica after another.
+
+They are staged in host memory, since a GPU holds the trainer's state already, and broadcast from there by gloo, or by
+NCCL one bucket on the GPU at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bucket:
-    """Tensors packed into one byte tensor in host memory."""
+    """Tensors packed into one byte tensor: in host memory, or on the GPU that received it."""
 
     def __init__(self, entries: list[Entry], data: torch.Tensor):
         self.entries, self.data = entries, data
@@ -74,8 +78,9 @@ def _padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def send_buckets(group: dist.ProcessGroupGloo, buckets: list[Bucket], root: int) -> None:
-    """Broadcast the buckets over a replica's weights group from group rank `root`; called by that rank."""
+def send_buckets(group: Any, buckets: list[Bucket], root: int) -> None:
+    """Broadcast the buckets over a replica's weights group (gloo or NCCL) from group rank `root`; called by that
+    rank."""
     header = torch.frombuffer(bytearray(msgspec.msgpack.encode([b.entries for b in buckets])), dtype=torch.uint8)
     _broadcast(group, torch.tensor([header.numel()]), root)
     _broadcast(group, header, root)
@@ -83,20 +88,20 @@ def send_buckets(group: dist.ProcessGroupGloo, buckets: list[Bucket], root: int)
         _broadcast(group, bucket.data, root)
 
 
-def receive_buckets(group: dist.ProcessGroupGloo, root: int) -> Iterator[Bucket]:
-    """What send_buckets sends, bucket by bucket; called by every other rank of the group."""
-    size = torch.zeros(1, dtype=torch.int64)
-    _broadcast(group, size, root)
-    header = torch.empty(int(size), dtype=torch.uint8)
-    _broadcast(group, header, root)
-    for entries in msgspec.msgpack.decode(header.numpy().tobytes(), type=list[list[Entry]]):
+def receive_buckets(group: Any, root: int) -> Iterator[Bucket]:
+    """What send_buckets sends, bucket by bucket as it comes; called, and exhausted, by every other rank of the
+    group."""
+    size = int(_broadcast(group, torch.zeros(1, dtype=torch.int64), root))
+    header = _broadcast(group, torch.empty(size, dtype=torch.uint8), root)
+    for entries in msgspec.msgpack.decode(header.cpu().numpy().tobytes(), type=list[list[Entry]]):
         nbytes = [int(np.prod(e.shape, dtype=np.int64)) * getattr(torch, e.dtype).itemsize for e in entries]
-        data = torch.empty(sum(_padded(n) for n in nbytes), dtype=torch.uint8)
-        _broadcast(group, data, root)
-        yield Bucket(entries, data)
+        yield Bucket(entries, _broadcast(group, torch.empty(sum(map(_padded, nbytes)), dtype=torch.uint8), root))
 
 
-def _broadcast(group: Any, tensor: torch.Tensor, root: int) -> None:
+def _broadcast(group: Any, tensor: torch.Tensor, root: int) -> torch.Tensor:
+    """What the root has, on the group's device. NCCL: later work on this rank's current stream waits for it."""
+    tensor = tensor.to("cpu" if isinstance(group, dist.ProcessGroupGloo) else "cuda")
     options = dist.BroadcastOptions()
     options.rootRank = root
     group.broadcast([tensor], options).wait()
+    return tensor

@@ -71,6 +71,22 @@ class World:
         options._timeout = timedelta(seconds=self.timeout_s)
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
+    def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
+        """A group for large tensors: ProcessGroupNCCL where each of `ranks` has a GPU of its own, else as `group`.
+
+        Collective over `ranks`, which learn of each other's GPU through the store.
+        """
+        store = dist.PrefixStore(f"gpus/{name}/{epoch}", self.store)
+        own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
+        store.set(str(self.rank), own)
+        gpus = [store.get(str(rank)) for rank in ranks]
+        if not all(gpus) or len(set(gpus)) < len(gpus):
+            return self.group(name, ranks, epoch)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
+        return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
+
     def default_group(self, name: str, ranks: Sequence[int], epoch: int) -> None:
         """Make the process's default group over `ranks` for an engine. Collective over them."""
         if dist.is_initialized():

@@ -123,7 +123,7 @@ class Weights:
         for i, (source, replica) in enumerate(zip(self._sources, self._replicas, strict=True)):
             if replica != (source,):
                 ranks = sorted({source, *replica})
-                build = messages.BuildGroup(_weights_group(i), ranks)
+                build = messages.BuildGroup(_weights_group(i), ranks, weights=True)
                 self._controller.call(dict.fromkeys(ranks, build))
 
     def publish(self, version: int) -> Stats:

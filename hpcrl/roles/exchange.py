@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +11,7 @@ import torch
 
 from hpcrl.batch import DTYPES, Batch
 from hpcrl.dist.messages import Done, HandOver, Logprobs, Move, Pull, SendTokens
-from hpcrl.dist.weights import receive_buckets, send_buckets
+from hpcrl.dist.weights import Bucket, receive_buckets, send_buckets
 from hpcrl.roles.generator import BEHAVIOUR_FIELD, ROW_FIELDS, TOKEN_FIELDS, GeneratorRole
 from hpcrl.roles.trainer import ReferenceRole, TrainerRole, gather_rewards, group_ids
 
@@ -97,12 +97,13 @@ class Exchange:
         worker = self._worker
         rank, generator = worker.world.rank, cast(GeneratorRole | None, worker.roles.get("generator"))
         fabric = worker.fabrics.get(command.group)
+        buckets: Iterable[Bucket] = []
         if rank == command.source:
-            buckets = cast(TrainerRole, worker.roles["trainer"]).staged(command.version)
+            buckets = staged = cast(TrainerRole, worker.roles["trainer"]).staged(command.version)
             if fabric is not None:
-                send_buckets(fabric.group, buckets, fabric.ranks.index(rank))
+                send_buckets(fabric.group, staged, fabric.ranks.index(rank))
         elif fabric is not None:
-            buckets = list(receive_buckets(fabric.group, fabric.ranks.index(command.source)))
+            buckets = receive_buckets(fabric.group, fabric.ranks.index(command.source))
         if rank in command.ranks and generator is not None:
             generator.engine.load_weights((named for bucket in buckets for named in bucket.tensors()), command.version)
         return Done(seq)

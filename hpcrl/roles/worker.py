@@ -177,9 +177,8 @@ class Worker:
         return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"])
 
     def _build_group(self, command: BuildGroup, seq: int) -> Done:
-        self.fabrics[command.name] = Fabric(
-            self.world.group(command.name, command.ranks, command.epoch), tuple(command.ranks)
-        )
+        build = self.world.weights_group if command.weights else self.world.group
+        self.fabrics[command.name] = Fabric(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
         return Done(seq)
 
     def _drop_batch(self, command: DropBatch, seq: int) -> None:

@@ -234,7 +234,8 @@ def prepare_run(run_dir: Path, max_steps: int) -> int:
     from hpcrl.launch.__main__ import prepare
     from hpcrl.rundir import close_run, open_run
 
-    words = ["+experiment=demo_sft", f"run_dir={run_dir}", f"max_steps={max_steps}", "eval_every=0", "sft.batch_size=8"]
+    words = ["+experiment=demo_sft", f"run_dir={run_dir}", f"max_steps={max_steps}", "sft.batch_size=8"]
+    words += ["eval_every=0", "sft.stop_score=null"]
     config, *_ = prepare(words)
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
     close_run(opened.run_dir, opened.attempt)

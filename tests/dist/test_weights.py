@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from hpcrl.dist import weights
 from hpcrl.dist.weights import Bucket, receive_buckets, send_buckets, stage
+from hpcrl.rollout.store import RolloutReader
 from tests.dist.conftest import SIZE, Threads
 
 SHAPES = [(3, 5), (1,), (), (7, 1, 3), (0, 4), (64,), (33, 9), (0,)]
@@ -99,3 +105,26 @@ def test_weights_that_reuse_memory_are_copied_as_they_come() -> None:
             yield f"w{number}", memory.fill_(number)
 
     assert_same(stage(named(), keep=True), {"w1.0": torch.full((4,), 1.0), "w2.0": torch.full((4,), 2.0)})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.timeout(240)
+def test_a_disaggregated_run_publishes_its_weights_over_nccl(tmp_path: Path) -> None:
+    words = [f"run_dir={tmp_path / 'run'}", "layout=disaggregated", "layout.trainer.num_ranks=1", "max_steps=2"]
+    words += ["layout.generator.num_ranks=1", "cluster.device=cuda", "rollout.filter_std=false", "eval_every=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.launch", "+experiment=demo", *words],
+        env={**os.environ, "NCCL_DEBUG": "INFO"},
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    batch = RolloutReader(tmp_path / "run").batch(2)
+    assert batch.old_logprobs is not None
+    # The generator has what the trainer has, or its log-probs would not agree.
+    assert (batch.old_logprobs - batch.gen_logprobs)[batch.loss_mask].abs().max() < 1e-3
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("rank_*.log"))
+    assert "NCCL INFO" in logs

@@ -1,0 +1,38 @@
+"""Which GPU a rank gets: one each for the ranks that hold a model, none for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIDDEN = ""
+
+
+def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; without that variable, the node's."""
+    if VISIBLE in environ:
+        names = [name.strip() for name in environ[VISIBLE].split(",")]
+        # CUDA stops reading at the first entry that names no device.
+        return names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
+    return [str(number) for number in range(sum(path.name[6:].isdigit() for path in devices.glob("nvidia*")))]
+
+
+def bind_gpus(
+    ranks: Sequence[int], with_model: Sequence[int], gpus: Sequence[str], device: Literal["auto", "cpu", "cuda"]
+) -> dict[int, str]:
+    """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node.
+
+    auto: the CPU where the node has fewer GPUs than ranks with a model, since NCCL takes one rank per GPU. ValueError
+    with device="cuda" there.
+    """
+    holders = [rank for rank in ranks if rank in with_model]
+    if device == "cuda" and len(gpus) < len(holders):
+        raise ValueError(
+            f"cluster.device: cuda, but this node has {len(gpus)} GPU(s) for {len(holders)} ranks that hold a model; "
+            "give the layout fewer ranks, or set cluster.device=cpu"
+        )
+    if device == "cpu" or len(gpus) < len(holders):
+        return dict.fromkeys(ranks, HIDDEN)
+    return dict.fromkeys(ranks, HIDDEN) | dict(zip(holders, gpus, strict=False))

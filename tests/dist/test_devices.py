@@ -1,0 +1,38 @@
+"""Which GPU a rank gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.dist.devices import bind_gpus, visible_gpus
+
+
+def test_ranks_with_a_model_get_a_gpu_each_and_the_others_none() -> None:
+    bound = bind_gpus([4, 5, 6, 7], [1, 2, 5, 6], ["2", "GPU-7f", "3"], "auto")
+    assert bound == {4: "", 5: "2", 6: "GPU-7f", 7: ""}
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_all_ranks_of_a_node_use_the_cpu_where_gpus_are_too_few_or_not_wanted(device: str) -> None:
+    gpus = ["0"] if device == "auto" else ["0", "1"]
+    assert bind_gpus([0, 1, 2], [1, 2], gpus, device) == {0: "", 1: "", 2: ""}
+
+
+def test_too_few_gpus_are_an_error_where_they_are_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"1 GPU\(s\) for 2 ranks that hold a model; .*cluster.device=cpu"):
+        bind_gpus([0, 1, 2], [1, 2], ["0"], "cuda")
+
+
+@pytest.mark.parametrize(
+    ("value", "names"), [("", []), ("-1", []), ("3, 1", ["3", "1"]), ("0,-1,2", ["0"]), ("GPU-1,,2", ["GPU-1"])]
+)
+def test_the_variable_is_read_as_cuda_reads_it(value: str, names: list[str]) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
+
+
+def test_without_the_variable_the_nodes_device_files_count(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "tty0"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
