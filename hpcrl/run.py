@@ -15,15 +15,15 @@ import signal
 import sys
 from pathlib import Path
 
-import yaml
-
-from hpcrl.config import Config, parse
+from hpcrl.config import Config
 from hpcrl.dist.agent import VERDICT, Agent, Verdict
 from hpcrl.dist.bootstrap import Place, find_place
 from hpcrl.dist.devices import VISIBLE, bind_gpus, visible_gpus
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
+from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
-from hpcrl.rundir import CONFIG, close_run, open_run
+from hpcrl.placement import Placement
+from hpcrl.rundir import OUTCOME, close_run, open_run, stored_config, world_folder
 
 
 def launch_local(config: Config) -> int:
@@ -35,16 +35,11 @@ def launch_local(config: Config) -> int:
         close_run(opened.run_dir, opened.attempt)
 
 
-def stored_config(run_dir: Path) -> Config:
-    """The configuration of a run folder."""
-    return parse(yaml.safe_load((run_dir / CONFIG).read_text()))
-
-
 def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
     """The agent of one node: its share of the ranks, their end, one message about what went wrong."""
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
-    ranks = [rank for rank in range(layout.world_size) if node_of(rank, layout.world_size, num_nodes) == node]
+    ranks = ranks_of_node(config, layout, node, num_nodes)
     world = world_folder(run_dir, attempt)
     environ = {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
@@ -75,25 +70,26 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
         # Before a command's deadline is over, so that the rank that stopped is named and not those that wait for it.
         silent_s=timeouts.command_s / 2,
         start_s=timeouts.start_s,
+        impatient=config.cluster.name == "local",
     )
-    return _conclude(agent.run(), layout, run_dir, attempt)
+    code = _conclude(agent.run(), layout, run_dir, attempt)
+    if 0 in ranks:
+        write_durably(world / OUTCOME, json.dumps({"code": code}).encode())
+    return code
 
 
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError where GPUs are asked for and too few."""
-    ranks = [rank for rank in range(layout.world_size) if node_of(rank, layout.world_size, num_nodes) == node]
+    ranks = ranks_of_node(config, layout, node, num_nodes)
     with_model = [rank for role in ("trainer", "generator", "reference") for rank in layout.ranks[role]]
     return bind_gpus(ranks, with_model, visible_gpus(os.environ), config.cluster.device)
 
 
-def node_of(rank: int, world_size: int, num_nodes: int) -> int:
-    """Ranks fill nodes in order, as evenly as they go."""
-    return rank * num_nodes // world_size
-
-
-def world_folder(run_dir: Path, attempt: int) -> Path:
-    """Where the ranks of an attempt meet: endpoint, key, traces, verdict."""
-    return run_dir / "world" / f"attempt_{attempt:04d}"
+def ranks_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> list[int]:
+    """The ranks that a node holds: as placed in a Slurm job of this run, else in order and as evenly as they go."""
+    if config.cluster.name == "slurm":
+        return list(Placement.from_config(config, layout).nodes[node])
+    return [rank for rank in range(layout.world_size) if rank * num_nodes // layout.world_size == node]
 
 
 def run_rank(run_dir: Path, place: Place) -> int:

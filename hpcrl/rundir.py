@@ -4,9 +4,10 @@
     owners/NNNN   who holds attempt NNNN             finished.json   made when the run reached its end
 
 The same configuration again resumes; another one is refused with the difference. An attempt is owned by the process
-that opened the run: its record is made with O_EXCL under the number after the one that was found ended or dead, so of
-two launches that find it so one gets through. The owner is whoever has the highest number; check_owner asks again
-before every commit, so a superseded attempt commits nothing.
+that opened the run, or the Slurm job it is in: its record is made with O_EXCL under the number after the one that was
+found ended or dead, so of two launches that find it so one gets through. Whether a job lives is asked of Slurm. The
+owner is whoever has the highest number; check_owner asks again before every commit, so a superseded attempt commits
+nothing. A job that was submitted for the run and still waits holds it too (slurm/submitted.json).
 """
 
 from __future__ import annotations
@@ -27,10 +28,15 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from hpcrl.config import ConfigError
+from hpcrl import slurm
+from hpcrl.config import Config, ConfigError, parse
 from hpcrl.files import write_durably
 
 CONFIG, FACTS, FINISHED, OWNERS = "config.yaml", "facts.json", "finished.json", "owners"
+SLURM = "slurm"
+SUBMITTED = f"{SLURM}/submitted.json"
+OUTCOME = "outcome.json"
+"""In the folder of an attempt's world, from the agent of rank 0: the exit code of the run."""
 
 MAY_CHANGE = (
     "max_steps",
@@ -112,6 +118,21 @@ def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Run
             raise ConfigError([f"run folder {found.run_dir} cannot be written: {error}"]) from error
 
 
+def stored_config(run_dir: Path) -> Config:
+    """The configuration of a run folder."""
+    return parse(yaml.safe_load((run_dir / CONFIG).read_text()))
+
+
+def world_folder(run_dir: Path, attempt: int) -> Path:
+    """Where the ranks of an attempt meet: endpoint, key, traces, verdict, outcome."""
+    return run_dir / "world" / f"attempt_{attempt:04d}"
+
+
+def record_submission(run_dir: Path, job: int) -> None:
+    """Note the job that will run the next attempts."""
+    write_durably(run_dir / SUBMITTED, json.dumps({"job": job, "at": _now()}).encode())
+
+
 def finish_run(run_dir: Path, step: int, max_steps: int, reason: str) -> None:
     """Mark the run as done: the same configuration again says so instead of training."""
     write_durably(
@@ -144,7 +165,7 @@ def _check_place(folder: Path) -> None:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError([f"run folder {folder} cannot be written: no permission in {existing}"])
     if existing == folder and not (folder / CONFIG).exists():
-        own = (OWNERS, FACTS, f".{FACTS}.tmp", f".{CONFIG}.tmp")  # killed before config.yaml stood there
+        own = (SLURM, OWNERS, FACTS, f".{FACTS}.tmp", f".{CONFIG}.tmp")  # killed before config.yaml stood there
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if foreign:
             shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -164,7 +185,11 @@ def _claim(run: RunState) -> bool:
     """Make the record of the attempt; False when another launch was faster."""
     (run.run_dir / OWNERS).mkdir(parents=True, exist_ok=True)
     process = psutil.Process()
-    owner = {"pid": process.pid, "host": platform.node(), "process_start": process.create_time(), "since": _now()}
+    owner: dict[str, Any] = {"since": _now(), "host": platform.node()}
+    if (own := slurm.own_job(os.environ)) is not None:
+        owner |= {"job": own[0], "restarts": own[1]}
+    else:
+        owner |= {"pid": process.pid, "process_start": process.create_time()}
     try:
         descriptor = os.open(_record(run.run_dir, run.attempt), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -188,6 +213,8 @@ def _describe(config: Mapping[str, Any], run: RunState) -> None:
 
 def _check_free(folder: Path) -> int:
     """The newest attempt, 0 without one; ConfigError naming its owner if that may still run."""
+    if submitted := _read_json(folder / SUBMITTED):
+        _check_job_gone(f"{folder} waits for job {submitted['job']}", folder / SUBMITTED, submitted["job"], -1)
     attempt = _newest_attempt(folder)
     if not attempt:
         return 0
@@ -198,12 +225,32 @@ def _check_free(folder: Path) -> int:
     # One that stays empty died right there; were it only stopped, its number is no longer the highest when it goes on.
     if not owner or "ended" in owner:
         return attempt
+    if "job" in owner:
+        held = f"{folder} is held by job {owner['job']} since {owner['since']} (attempt {attempt})"
+        _check_job_gone(held, path, owner["job"], owner["restarts"])
+        return attempt
     held = f"{folder} is held by pid {owner['pid']} on host {owner['host']} since {owner['since']} (attempt {attempt})"
     if owner["host"] != platform.node():
         raise ConfigError([f"{held}; if that process is gone, remove {path}"])
     if _alive(owner["pid"], owner["process_start"]):
         raise ConfigError([f"{held}; wait for it, stop it, or use another run_name"])
     return attempt
+
+
+def _check_job_gone(held: str, record: Path, number: int, restarts: int) -> None:
+    """ConfigError if the job may still run, or will. This very job, if it was requeued since, may take over."""
+    if (own := slurm.own_job(os.environ)) is not None and own[0] == number and own[1] > restarts:
+        return
+    try:
+        job = slurm.find_job(number)
+    except slurm.SlurmError as error:
+        raise ConfigError(
+            [f"{held}, and Slurm cannot say whether it lives: {error}; if not, remove {record}"]
+        ) from error
+    if job is not None and job.lives:
+        raise ConfigError(
+            [f"{held}, which is {job.state.lower()}; wait for it, scancel {number}, or use another run_name"]
+        )
 
 
 def _alive(pid: int, start: float) -> bool:

@@ -147,7 +147,7 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "words", [["--hlep"], ["demo"], ["+experiment=demmo"], ["cluster=slurm"], ["--help", "trainerr"]]
+    "words", [["--hlep"], ["demo"], ["+experiment=demmo"], ["cluster=slrm"], ["--help", "trainerr"]]
 )
 def test_words_that_mean_nothing_are_refused_in_one_line(words: list[str], tmp_path: Path) -> None:
     assert len(refused(*words, at=tmp_path)) == 1

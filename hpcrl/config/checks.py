@@ -69,8 +69,6 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 
 def _not_built(config: Config) -> Iterator[Problem]:
-    if config.cluster.name == "slurm":
-        yield Problem(("cluster", "name"), "cluster=slurm: not built yet (issue 3); use cluster=local")
     if config.rollout.max_lag > 0:
         path = ("rollout", "max_lag")
         yield Problem(path, f"rollout.max_lag: {config.rollout.max_lag:g} is not built yet (issue 4); use 0")

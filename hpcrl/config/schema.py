@@ -17,6 +17,13 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
+def _not_a_number(value: Any) -> Any:
+    # YAML reads 01:30:00 as 5400 and 90 as a number; sbatch reads a bare number as minutes.
+    if isinstance(value, int | float):
+        raise ValueError("expected text such as 24:00:00; put it in quotes")
+    return value
+
+
 _number = BeforeValidator(_not_bool)
 Positive = Annotated[int, Field(ge=1), _number]
 Natural = Annotated[int, Field(ge=0), _number]
@@ -397,6 +404,33 @@ class Timeouts(Section):
     """One store call, and the time until a lost store is noticed, seconds."""
 
 
+# What Slurm reads as one word; a line break or a space in it would be another option.
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:=/@%+\[\]()|&*!-]+$")]
+WallTime = Annotated[str, Field(pattern=r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"), BeforeValidator(_not_a_number)]
+Memory = Annotated[str, Field(pattern=r"^\d+[KMGT]?$")]
+
+
+class ComponentConfig(Section):
+    """Nodes that are alike: a component of a heterogeneous job, or the only one of a plain job."""
+
+    roles: list[RoleName] = []
+    """Roles whose ranks are on these nodes; roles that share ranks with one of them come along."""
+    ranks_per_node: Positive | None = None
+    """Ranks of a node, the controller not counted; null: all on one node."""
+    cpus_per_node: Positive | None = None
+    """CPUs of a node; null: threads_per_rank for each of its ranks."""
+    gpus_per_node: Natural = 0
+    """GPUs of a node; 0: none are asked for."""
+    gpu_type: Word | None = None
+    """Type of the GPUs, as the cluster names it."""
+    memory: Memory | None = None
+    """Memory of a node, such as 500G; null: the partition's default."""
+    partition: Word | None = None
+    """Partition; null: cluster.partition."""
+    constraint: Word | None = None
+    """Features that the nodes must have; null: cluster.constraint."""
+
+
 class ClusterConfig(Section):
     """Where the program runs."""
 
@@ -406,6 +440,42 @@ class ClusterConfig(Section):
     """CPU threads of each rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models live; auto: on GPUs where a node has one for each of its ranks with a model, else on the CPU."""
+    components: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], ComponentConfig] = {}
+    """Component -> its nodes; empty: one node for all ranks. More than one makes a heterogeneous job."""
+    account: Word | None = None
+    """Account to charge; null: your default, or SBATCH_ACCOUNT."""
+    partition: Word | None = None
+    """Partition; null: the cluster's default, or SBATCH_PARTITION."""
+    qos: Word | None = None
+    """Quality of service."""
+    reservation: Word | None = None
+    """Reservation."""
+    constraint: Word | None = None
+    """Features that the nodes must have."""
+    exclude: Word | None = None
+    """Nodes to avoid."""
+    switches: Word | None = None
+    """Most leaf switches, COUNT or COUNT@MAX_WAIT."""
+    time: WallTime = "24:00:00"
+    """Wall-time limit of one job, as sbatch reads it: MINUTES, HH:MM:SS, D-HH:MM:SS."""
+    signal_lead_s: Annotated[int, Field(ge=1, le=65535), _number] = 300
+    """Warning before the wall-time limit or a preemption, seconds (Slurm may be up to 60 s early)."""
+    after: Literal["requeue", "chain"] = "requeue"
+    """How an unfinished run gets its next job: the same job requeued, or a queue of dependent jobs."""
+    max_restarts: Natural = 3
+    """Restarts in a row after crashes and hangs without a new checkpoint in between; others do not count."""
+    modules: list[Word] = []
+    """Environment modules to load on the nodes."""
+    prologue: str = ""
+    """Shell lines to run on the first node before anything else, such as `source ~/venv/bin/activate`."""
+    network_interface: Word | None = None
+    """Interface for gloo and NCCL, such as ib0; null: theirs to choose."""
+    container: Literal["none", "apptainer", "pyxis"] = "none"
+    """What the ranks run in."""
+    image: Word | None = None
+    """Container image: a file, or what pyxis pulls."""
+    mounts: list[Word] = []
+    """Folders inside the container besides the run folder and the source tree, SOURCE or SOURCE:TARGET."""
 
 
 class Config(Section):

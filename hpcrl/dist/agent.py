@@ -53,7 +53,7 @@ class Verdict:
 
 class Agent:
     """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; logs/rank_NNNN.log
-    gets what it prints."""
+    gets what it prints. `impatient`: the same signal a second time ends everything."""
 
     def __init__(
         self,
@@ -67,10 +67,11 @@ class Agent:
         grace_s: float,
         silent_s: float,
         start_s: float,
+        impatient: bool = True,
     ):
         self._argv, self._ranks, self._environ, self._gpus = argv, ranks, environ, gpus
         self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
-        self._silent_s, self._start_s = silent_s, start_s
+        self._silent_s, self._start_s, self._impatient = silent_s, start_s, impatient
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._signals: list[int] = []
         self._sender: Sender | None = None
@@ -137,7 +138,8 @@ class Agent:
                     unreported[rank] = verdict.lost[rank]
             # The first signal asks the controller to stop at a step boundary, the same one again ends everything.
             # Another one does not: a batch system sends SIGUSR1 early and SIGTERM late, and a save may still be made.
-            if len(self._signals) > len(set(self._signals)):
+            # It also sends SIGTERM two or three times, and SIGKILL when it is tired of waiting.
+            if self._impatient and len(self._signals) > len(set(self._signals)):
                 return
             if self._signals and forwarded is None and 0 in alive:
                 forwarded = self._signals[0]

@@ -75,6 +75,19 @@ def _count(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     return None
 
 
+def _whole_step(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """In a step over several components of a heterogeneous job: with the counts of all of them."""
+    num = _count(environ, ("SLURM_HET_SIZE",))
+    if num is None:
+        return environ
+    whole = dict(environ)
+    for name, of_component in (("SLURM_STEP_NUM_TASKS", "NTASKS"), ("SLURM_STEP_NUM_NODES", "JOB_NUM_NODES")):
+        counts = [_count(environ, (f"SLURM_{of_component}_HET_GROUP_{i}",)) for i in range(num)]
+        if all(counts):
+            whole[name] = str(sum(count or 0 for count in counts))
+    return whole
+
+
 def find_place(environ: Mapping[str, str], world_size: int) -> Place:
     """Place of this process in a world of `world_size` ranks, from environment variables alone.
 
@@ -83,6 +96,7 @@ def find_place(environ: Mapping[str, str], world_size: int) -> Place:
     if "HPCRL_RANK" in environ:
         node, nodes = int(environ.get("HPCRL_NODE", "0")), int(environ.get("HPCRL_NUM_NODES", "1"))
         return Place("rank", "agent", int(environ["HPCRL_RANK"]), node, nodes)
+    environ = _whole_step(environ)
     for launcher in _LAUNCHERS:
         size, rank = _count(environ, launcher.size), _count(environ, launcher.rank)
         if launcher.marker not in environ or size is None or rank is None:

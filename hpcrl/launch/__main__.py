@@ -6,14 +6,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcrl import slurm
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
 from hpcrl.config.checks import check_family, check_length
 from hpcrl.exitcodes import ExitCode
+from hpcrl.files import write_durably
 from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import describe
+from hpcrl.launch.render import render
 from hpcrl.layout import RoleLayout, check_layout
-from hpcrl.rundir import CONFIG, RunState, check_run
+from hpcrl.placement import Placement, check_placement
+from hpcrl.rundir import CONFIG, SLURM, RunState, check_run, record_submission
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,9 +48,29 @@ def start(argv: Sequence[str]) -> int:
     if run.kind == "finished":
         print(f"\nfinished: {run.finished['reason']}; raise max_steps, or choose another run_name or resume=fresh")
         return ExitCode.DONE
+    if config.cluster.name == "slurm":
+        return submit(config, layout, argv)
     from hpcrl.run import launch_local  # a dry run needs none of it
 
     return launch_local(config)
+
+
+def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> int:
+    """Write the batch script into the run folder and submit it; returns the exit code."""
+    run_dir = Path(config.run_dir)
+    words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
+    script = run_dir / SLURM / "job.sbatch"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    text = render(config, Placement.from_config(config, layout), [*words, f"run_dir={run_dir}"], sys.executable)
+    write_durably(script, text.encode())
+    try:
+        job = slurm.submit(script, script.parent / "job-%j.log")
+    except slurm.SlurmError as error:
+        print(f"hpcrl: Slurm refuses the job: {error} (script: {script})", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    record_submission(run_dir, job)
+    print(f"\njob {job} is submitted\n  follow  tail -F {script.parent}/job-{job}.log\n  stop    scancel {job}")
+    return ExitCode.DONE
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState]:
@@ -58,7 +82,10 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     config = reading.config
     model = run = None
     if config is not None:
-        reading.add(check_layout(config))
+        layout_problems = check_layout(config)
+        reading.add(layout_problems)
+        if not layout_problems:
+            reading.add(check_placement(config, RoleLayout.from_config(config)))
         _check_inputs(reading, config)
         model = _check_model(reading, config)
         run = _check_run(reading, config)

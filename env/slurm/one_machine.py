@@ -1,0 +1,270 @@
+"""A real Slurm on one machine, for trials and tests: slurmctld and any number of slurmd, in one folder, without root.
+
+    python env/slurm/one_machine.py up [--folder FOLDER] [--nodes 4] [--gpus 0]
+    export SLURM_CONF=FOLDER/slurm.conf
+    python env/slurm/one_machine.py down [--folder FOLDER]
+
+Needs Debian's slurm-wlm and slurm-client (22.05 or later). Partitions: low (default, its jobs are requeued when high
+needs the nodes), high, and low and high's nodes without preemption as solo. The nodes share this machine's cores and
+memory, whatever they claim; GPUs are claimed too, with terminals as their device files, so that a program sees a
+CUDA_VISIBLE_DEVICES but finds no GPU. Neither a password nor munge: anybody on this machine can use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+START_S = 60.0
+STOP_S = 20.0
+DEFAULT_FOLDER = Path("runs") / "one_machine_slurm"
+
+CONF = """\
+ClusterName=one_machine
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+SlurmctldParameters=preempt_send_user_signal
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd-%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+TmpFS={folder}/tmp/%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/log/jobcomp.txt
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+KillWait=3
+MinJobAge=300
+EnforcePartLimits=ALL
+InactiveLimit=0
+Waittime=0
+SlurmctldTimeout=30
+SlurmdTimeout=10
+MessageTimeout=10
+TCPTimeout=2
+UnkillableStepTimeout=30
+DefMemPerCPU=256
+GresTypes=gpu
+"""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes that are alike: names PREFIX1..PREFIXn, and what they claim to have."""
+
+    prefix: str = "n"
+    count: int = 4
+    cpus: int = 4
+    memory_mb: int = 8000
+    gpus: int = 0
+
+    @property
+    def hostlist(self) -> str:
+        return f"{self.prefix}[1-{self.count}]"
+
+
+class Cluster:
+    """A cluster that lives in `folder`; a context manager starts and stops it."""
+
+    def __init__(self, folder: Path, nodes: Sequence[Nodes] = (Nodes(),)):
+        self.folder, self.nodes = folder.resolve(), nodes
+        self.conf = self.folder / "slurm.conf"
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """This process's environment, with Slurm's commands pointed at this cluster and no job's own variables."""
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        return outside | {"SLURM_CONF": str(self.conf)}
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{nodes.prefix}{i}" for nodes in self.nodes for i in range(1, nodes.count + 1)]
+
+    def start(self) -> None:
+        """Write the configuration, start the daemons, wait until every node is idle. RuntimeError if one is not."""
+        if missing := [name for name in ("slurmctld", "slurmd", "sbatch", "srun") if _find(name) is None]:
+            raise RuntimeError(f"{', '.join(missing)} not found: apt-get install slurm-wlm slurm-client")
+        if self._pids():
+            raise RuntimeError(f"a cluster runs in {self.folder}; stop it first (make slurm-down)")
+        for name in ("run", "state", "spool", "log", *(f"tmp/{node}" for node in self.names)):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self._configure()
+        self._daemon("slurmctld", "-f", str(self.conf))
+        for name in self.names:
+            self.start_node(name)
+        _until(
+            lambda: self._states() == {"idle"}, START_S, lambda: f"nodes are {self._states()}, see {self.folder}/log"
+        )
+
+    def start_node(self, name: str) -> None:
+        """Start one node's slurmd."""
+        self._daemon("slurmd", "-f", str(self.conf), "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """End one node's slurmd without warning, as if the machine had lost its network; its tasks go on."""
+        os.kill(int((self.folder / "run" / f"slurmd-{name}.pid").read_text()), signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Cancel all jobs and end all daemons, by pid. Says nothing where none runs."""
+        pids = self._pids()
+        if "slurmctld" in pids:
+            with suppress(RuntimeError, subprocess.TimeoutExpired):
+                self.run("scancel", "--full", "--user", _user(), check=False)
+                self.run("scancel", "--user", _user(), check=False)
+                _until(lambda: not self.run("squeue", "-h", check=False).strip(), STOP_S, lambda: "jobs remain")
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        with suppress(RuntimeError):
+            _until(lambda: not self._pids(), STOP_S, lambda: "")
+        for pid in self._pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def run(self, *command: str, check: bool = True, timeout_s: float = 30) -> str:
+        """Output of one of Slurm's commands against this cluster; RuntimeError with its words if it fails."""
+        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+        if check and done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def _configure(self) -> None:
+        names = self.names
+        with ExitStack() as held:
+            sockets = [held.enter_context(socket.socket()) for _ in range(len(names) + 1)]
+            for sock in sockets:
+                sock.bind(("127.0.0.1", 0))
+            ports = [sock.getsockname()[1] for sock in sockets]
+        lines = [CONF.format(user=_user(), port=ports[0], folder=self.folder)]
+        at, devices = 1, []
+        for nodes in self.nodes:
+            gres = f" Gres=gpu:{nodes.gpus}" if nodes.gpus else ""
+            for i in range(1, nodes.count + 1):
+                lines.append(
+                    f"NodeName={nodes.prefix}{i} NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[at]} "
+                    f"CPUs={nodes.cpus} Sockets=1 CoresPerSocket={nodes.cpus} ThreadsPerCore=1 "
+                    f"RealMemory={nodes.memory_mb}{gres} State=UNKNOWN\n"
+                )
+                at += 1
+            if nodes.gpus:
+                devices.append(f"NodeName={nodes.hostlist} Name=gpu File=/dev/tty[0-{nodes.gpus - 1}]\n")
+        every = ",".join(nodes.hostlist for nodes in self.nodes)
+        lines += [
+            f"PartitionName=DEFAULT Nodes={every} MaxTime=UNLIMITED DefaultTime=10 State=UP OverSubscribe=NO\n",
+            "PartitionName=low PriorityTier=1 PreemptMode=REQUEUE GraceTime=5 Default=YES\n",
+            "PartitionName=high PriorityTier=10 PreemptMode=OFF\n",
+            "PartitionName=solo PriorityTier=1 PreemptMode=OFF\n",
+        ]
+        self.conf.write_text("".join(lines))
+        (self.folder / "gres.conf").write_text("".join(devices))
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+    def _daemon(self, name: str, *arguments: str) -> None:
+        done = subprocess.run([str(_find(name)), *arguments], capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{name} did not start: {done.stderr.strip()}")
+
+    def _states(self) -> set[str]:
+        # Without a controller a client tries for minutes.
+        with suppress(subprocess.TimeoutExpired):
+            return set(self.run("sinfo", "-h", "-N", "-o", "%T", check=False, timeout_s=5).split())
+        return set()
+
+    def _pids(self) -> dict[str, int]:
+        """Daemon -> its pid, of those that run."""
+        found = {}
+        for path in (self.folder / "run").glob("*.pid"):
+            with suppress(ValueError, OSError):
+                pid = int(path.read_text())
+                if b"slurm" in Path(f"/proc/{pid}/comm").read_bytes() and _running(pid):
+                    found[path.stem] = pid
+        return found
+
+
+def _running(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def _find(name: str) -> str | None:
+    return shutil.which(name, path=os.environ.get("PATH", "") + os.pathsep + "/usr/sbin")
+
+
+def _user() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def _until(condition: Callable[[], bool], seconds: float, problem: Callable[[], str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not within {seconds:g} s: {problem()}")
+        time.sleep(0.05)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["up", "down"])
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help=f"default: {DEFAULT_FOLDER}")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--cpus", type=int, default=4, help="that each node claims")
+    parser.add_argument("--memory-mb", type=int, default=8000, help="that each node claims")
+    parser.add_argument("--gpus", type=int, default=0, help="that each node claims; none of them is real")
+    words = parser.parse_args()
+    cluster = Cluster(words.folder, [Nodes("n", words.nodes, words.cpus, words.memory_mb, words.gpus)])
+    if words.what == "down":
+        cluster.stop()
+        return 0
+    try:
+        cluster.start()
+    except RuntimeError as error:
+        cluster.stop()
+        print(f"one_machine: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(cluster.names)} nodes are idle. To use them:\n  export SLURM_CONF={cluster.conf}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Inside a batch script, before and after the step that trains.
+
+python -m hpcrl.launch.job begin WORDS...              checks, makes the run folder, prints `ATTEMPT RUN_DIR`
+python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job where it goes on
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl import slurm
+from hpcrl.config import ConfigError
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import write_durably
+from hpcrl.launch.__main__ import prepare
+from hpcrl.launch.render import NOTHING_TO_DO
+from hpcrl.rundir import FINISHED, OUTCOME, SupersededError, close_run, open_run, stored_config, world_folder
+
+RESTARTS = "restarts.json"
+CRASHES = (ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.DEADLINE, ExitCode.STORE_LOST)
+"""Ends that may not come again; all others than these and REQUEUE would."""
+
+
+def begin(words: Sequence[str]) -> int:
+    """Open the next attempt of the run that the words describe."""
+    config, *_, run = prepare(words)
+    if run.kind == "finished":
+        print(f"hpcrl: finished: {run.finished['reason']}", file=sys.stderr)
+        return NOTHING_TO_DO
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
+    print(opened.attempt, opened.run_dir)
+    return ExitCode.DONE
+
+
+def end(run_dir: Path, attempt: int, step_code: int) -> int:
+    """Close the attempt; requeue the job where the run is to go on. Returns the job's exit code."""
+    try:
+        close_run(run_dir, attempt)
+    except SupersededError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.SUPERSEDED
+    if (run_dir / FINISHED).exists():
+        return ExitCode.DONE
+    own = slurm.own_job(os.environ)
+    outcome = world_folder(run_dir, attempt) / OUTCOME
+    # No word from the first node: it was lost, or the step never started.
+    code = ExitCode(json.loads(outcome.read_text())["code"]) if outcome.exists() else None
+    job = slurm.find_job(own[0]) if own else None
+    if code is None and step_code == ExitCode.BAD_INPUT:
+        code = ExitCode.BAD_INPUT
+    goes_on, why = _goes_on(run_dir, code, job is not None and job.preempted)
+    print(
+        f"hpcrl: attempt {attempt} ended ({'lost' if code is None else code.name}): {why}", file=sys.stderr, flush=True
+    )
+    if goes_on and own is not None:
+        slurm.requeue(own[0])  # kills this process too
+    return code if code is not None else ExitCode.RANK_KILLED
+
+
+def _goes_on(run_dir: Path, code: ExitCode | None, preempted: bool) -> tuple[bool, str]:
+    """Whether the run gets another attempt, and why."""
+    if code is ExitCode.REQUEUE or preempted:
+        return True, "requeued, to go on from its checkpoint"
+    if code is not None and code not in CRASHES:
+        return False, "not requeued"
+    limit = stored_config(run_dir).cluster.max_restarts
+    path = run_dir / RESTARTS
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"crashes": 0, "checkpoint": ""}
+    latest = run_dir / "checkpoints" / "LATEST"
+    checkpoint = latest.read_text().strip() if latest.exists() else ""
+    crashes = before["crashes"] + 1 if before["checkpoint"] == checkpoint else 1
+    write_durably(path, json.dumps({"crashes": crashes, "checkpoint": checkpoint}).encode())
+    if crashes > limit:
+        return False, f"crash {crashes} without a new checkpoint, cluster.max_restarts is {limit}: not requeued"
+    return True, f"crash {crashes} of at most {limit} without a new checkpoint; requeued"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line."""
+    try:
+        match argv:
+            case ["begin", *words]:
+                return begin(words)
+            case ["end", run_dir, attempt, code]:
+                return end(Path(run_dir), int(attempt), int(code))
+    except ConfigError as error:
+        print("\n".join(error.problems), file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except slurm.SlurmError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    print(__doc__)
+    return ExitCode.BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""The batch script of a run: what `python -m hpcrl.launch +cluster=slurm` submits, and what slurm/*.sbatch hold.
+
+It composes the configuration again inside the job from the same words, so it can be read, kept and submitted by hand.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from hpcrl.config import ClusterConfig, ComponentConfig, Config
+from hpcrl.placement import Component, Placement
+
+NOTHING_TO_DO = 3
+"""Exit code of `hpcrl.launch.job begin` where the run is done or must not be started again."""
+
+BODY = """\
+set -u
+words=({words} "$@")
+{setup}
+# A new attempt of the run: checks everything, makes the run folder, owns it. Not where the run is done.
+begun=$({python} -m hpcrl.launch.job begin "${{words[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
+read -r HPCRL_ATTEMPT run_dir <<<"$begun"
+export HPCRL_ATTEMPT
+
+# Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it.
+trap : USR1 TERM
+srun {srun} \\
+    {python} -m hpcrl.run "$run_dir" &
+step=$!
+while wait $step; rc=$?; kill -0 $step 2>/dev/null; do :; done
+
+# Decides from how the run ended whether it is requeued.
+exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
+"""
+
+
+def render(config: Config, placement: Placement, words: Sequence[str], python: str = "python") -> str:
+    """The script; `words`: of the command line, which the job composes again."""
+    cluster = config.cluster
+    lines = ["#!/bin/bash", f"#SBATCH --job-name=hpcrl-{config.run_name}", *_job_options(cluster)]
+    for i, component in enumerate(placement.components):
+        if i:
+            lines.append("#SBATCH hetjob")
+        lines += [f"#SBATCH {option}" for option in _component_options(component, cluster)]
+    num = len(placement.components)
+    srun = ["--kill-on-bad-exit=0", "--no-kill", "--ntasks-per-node=1"]
+    srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
+    body = BODY.format(
+        words=shlex.join(words),
+        setup="\n".join(_setup(cluster)),
+        python=python,
+        nothing=NOTHING_TO_DO,
+        srun=" ".join([*srun, *_container(cluster)]),
+    )
+    return "\n".join(lines) + "\n" + body
+
+
+def _job_options(cluster: ClusterConfig) -> Iterator[str]:
+    options = {
+        "output": "hpcrl-%j.log",
+        "open-mode": "append",
+        "time": cluster.time,
+        "signal": f"USR1@{cluster.signal_lead_s}",
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "reservation": cluster.reservation,
+        "exclude": cluster.exclude,
+        "switches": cluster.switches,
+    }
+    yield from (f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)
+    yield "#SBATCH --requeue" if cluster.after == "requeue" else "#SBATCH --no-requeue"
+
+
+def _component_options(component: Component, cluster: ClusterConfig) -> Iterator[str]:
+    spec = component.config
+    yield f"--nodes={len(component.nodes)}"
+    yield "--ntasks-per-node=1"
+    yield f"--cpus-per-task={spec.cpus_per_node or cluster.threads_per_rank * max(map(len, component.nodes))}"
+    if spec.gpus_per_node:
+        yield f"--gres=gpu:{spec.gpu_type + ':' if spec.gpu_type else ''}{spec.gpus_per_node}"
+    values = {"mem": spec.memory, "partition": _first(spec, cluster, "partition")}
+    values["constraint"] = _first(spec, cluster, "constraint")
+    yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
+
+
+def _first(spec: ComponentConfig, cluster: ClusterConfig, name: str) -> str | None:
+    value = getattr(spec, name)
+    return value if value is not None else getattr(cluster, name)
+
+
+def _setup(cluster: ClusterConfig) -> Iterator[str]:
+    if cluster.modules:
+        yield f"module load {' '.join(cluster.modules)}"
+    if cluster.prologue:
+        yield cluster.prologue.rstrip()
+    if cluster.network_interface is not None:
+        yield f"export GLOO_SOCKET_IFNAME={cluster.network_interface} NCCL_SOCKET_IFNAME={cluster.network_interface}"
+
+
+def _container(cluster: ClusterConfig) -> list[str]:
+    if cluster.container == "pyxis":
+        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in ("$PWD", *cluster.mounts))
+        return [f"--container-image={cluster.image}", f'--container-mounts="{mounts}"', '--container-workdir="$PWD"']
+    if cluster.container == "apptainer":
+        binds = " ".join(f"--bind {m}" for m in ('"$PWD"', *cluster.mounts))
+        return [f"apptainer exec --nv {binds} {cluster.image}"]
+    return []

@@ -1,0 +1,83 @@
+"""What hpcrl asks of Slurm, by its commands. Every call has a deadline; imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CALL_S = 30.0
+LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
+
+
+class SlurmError(RuntimeError):
+    """Slurm refused, or cannot be asked; the text is its own, on one line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as `scontrol show job` tells it; of a heterogeneous job the leader."""
+
+    id: int
+    state: str
+    restarts: int
+    preempted: bool
+    reason: str
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs, waits or ends just now."""
+        return self.state in LIVE
+
+
+def find_job(job_id: int) -> Job | None:
+    """The job; None where Slurm knows it no more. SlurmError where Slurm cannot be asked."""
+    try:
+        text = call("scontrol", "--oneliner", "show", "job", str(job_id))
+    except SlurmError as error:
+        if "invalid job id" in str(error).lower():
+            return None
+        raise
+    values = dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
+    return Job(
+        job_id,
+        values["JobState"],
+        int(values.get("Restarts", 0)),
+        values.get("PreemptTime", "None") not in ("None", "Unknown"),
+        values.get("Reason", ""),
+    )
+
+
+def submit(script: Path, output: Path) -> int:
+    """Submit a script whose output goes to `output`; returns the (leader's) job id. SlurmError with Slurm's reason."""
+    return int(call("sbatch", "--parsable", f"--output={output}", str(script)).strip().split(";")[0])
+
+
+def requeue(job_id: int) -> None:
+    """Put a running job back into the queue; Slurm ends what still runs of it."""
+    call("scontrol", "requeue", str(job_id))
+
+
+def own_job(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """(job id, restart count) of the job this process is in; of a heterogeneous job the leader's."""
+    name = environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID", "")
+    return (int(name), int(environ.get("SLURM_RESTART_COUNT") or 0)) if name.isdigit() else None
+
+
+def call(*command: str) -> str:
+    """Output of a Slurm command. SlurmError with the first of its words about what is wrong."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=CALL_S, check=False, env={**os.environ, "LC_ALL": "C"}
+        )
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]} is not on this machine; run this where Slurm's commands are") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} gave no answer within {CALL_S:g} s") from None
+    if done.returncode != 0:
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        raise SlurmError("; ".join(dict.fromkeys(lines)) or f"{command[0]} ended with code {done.returncode}")
+    return done.stdout
