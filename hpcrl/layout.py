@@ -46,7 +46,7 @@ class RoleLayout:
 
 def needed_roles(config: Config) -> tuple[RoleName, ...]:
     """The roles, besides the controller, that the run needs."""
-    reinforces = config.pipeline == "rlvr"
+    reinforces = config.reinforces
     needed: dict[RoleName, bool] = {
         "trainer": True,
         "generator": reinforces or config.evaluates,
@@ -79,13 +79,14 @@ def _check_role(config: Config, role: RoleName, needed: tuple[RoleName, ...]) ->
     elif spec.colocate_with != "controller" and spec.colocate_with not in needed:
         text = f"layout.{role}.colocate_with: this run has no {spec.colocate_with}, so there are no ranks to share"
         yield Problem((*at, "colocate_with"), text)
-    if spec.tensor_parallel > 1 and role in ("trainer", "generator", "reference"):
-        engine = config.generator.engine if role == "generator" else config.trainer.engine
-        text = (
-            f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but the {engine} engine has no tensor parallelism"
-        )
+    engine = config.generator.engine
+    if spec.tensor_parallel > 1 and role == "generator" and engine == "native":
+        text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but the native engine has no tensor parallelism"
+        yield Problem((*at, "tensor_parallel"), text + "; use 1", (("generator", "engine"),))
+    elif spec.tensor_parallel > 1 and role in ("trainer", "reference"):
+        text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but trainers are split by trainer.megatron"
         yield Problem((*at, "tensor_parallel"), text + "; use 1")
-    elif spec.tensor_parallel > 1:
+    elif spec.tensor_parallel > 1 and role != "generator":
         text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but a {role} rank holds no model; use 1"
         yield Problem((*at, "tensor_parallel"), text)
 

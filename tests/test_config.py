@@ -133,7 +133,6 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["algorithm=reinforce", "rollout.group_size=1", "rollout.filter_std=true"], "rollout.filter_std: a filter"),
         (["rollout.temperature=0"], "rollout.temperature: 0 makes the responses of a group equal"),
-        (["rollout.max_lag=1"], "rollout.max_lag: 1 is not built yet (issue 4)"),
         (["rollout.max_generated_groups=63"], "rollout.max_generated_groups: 63 is less than"),
         (
             ["data.max_prompt_tokens=4000", "rollout.max_new_tokens=97"],

@@ -249,3 +249,14 @@ def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> N
     other = write_model(tmp_path / "other", config=CONFIG | {"model_type": "gemma2"})
     assert "native generator runs" in refused(f"model.path={other}", *SHORT, at=tmp_path)[0]
     assert "no folder nowhere" in refused("model.path=nowhere", at=tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "word", ["pipeline=agentic", "trainer.engine=megatron", "generator.engine=vllm", "rollout.max_lag=1"]
+)
+def test_what_is_not_built_yet_is_planned_and_refused(word: str, tmp_path: Path) -> None:
+    planned = launch(word, "dry_run=true", at=tmp_path)
+    assert planned.returncode == ExitCode.DONE, planned
+    assert f"this version cannot run it: {word.split('=')[0]}: " in planned.stdout
+    (line,) = refused(word, at=tmp_path)
+    assert "not built yet" in line

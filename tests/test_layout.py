@@ -73,7 +73,10 @@ def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() ->
         (["layout.generator.colocate_with=env"], "layout.generator.colocate_with: this run has no env"),
         (["layout.trainer.num_ranks=null"], "layout.trainer: has no ranks; give num_ranks or colocate_with"),
         (["layout.generator.tensor_parallel=2"], "layout.generator.tensor_parallel: 2, but the native engine has no"),
-        (["layout.trainer.tensor_parallel=2"], "layout.trainer.tensor_parallel: 2, but the fsdp2 engine has no"),
+        (
+            ["layout.trainer.tensor_parallel=2"],
+            "layout.trainer.tensor_parallel: 2, but trainers are split by trainer.megatron",
+        ),
         (["layout.reward.tensor_parallel=2"], "layout.reward.tensor_parallel: 2, but a reward rank holds no model"),
         (["layout.reward.min_ranks=3"], "layout.reward.min_ranks: 3 is more than the 2 ranks of reward"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from hpcrl.config.problems import Path, Problem, dotted
 from hpcrl.config.schema import Config, Reinforce
@@ -11,13 +12,19 @@ SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "st
 """The keys of rollout that evaluation reads too."""
 
 GENERATOR_FAMILIES = {"native": ("qwen2", "qwen3", "qwen3_moe", "llama")}
-"""What each generation engine can run, as config.json's model_type."""
+"""What a generation engine can run, as config.json's model_type; engines not named here run all."""
+
+NOT_BUILT: dict[Path, tuple[str, ...]] = {
+    ("pipeline",): ("rlvr_vl", "agentic"),
+    ("trainer", "engine"): ("megatron", "deepspeed"),
+    ("generator", "engine"): ("vllm", "sglang"),
+}
+"""Values that a configuration may have and a plan is made for, but that cannot run yet."""
 
 
 def check(config: Config) -> list[Problem]:
     """Every impossible combination of values."""
     return [
-        *_not_built(config),
         *_reinforcement(config),
         *_filters(config),
         *_evaluation(config),
@@ -56,6 +63,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("sft",), ("pipeline",), f"the pipeline is {config.pipeline}"
         if not config.algorithm.uses_reference:
             yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
+    if config.trainer.engine != "megatron":
+        yield ("trainer", "megatron"), ("trainer", "engine"), f"the engine is {config.trainer.engine}"
     if config.model.path is not None:
         yield ("model", "tiny"), ("model", "path"), "model.path is given"
     if config.model.tiny.architecture != "qwen3_moe":
@@ -68,14 +77,21 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("layout", role, "min_ranks"), (), "only reward and env go on with fewer ranks"
 
 
-def _not_built(config: Config) -> Iterator[Problem]:
+def check_built(config: Config) -> list[Problem]:
+    """What the run asks for and this version plans but cannot run."""
+    problems = []
+    for path, values in NOT_BUILT.items():
+        value = attrgetter(dotted(path))(config)
+        if value in values:
+            problems.append(Problem(path, f"{dotted(path)}: {value} is not built yet"))
     if config.rollout.max_lag > 0:
         path = ("rollout", "max_lag")
-        yield Problem(path, f"rollout.max_lag: {config.rollout.max_lag:g} is not built yet (issue 4); use 0")
+        problems.append(Problem(path, f"rollout.max_lag: {config.rollout.max_lag:g} is not built yet; use 0"))
+    return problems
 
 
 def _reinforcement(config: Config) -> Iterator[Problem]:
-    if config.pipeline != "rlvr":
+    if not config.reinforces:
         return
     algorithm, rollout = config.algorithm, config.rollout
     by_group = algorithm.name == "grpo" or (
@@ -97,7 +113,7 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
 
 
 def _filters(config: Config) -> Iterator[Problem]:
-    if config.pipeline != "rlvr":
+    if not config.reinforces:
         return
     rollout = config.rollout
     low, high = rollout.filter_mean_low, rollout.filter_mean_high
@@ -176,8 +192,8 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
 
 def check_family(config: Config, model_type: str, path: Path) -> Iterator[Problem]:
     """Whether the generation engine, where the run needs one, can run a model of this family, given at `path`."""
-    families = GENERATOR_FAMILIES[config.generator.engine]
-    if (config.pipeline == "rlvr" or config.evaluates) and model_type not in families:
+    families = GENERATOR_FAMILIES.get(config.generator.engine, (model_type,))
+    if (config.reinforces or config.evaluates) and model_type not in families:
         text = f"{dotted(path)}: the {config.generator.engine} generator runs {', '.join(families)}, not {model_type}"
         yield Problem(path, text, (("generator", "engine"), ("model",)))
 

@@ -286,11 +286,40 @@ class EnvConfig(Section):
     """Arguments of the environment."""
 
 
+class MegatronConfig(Section):
+    """How Megatron-Core splits the model over the trainer's ranks; the rest of them is data parallel."""
+
+    tensor_parallel: Positive = 1
+    """Ranks that share each matrix."""
+    sequence_parallel: bool = False
+    """Share activations outside the matrices over the same ranks."""
+    pipeline_parallel: Positive = 1
+    """Stages of consecutive layers."""
+    virtual_pipeline: Positive = 1
+    """Chunks of layers that each stage holds in turn."""
+    context_parallel: Positive = 1
+    """Ranks that share each sequence."""
+    expert_parallel: Positive = 1
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel: Positive = 1
+    """Ranks that share each expert's matrices."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The vocabulary projection counts as a layer of the last stage."""
+    recompute: Literal["none", "selective", "full"] = "selective"
+    """Activations computed again in the backward pass: none, attention's, or all but each layer's input."""
+    distributed_optimizer: bool = True
+    """Share the optimizer's state over the data parallel ranks."""
+
+
 class TrainerConfig(Section):
     """The training engine and its optimizer."""
 
-    engine: Literal["fsdp2"] = "fsdp2"
+    engine: Literal["fsdp2", "megatron", "deepspeed"] = "fsdp2"
     """Training engine."""
+    megatron: MegatronConfig = MegatronConfig()
+    """How engine=megatron splits the model."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate (AdamW)."""
     min_lr: NonNegative = 0.0
@@ -324,7 +353,7 @@ class TrainerConfig(Section):
 class GeneratorConfig(Section):
     """The generation engine of each replica."""
 
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "vllm", "sglang"] = "native"
     """Generation engine."""
     max_slots: Positive = 256
     """Responses a replica decodes at once."""
@@ -481,7 +510,7 @@ class ClusterConfig(Section):
 class Config(Section):
     """Everything about a run."""
 
-    pipeline: Literal["rlvr", "sft"] = "rlvr"
+    pipeline: Literal["rlvr", "sft", "rlvr_vl", "agentic"] = "rlvr"
     """What a step does."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "rlvr"
     """Name of the run; from the command line its default is the experiment's name, else the pipeline's."""
@@ -531,6 +560,11 @@ class Config(Section):
     """Where it runs."""
 
     @property
+    def reinforces(self) -> bool:
+        """Whether the run learns from rewards."""
+        return self.pipeline != "sft"
+
+    @property
     def evaluates(self) -> bool:
         """Whether the run evaluates on held-out prompts."""
         return self.data.val is not None and self.eval_every > 0
@@ -544,7 +578,7 @@ class Config(Section):
     @property
     def max_response_tokens(self) -> int:
         """Longest response of training and evaluation, tokens."""
-        lengths = [self.rollout.max_new_tokens] if self.pipeline == "rlvr" or self.evaluates else [0]
+        lengths = [self.rollout.max_new_tokens] if self.reinforces or self.evaluates else [0]
         if self.evaluates and self.eval.max_new_tokens is not None:
             lengths.append(self.eval.max_new_tokens)
         return max(lengths)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpcrl import slurm
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
-from hpcrl.config.checks import check_family, check_length
+from hpcrl.config.checks import check_built, check_family, check_length
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
 from hpcrl.launch.help import overview, reference, section
@@ -44,6 +44,7 @@ def start(argv: Sequence[str]) -> int:
     print(describe(config, layout, model, run), flush=True)
     if config.dry_run:
         print("\ndry_run: nothing was started or written")
+        print("".join(f"this version cannot run it: {problem.text}\n" for problem in check_built(config)), end="")
         return ExitCode.DONE
     if run.kind == "finished":
         print(f"\nfinished: {run.finished['reason']}; raise max_steps, or choose another run_name or resume=fresh")
@@ -82,6 +83,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     config = reading.config
     model = run = None
     if config is not None:
+        reading.add([] if config.dry_run else check_built(config))
         layout_problems = check_layout(config)
         reading.add(layout_problems)
         if not layout_problems:
@@ -100,7 +102,7 @@ def _check_inputs(reading: Reading, config: Config) -> None:
     from hpcrl.data import validate_sources
     from hpcrl.rewards.router import validate_rewards
 
-    prompts = config.rollout.num_prompts if config.pipeline == "rlvr" else None
+    prompts = config.rollout.num_prompts if config.reinforces else None
     reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
     reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
 

@@ -33,7 +33,7 @@ def _kind(run: RunState) -> str:
 
 
 def _work(config: Config) -> str:
-    what = f"{config.pipeline}, {config.algorithm.name}" if config.pipeline == "rlvr" else config.pipeline
+    what = f"{config.pipeline}, {config.algorithm.name}" if config.reinforces else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"

@@ -78,7 +78,7 @@ def validate_rewards(config: Config) -> list[str]:
             problem = None  # hpcrl.config tells the user
         if problem:
             problems.append(f"reward.{name}: {problem}")
-    if config.pipeline == "rlvr" and config.env is None:
+    if config.reinforces and config.env is None:
         problems += _check_domains(config, Router(config))
     return problems
 

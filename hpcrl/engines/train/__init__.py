@@ -15,7 +15,7 @@ def make_train_engine(config: Config, model_path: Path, trainable: bool) -> Trai
     from hpcrl.engines.train.fsdp2 import FSDP2Engine
 
     per_step = 1
-    if config.pipeline == "rlvr":
+    if config.reinforces:
         per_step = config.algorithm.ppo_epochs * config.algorithm.num_mini_batches
     return FSDP2Engine(
         config.trainer,
