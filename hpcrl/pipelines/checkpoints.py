@@ -50,6 +50,11 @@ class Checkpoints:
         self._saved_step = self.restored_step = -1
         self.counters: dict[str, float] = {"seconds": 0.0}
         self._started = time.time()
+        self._full_save_s = 0.0
+
+    def expected_save_s(self) -> float:
+        """Seconds that a full synchronous save takes, as measured with the last one; 0 before the first."""
+        return self._full_save_s
 
     def check_owner(self) -> None:
         """SupersededError when another attempt owns the run: nothing may be written into its folder any more."""
@@ -67,8 +72,10 @@ class Checkpoints:
         before it as they are."""
         if step == self._saved_step:
             return
+        start = time.perf_counter()
         with _explained(f"checkpoint of step {step} not written to {self._root}"):
             self._write(step)
+        self._full_save_s = time.perf_counter() - start
         self._saved_step = step
 
     def _write(self, step: int) -> None:
