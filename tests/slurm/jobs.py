@@ -1,0 +1,137 @@
+"""Submit runs as a user would, watch their jobs, and count what is left of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcrl.metrics import read_metrics
+from tests.conftest import ROOT
+
+RUNNING, PENDING, COMPLETED, FAILED, CANCELLED = "RUNNING", "PENDING", "COMPLETED", "FAILED", "CANCELLED"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
+
+
+def launch(cluster: Any, run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m hpcrl.launch +cluster=slurm run_dir=... WORDS` from this cluster's login node."""
+    return subprocess.run(
+        [sys.executable, "-m", "hpcrl.launch", "+cluster=slurm", f"run_dir={run_dir}", *words],
+        env={**cluster.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def submit(cluster: Any, run_dir: Path, *words: str) -> int:
+    """The (leader's) job id of a submitted run."""
+    done = launch(cluster, run_dir, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    submitted = re.search(r"^job (\d+) is submitted$", done.stdout, re.MULTILINE)
+    assert submitted is not None, done.stdout
+    return int(submitted[1])
+
+
+def show(cluster: Any, job: int) -> dict[str, str]:
+    """What `scontrol show job` tells of a job, of a heterogeneous one the leader."""
+    line = cluster.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()[0]
+    return dict(re.findall(r"(\w+)=(\S*)", line))
+
+
+def log(run_dir: Path) -> str:
+    """What all jobs of a run have printed."""
+    return "".join(path.read_text() for path in sorted((run_dir / "slurm").glob("job-*.log")))
+
+
+def wait_until(happened: Callable[[], bool], tell: Callable[[], str], timeout_s: float = 60.0) -> None:
+    """Return when it happened; AssertionError with what `tell` says when it does not."""
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{tell()}"
+        time.sleep(0.05)
+
+
+def wait_state(cluster: Any, run_dir: Path, job: int, states: Collection[str], timeout_s: float = 60.0) -> str:
+    """The job's state once it is one of `states`. A state that is not asked for and final is an error at once."""
+    state = ""
+
+    def reached() -> bool:
+        nonlocal state
+        state = show(cluster, job)["JobState"]
+        assert state in states or state not in ENDED, f"job {job} is {state}:\n{log(run_dir)}"
+        return state in states
+
+    wait_until(reached, lambda: f"job {job} is {state}, waited for {states}\n{log(run_dir)}", timeout_s)
+    return state
+
+
+def step_of(run_dir: Path) -> int:
+    """The last step that a run has logged, -1 before the first."""
+    return max((int(row["step"]) for row in read_metrics(run_dir)), default=-1)
+
+
+def wait_step(cluster: Any, run_dir: Path, job: int, step: int, timeout_s: float = 60.0) -> None:
+    """Return when the run has logged `step`; AssertionError when its job ends before."""
+
+    def reached() -> bool:
+        done = step_of(run_dir) >= step
+        assert done or show(cluster, job)["JobState"] not in ENDED, f"job {job} ended:\n{log(run_dir)}"
+        return done
+
+    wait_until(reached, lambda: f"run is at step {step_of(run_dir)} of {step}\n{log(run_dir)}", timeout_s)
+
+
+def processes(cluster: Any, job: int | None = None) -> dict[psutil.Process, dict[str, str]]:
+    """Process -> environment of all that jobs of this cluster (or one job) have started and that still run."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+            ours = environ.get("SLURM_CONF") == str(cluster.conf) and "SLURM_JOB_ID" in environ
+            wanted = job is None or str(job) in (environ.get("SLURM_HET_JOB_ID"), environ.get("SLURM_JOB_ID"))
+            if ours and wanted and process.status() != psutil.STATUS_ZOMBIE:
+                found[process] = environ
+        except psutil.Error:  # ended meanwhile, or of another user
+            continue
+    return found
+
+
+def ranks(cluster: Any, job: int) -> dict[int, psutil.Process]:
+    """Rank -> its process, of those that run."""
+    found = {}
+    for process, environ in processes(cluster, job).items():
+        try:
+            if "HPCRL_RANK" in environ and "hpcrl.run" in process.cmdline():
+                found[int(environ["HPCRL_RANK"])] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_gone(cluster: Any, job: int, timeout_s: float = 10.0) -> None:
+    """Return when no process of the job is left."""
+    left: dict[psutil.Process, dict[str, str]] = {}
+
+    def gone() -> bool:
+        nonlocal left
+        left = processes(cluster, job)
+        return not left
+
+    wait_until(gone, lambda: f"still there: {list(left)}", timeout_s)
+
+
+def digest(run_dir: Path) -> str:
+    """SHA-256 of the final weights, as exported."""
+    weights = sorted((run_dir / "hf").glob("*.safetensors"))
+    assert weights, f"{run_dir} has no exported weights:\n{log(run_dir)}"
+    return hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
