@@ -31,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return ExitCode.BAD_INPUT
+    except slurm.SlurmError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
     except OSError as error:  # a full disk, a folder that went away
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.FAILED
@@ -50,14 +53,17 @@ def start(argv: Sequence[str]) -> int:
         print(f"\nfinished: {run.finished['reason']}; raise max_steps, or choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":
-        return submit(config, layout, argv)
+        job = submit(config, layout, argv)
+        log = Path(config.run_dir) / SLURM / f"job-{job}.log"
+        print(f"\njob {job} is submitted\n  follow  tail -F {log}\n  stop    scancel {job}")
+        return ExitCode.DONE
     from hpcrl.run import launch_local  # a dry run needs none of it
 
     return launch_local(config)
 
 
 def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> int:
-    """Write the batch script into the run folder and submit it; returns the exit code."""
+    """Write the batch script into the run folder and submit it; returns the job id. SlurmError with Slurm's reason."""
     run_dir = Path(config.run_dir)
     words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
     script = run_dir / SLURM / "job.sbatch"
@@ -67,11 +73,9 @@ def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> int:
     try:
         job = slurm.submit(script, script.parent / "job-%j.log")
     except slurm.SlurmError as error:
-        print(f"hpcrl: Slurm refuses the job: {error} (script: {script})", file=sys.stderr)
-        return ExitCode.BAD_INPUT
+        raise slurm.SlurmError(f"Slurm refuses the job: {error} (script: {script})") from error
     record_submission(run_dir, job)
-    print(f"\njob {job} is submitted\n  follow  tail -F {script.parent}/job-{job}.log\n  stop    scancel {job}")
-    return ExitCode.DONE
+    return job
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState]:
