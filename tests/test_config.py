@@ -252,3 +252,30 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("cluster.account=???", "cluster.account: '???' is a placeholder; give the value (override"),
+        ("cluster.partition='<your partition>'", "cluster.partition: '<your partition>' is a placeholder"),
+        ("model.path=/path/to/model", "model.path: '/path/to/model' is a placeholder"),
+        ("trainer.lr=CHANGE_ME", "trainer.lr: 'CHANGE_ME' is a placeholder"),
+        ("cluster.mounts=[/data,<scratch>]", "cluster.mounts.1: '<scratch>' is a placeholder"),
+        ("cluster.time=1h", "cluster.time: expected a wall time: MINUTES, HH:MM:SS or D-HH:MM:SS, got '1h'"),
+        ("cluster.components={a: {memory: 5 GB}}", "cluster.components.a.memory: expected memory as sbatch reads it"),
+        ("cluster.components={a: {gpu_type: h 100}}", "cluster.components.a.gpu_type: expected one word as sbatch"),
+        (
+            "cluster.components={a: {memory: 5G, roles: [trainer]}, b: {roles: [reward]}}",
+            "cluster.components.b.memory: missing; Slurm would take another component's",
+        ),
+        ("pipeline=convert", "convert.source: needs the run folder"),
+    ],
+)
+def test_what_slurm_or_the_site_would_refuse_is_one_line(word: str, line: str) -> None:
+    (found,) = problems(word)
+    assert found.startswith(line)
+
+
+def test_text_for_the_model_may_look_like_a_placeholder() -> None:
+    assert load(["rollout.stop=['<answer>']", "data.system_prompt=<think>"]).rollout.stop == ["<answer>"]

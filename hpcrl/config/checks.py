@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from operator import attrgetter
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from hpcrl.config.problems import Path, Problem, dotted
 from hpcrl.config.schema import Config, Reinforce
@@ -15,11 +16,18 @@ GENERATOR_FAMILIES = {"native": ("qwen2", "qwen3", "qwen3_moe", "llama")}
 """What a generation engine can run, as config.json's model_type; engines not named here run all."""
 
 NOT_BUILT: dict[Path, tuple[str, ...]] = {
-    ("pipeline",): ("rlvr_vl", "agentic"),
+    ("pipeline",): ("rlvr_vl", "agentic", "convert"),
     ("trainer", "engine"): ("megatron", "deepspeed"),
     ("generator", "engine"): ("vllm", "sglang"),
+    ("env", "name"): ("sokoban", "frozen_lake", "webshop"),
 }
 """Values that a configuration may have and a plan is made for, but that cannot run yet."""
+
+PLACEHOLDER = re.compile(r"\?\?\?|CHANGE_?ME|/path/to\b|^<[\w .-]*>$", re.IGNORECASE)
+"""What people write where a value is still to come."""
+
+FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
+"""Keys whose text may go to the model, where <answer> is no placeholder."""
 
 
 def check(config: Config) -> list[Problem]:
@@ -31,7 +39,27 @@ def check(config: Config) -> list[Problem]:
         *_optimizer(config),
         *_model(config),
         *_user_code(config),
+        *_convert(config),
+        *_components(config),
     ]
+
+
+def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:
+    """Values that are still to be filled in, such as CHANGE_ME; `data` is what was composed, before it is typed."""
+    return [
+        Problem(path, f"{dotted(path)}: {value!r} is a placeholder; give the value")
+        for path, value in _values(data)
+        if isinstance(value, str) and PLACEHOLDER.search(value) and FREE_TEXT.isdisjoint(path)
+    ]
+
+
+def _values(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if not isinstance(data, Mapping | list):
+        yield at, data
+        return
+    inner: Iterable[tuple[Any, Any]] = data.items() if isinstance(data, Mapping) else enumerate(data)
+    for key, value in inner:
+        yield from _values(value, (*at, key))
 
 
 def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
@@ -53,16 +81,17 @@ def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
 
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """(prefix of unread keys, key whose value makes them so, why)."""
-    if config.pipeline == "sft":
+    for pipeline in ("sft", "convert"):
+        if config.pipeline != pipeline:
+            yield (pipeline,), ("pipeline",), f"the pipeline is {config.pipeline}"
+    if not config.reinforces:
         for section in ("algorithm", "env"):
-            yield (section,), ("pipeline",), "the sft pipeline has none"
+            yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
-                yield ("rollout", key), ("pipeline",), "the sft pipeline generates for evaluation only"
-    else:
-        yield ("sft",), ("pipeline",), f"the pipeline is {config.pipeline}"
-        if not config.algorithm.uses_reference:
-            yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
+                yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates for evaluation only"
+    elif not config.algorithm.uses_reference:
+        yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
     if config.trainer.engine != "megatron":
         yield ("trainer", "megatron"), ("trainer", "engine"), f"the engine is {config.trainer.engine}"
     if config.model.path is not None:
@@ -81,7 +110,9 @@ def check_built(config: Config) -> list[Problem]:
     """What the run asks for and this version plans but cannot run."""
     problems = []
     for path, values in NOT_BUILT.items():
-        value = attrgetter(dotted(path))(config)
+        value: Any = config
+        for key in path:
+            value = getattr(value, str(key), None)
         if value in values:
             problems.append(Problem(path, f"{dotted(path)}: {value} is not built yet"))
     if config.rollout.max_lag > 0:
@@ -214,3 +245,19 @@ def _user_code(config: Config) -> Iterator[Problem]:
         elif config.env.name != "class" and config.env.class_path is not None:
             text = f"env.class_path: read with name=class only, and name is {config.env.name}"
             yield Problem(("env", "class_path"), text, (("env", "name"),))
+
+
+def _convert(config: Config) -> Iterator[Problem]:
+    if config.pipeline == "convert" and config.convert.source is None:
+        text = "convert.source: needs the run folder whose newest checkpoint becomes a model"
+        yield Problem(("convert", "source"), text, (("pipeline",),))
+
+
+def _components(config: Config) -> Iterator[Problem]:
+    """sbatch hands --mem on to the components that give none."""
+    given = {name: spec.memory for name, spec in config.cluster.components.items()}
+    if any(given.values()):
+        for name in (name for name, memory in given.items() if memory is None):
+            path = ("cluster", "components", name, "memory")
+            text = f"{dotted(path)}: missing; Slurm would take another component's, so give it for all or none"
+            yield Problem(path, text, (("cluster", "components"),))

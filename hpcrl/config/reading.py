@@ -10,10 +10,10 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from hpcrl.config.checks import check, check_unread
+from hpcrl.config.checks import check, check_placeholders, check_unread
 from hpcrl.config.compose import Composition, compose
 from hpcrl.config.problems import ConfigError, Path, Problem, dotted
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import COMPONENT, MEMORY, WALL_TIME, WORD, Config
 
 PLAIN_WORDS = {
     "Value error, ": "",
@@ -28,6 +28,14 @@ PLAIN_WORDS = {
     "less than or equal to": "at most",
 }
 """pydantic's words and what a user reads instead, applied in this order."""
+
+PATTERNS = {
+    WALL_TIME: "a wall time: MINUTES, HH:MM:SS or D-HH:MM:SS",
+    MEMORY: "memory as sbatch reads it: a number and K, M, G or T, such as 500G",
+    WORD: "one word as sbatch reads it, without spaces and quotes",
+    COMPONENT: "a name of small letters, digits and '_'",
+}
+"""Pattern of the schema -> what a user reads about a value that does not follow it."""
 
 
 @dataclass
@@ -97,6 +105,10 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
     if not data.get("run_dir"):
         data["run_dir"] = f"runs/{data.get('run_name', Config.model_fields['run_name'].default)}"
     reading = Reading(None, composition)
+    for problem in check_placeholders(data):
+        reading.problems.append(problem)
+        reading.unread.append(problem.path)
+        _take_out(data, problem.path)
     for _ in range(3):
         try:
             reading.config = Config.model_validate(data)
@@ -132,7 +144,8 @@ def _explain(path: Path, detail: Any) -> str:
         hint = f"; did you mean {close[0]}?" if (close := get_close_matches(got, options, n=1)) else ""
         return f"{name}: expected {expected}, got {got!r}{hint}"
     if kind == "string_pattern_mismatch":
-        return f"{name}: expected letters, digits, '.', '_' and '-' only, got {_short(detail['input'])}"
+        expected = PATTERNS.get(detail["ctx"]["pattern"], "letters, digits, '.', '_' and '-' only")
+        return f"{name}: expected {expected}, got {_short(detail['input'])}"
     message = detail["msg"].split(", unable to parse")[0]
     for phrase, plain in PLAIN_WORDS.items():
         message = message.replace(phrase, plain)

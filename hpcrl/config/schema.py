@@ -276,7 +276,7 @@ class RewardConfig(Section):
 class EnvConfig(Section):
     """The environment of multi-turn rollouts: built in by name, or `class_path`, an import path."""
 
-    name: Literal["scripted", "class"] = "scripted"
+    name: Literal["scripted", "sokoban", "frozen_lake", "webshop", "class"] = "scripted"
     """Built-in environment, or class."""
     class_path: str | None = None
     """package.module:Class, with name=class."""
@@ -387,6 +387,15 @@ class SFTConfig(Section):
     """End early once a sampled held-out score reaches this."""
 
 
+class ConvertConfig(Section):
+    """The convert pipeline: a checkpoint of a run becomes a model in HF layout."""
+
+    source: str | None = None
+    """Run folder whose newest checkpoint is read."""
+    target: str | None = None
+    """Folder to write the model to; null: hf in the source."""
+
+
 RoleName = Literal["controller", "trainer", "generator", "reference", "reward", "env"]
 
 
@@ -434,9 +443,13 @@ class Timeouts(Section):
 
 
 # What Slurm reads as one word; a line break or a space in it would be another option.
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,:=/@%+\[\]()|&*!-]+$")]
-WallTime = Annotated[str, Field(pattern=r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"), BeforeValidator(_not_a_number)]
-Memory = Annotated[str, Field(pattern=r"^\d+[KMGT]?$")]
+WORD = r"^[A-Za-z0-9_.,:=/@%+\[\]()|&*!-]+$"
+WALL_TIME = r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"
+MEMORY = r"^\d+[KMGT]?$"
+COMPONENT = r"^[a-z][a-z0-9_]*$"
+Word = Annotated[str, Field(pattern=WORD)]
+WallTime = Annotated[str, Field(pattern=WALL_TIME), BeforeValidator(_not_a_number)]
+Memory = Annotated[str, Field(pattern=MEMORY)]
 
 
 class ComponentConfig(Section):
@@ -469,7 +482,7 @@ class ClusterConfig(Section):
     """CPU threads of each rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models live; auto: on GPUs where a node has one for each of its ranks with a model, else on the CPU."""
-    components: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], ComponentConfig] = {}
+    components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
     """Component -> its nodes; empty: one node for all ranks. More than one makes a heterogeneous job."""
     account: Word | None = None
     """Account to charge; null: your default, or SBATCH_ACCOUNT."""
@@ -510,7 +523,7 @@ class ClusterConfig(Section):
 class Config(Section):
     """Everything about a run."""
 
-    pipeline: Literal["rlvr", "sft", "rlvr_vl", "agentic"] = "rlvr"
+    pipeline: Literal["rlvr", "sft", "rlvr_vl", "agentic", "convert"] = "rlvr"
     """What a step does."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "rlvr"
     """Name of the run; from the command line its default is the experiment's name, else the pipeline's."""
@@ -552,6 +565,8 @@ class Config(Section):
     """Held-out evaluation."""
     sft: SFTConfig = SFTConfig()
     """Supervised pipeline."""
+    convert: ConvertConfig = ConvertConfig()
+    """Conversion of a checkpoint."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of each role."""
     timeouts: Timeouts = Timeouts()
@@ -562,7 +577,7 @@ class Config(Section):
     @property
     def reinforces(self) -> bool:
         """Whether the run learns from rewards."""
-        return self.pipeline != "sft"
+        return self.pipeline not in ("sft", "convert")
 
     @property
     def evaluates(self) -> bool:
