@@ -261,7 +261,7 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ("cluster.partition='<your partition>'", "cluster.partition: '<your partition>' is a placeholder"),
         ("model.path=/path/to/model", "model.path: '/path/to/model' is a placeholder"),
         ("trainer.lr=CHANGE_ME", "trainer.lr: 'CHANGE_ME' is a placeholder"),
-        ("cluster.mounts=[/data,<scratch>]", "cluster.mounts.1: '<scratch>' is a placeholder"),
+        ("cluster.mounts=[/data,'<scratch>']", "cluster.mounts.1: '<scratch>' is a placeholder"),
         ("cluster.time=1h", "cluster.time: expected a wall time: MINUTES, HH:MM:SS or D-HH:MM:SS, got '1h'"),
         ("cluster.components={a: {memory: 5 GB}}", "cluster.components.a.memory: expected memory as sbatch reads it"),
         ("cluster.components={a: {gpu_type: h 100}}", "cluster.components.a.gpu_type: expected one word as sbatch"),
@@ -278,4 +278,4 @@ def test_what_slurm_or_the_site_would_refuse_is_one_line(word: str, line: str) -
 
 
 def test_text_for_the_model_may_look_like_a_placeholder() -> None:
-    assert load(["rollout.stop=['<answer>']", "data.system_prompt=<think>"]).rollout.stop == ["<answer>"]
+    assert load(["rollout.stop=['<answer>']", "data.system_prompt='<think>'"]).rollout.stop == ["<answer>"]

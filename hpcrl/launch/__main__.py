@@ -12,6 +12,7 @@ from hpcrl.config.checks import check_built, check_family, check_length
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
 from hpcrl.launch.help import overview, reference, section
+from hpcrl.launch.hub import find_model
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import describe
 from hpcrl.launch.render import render
@@ -93,6 +94,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         if not layout_problems:
             reading.add(check_placement(config, RoleLayout.from_config(config)))
         _check_inputs(reading, config)
+        config = _find_model(reading, config)
         model = _check_model(reading, config)
         run = _check_run(reading, config)
     if reading.problems or config is None or run is None:
@@ -109,6 +111,20 @@ def _check_inputs(reading: Reading, config: Config) -> None:
     prompts = config.rollout.num_prompts if config.reinforces else None
     reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
     reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
+
+
+def _find_model(reading: Reading, config: Config) -> Config:
+    """The configuration with the folder in place of a model's hub name; as it was where that is not to be had."""
+    if config.model.path is None:
+        return config
+    try:
+        path = find_model(config.model.path, plan_only=config.dry_run)
+    except ValueError as error:
+        key = ("model", "path")
+        reading.add([Problem(key, str(error))])
+        reading.unread.append(key)  # nothing more can be said of it
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
 def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
