@@ -23,6 +23,7 @@ from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.placement import Placement
+from hpcrl.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, close_run, open_run, stored_config, world_folder
 
 
@@ -39,8 +40,16 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
     """The agent of one node: its share of the ranks, their end, one message about what went wrong."""
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
-    ranks = ranks_of_node(config, layout, node, num_nodes)
     world = world_folder(run_dir, attempt)
+    if config.cluster.name == "slurm":
+        judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes)
+        if judgement.code != ExitCode.DONE:
+            if judgement.message:
+                print(f"hpcrl: {judgement.message}", file=sys.stderr, flush=True)
+            if node == 0:
+                write_durably(world / OUTCOME, json.dumps({"code": judgement.code}).encode())
+            return judgement.code
+    ranks = ranks_of_node(config, layout, node, num_nodes)
     environ = {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -172,6 +181,9 @@ def main() -> int:
         print(__doc__)
         return ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     run_dir = Path(sys.argv[1])
+    if unseen := see_run(run_dir):
+        print(f"hpcrl: {unseen}", file=sys.stderr, flush=True)
+        return ExitCode.BAD_INPUT
     config = stored_config(run_dir)
     place = find_place(os.environ, RoleLayout.from_config(config).world_size)
     if place.kind == "agent":

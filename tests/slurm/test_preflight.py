@@ -1,0 +1,161 @@
+"""Preflight: what one node lacks is named before a rank starts, on real nodes and as a pure judgement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcrl.config import read
+from hpcrl.exitcodes import ExitCode
+from hpcrl.preflight import RUN_FREE_BYTES, SCRATCH_FREE_BYTES, Needs, Report, judge, read_reports
+from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, world_folder
+
+COMPONENTS = (
+    "{first: {roles: [controller, trainer], ranks_per_node: 1}, rest: {roles: [generator, reward], ranks_per_node: 2}}"
+)
+
+
+def make_run(folder: Path, *words: str, start_s: float = 60) -> Path:
+    """A run folder for three nodes: ranks 0 and 1; 2 and 3; 4 and 5."""
+    reading = read(
+        [
+            "+cluster=slurm",
+            "layout=disaggregated",
+            "layout.trainer.num_ranks=1",
+            "layout.generator.num_ranks=2",
+            "layout.reward.num_ranks=2",
+            f"cluster.components={COMPONENTS}",
+            "data.train=task:sort_digits",
+            f"timeouts.start_s={start_s}",
+            f"run_dir={folder}",
+            *words,
+        ]
+    )
+    assert reading.config is not None, reading.lines()
+    close_run(folder, open_run(reading.config.model_dump(mode="json"), folder, "auto").attempt)
+    return folder
+
+
+def srun(cluster: Any, run: str, prelude: str = "", module: str = "preflight") -> tuple[int, list[str], float]:
+    """Exit code, what hpcrl says and seconds of one process on each of three nodes, where `prelude` ran before it."""
+    script = f"{prelude}\nexec {sys.executable} -m hpcrl.{module} {run}"
+    command = ["srun", "-N3", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--exclusive", "bash", "-c", script]
+    began = time.monotonic()
+    done = subprocess.run(command, env=cluster.environ, capture_output=True, text=True, timeout=90, check=False)
+    seconds = time.monotonic() - began
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("srun:")]
+    return done.returncode, lines, seconds
+
+
+def test_good_nodes_report_what_they_are(cluster: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    code, lines, _ = srun(cluster, str(run))
+    assert code == 0 and len(lines) == 3, lines
+    reports = read_reports(run / "world")
+    assert [(report.name, report.ranks) for report in reports] == [("n1", [0, 1]), ("n2", [2, 3]), ("n3", [4, 5])]
+    assert all(report.versions["torch"] and report.open_files >= 64 + 8 * 6 for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("prelude", "told"),
+    [
+        ("[ $SLURMD_NODENAME = n2 ] && ulimit -n 80", "node n2 allows 80 open files, the run needs 112"),
+        ("[ $SLURMD_NODENAME = n3 ] && export TMPDIR=/no/such", "node n3 cannot write to its scratch /no/such"),
+        ("[ $SLURMD_NODENAME != n1 ] && export TMPDIR=/no", "nodes n2, n3 cannot write to its scratch /no"),
+        ("[ $SLURMD_NODENAME = n2 ] && export PYTHONPATH=FAKE", "node n2 has torch 0.1, where the others have "),
+    ],
+)
+def test_a_bad_node_is_named_once(cluster: Any, tmp_path: Path, prelude: str, told: str) -> None:
+    fake = tmp_path / "fake" / "torch-0.1.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n")
+    run = make_run(tmp_path / "run")
+    code, lines, _ = srun(cluster, str(run), prelude.replace("FAKE", str(fake.parent)))
+    assert code == ExitCode.BAD_INPUT and len(lines) == 1, lines
+    assert lines[0].startswith(f"hpcrl: {told}")
+
+
+def test_agents_start_no_rank_beside_a_bad_node(cluster: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    code, lines, _ = srun(cluster, str(run), "[ $SLURMD_NODENAME = n2 ] && ulimit -n 80", "run")
+    assert code == ExitCode.BAD_INPUT and len(lines) == 1 and "node n2 allows 80" in lines[0]
+    assert json.loads((world_folder(run, 1) / OUTCOME).read_text()) == {"code": ExitCode.BAD_INPUT}
+    assert not (run / "logs").exists()
+
+
+def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
+    gpus = COMPONENTS.replace("ranks_per_node: 2}", "ranks_per_node: 2, gpus_per_node: 2}")
+    run = make_run(tmp_path / "run", f"cluster.components={gpus}")
+    show = "export CUDA_VISIBLE_DEVICES=0,1; "
+    assert srun(cluster, str(run), show)[0] == 0
+    code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n3 ] && export CUDA_VISIBLE_DEVICES=0")
+    assert code == ExitCode.BAD_INPUT
+    assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that its component asks for: cluster.exclude it"]
+
+
+def test_a_node_that_never_reports(cluster: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", start_s=3)
+    code, lines, seconds = srun(cluster, str(run), "[ $SLURMD_NODENAME = n3 ] && sleep 8")
+    assert code == ExitCode.DEADLINE and "node n3 did not report within 3 s" in lines[0], lines
+    assert seconds < 30
+
+
+def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
+    """Each node sees a folder of its own under the same name; the third has none."""
+    for name in ("n1", "n2", "n3"):
+        (tmp_path / name).mkdir()
+    make_run(tmp_path / "n1" / "run", start_s=3)
+    shutil.copytree(tmp_path / "n1" / "run", tmp_path / "n2" / "run")
+    code, lines, _ = srun(cluster, "run", f"cd {tmp_path}/$SLURMD_NODENAME")
+    assert code != 0
+    assert any(line.startswith("hpcrl: node n3 sees no run/config.yaml: put run_dir on") for line in lines), lines
+    assert any("nodes n2, n3 did not report within 3 s" in line for line in lines), lines
+    assert any("node n2 saw no run/world" in line and "not on a file system that all" in line for line in lines), lines
+
+
+def test_another_number_of_nodes(cluster: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "layout.reward.num_ranks=6")
+    code, lines, _ = srun(cluster, str(run))
+    assert code == ExitCode.BAD_INPUT
+    assert lines == ["hpcrl: the step runs on 3 node(s), the layout places its ranks on 5"]
+
+
+GOOD = Report("x", 0, "n1", [0], {"python": "3.11.2", "torch": "2.13"}, 8, 1000, RUN_FREE_BYTES, "/tmp", 1 << 30)
+NEED = Needs((0,), gpus=8, gpu_files=False, open_files=1000)
+
+
+def test_judgement() -> None:
+    assert judge([GOOD] * 3, [NEED] * 3) == ""
+    reports = [GOOD, *(msgspec.structs.replace(GOOD, name=f"n{i}") for i in range(2, 20))]
+    assert judge(reports, [dataclasses.replace(NEED, gpus=9)] * 19).startswith(
+        "nodes n1, n2, n3, n4, n5, n6, n7, n8 and 11 more shows 8 GPU(s) of the 9"
+    )
+    full = msgspec.structs.replace(
+        GOOD, name="n2", run_free_bytes=RUN_FREE_BYTES - 1, scratch_free_bytes=SCRATCH_FREE_BYTES - 1
+    )
+    line = judge([GOOD, full, GOOD], [NEED] * 3)
+    assert line.count("node n2 has 1,023 MiB free in the run folder") == 1 and "its scratch /tmp, needs 64 MiB" in line
+
+
+def test_a_report_that_is_none(tmp_path: Path) -> None:
+    meeting = tmp_path / "preflight" / "1.0.0"
+    meeting.mkdir(parents=True)
+    (meeting / "node_00000.json").write_bytes(msgspec.json.encode({"nonce": 3}))
+    with pytest.raises(msgspec.ValidationError):
+        read_reports(tmp_path)
+
+
+def test_by_hand_without_a_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hpcrl.preflight", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == ExitCode.BAD_INPUT
+    assert f"sees no {tmp_path / CONFIG}" in done.stderr and "Traceback" not in done.stderr
