@@ -37,6 +37,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
+AuthInfo=cred_expire=5
 SlurmctldParameters=preempt_send_user_signal
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/run/slurmctld.pid
