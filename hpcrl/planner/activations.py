@@ -1,0 +1,111 @@
+"""What autograd keeps between a forward and its backward, in bytes: the tensors of each operation, added up.
+
+FSDP2 runs transformers' layers operation by operation, so the lists below are those of its code (RMSNorm computes in
+fp32 and keeps its input and its result; a linear layer keeps its input; attention keeps q, k, v and its output). The
+attention scores are not kept: flash kernels recompute them. Gemma 2's soft-capped attention has no kernel and keeps
+them. Megatron's fused layers keep less (arXiv 2205.05198, without dropout and with flash attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrl.config.schema import MegatronConfig
+from hpcrl.planner.shapes import ModelShape
+
+FP32 = 4
+INDEX = 8
+"""Bytes of a position or token id."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one micro-batch: of all its sequences, those that have a loss, those of the longest sequence."""
+
+    total: int
+    predicted: int
+    longest: int
+
+
+def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
+    """Bytes kept for the backward of one micro-batch; num_bytes: of a number in the computation's type.
+
+    With activation checkpointing each layer keeps its input, and one layer at a time has all its tensors again.
+    """
+    hidden = shape.hidden_size
+    outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
+    outside += tokens.total * _norm(shape, hidden, num_bytes)
+    outside += tokens.predicted * (hidden * num_bytes + INDEX + 2 * FP32)
+    layers = [_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers)]
+    if checkpointing:
+        return outside + shape.num_layers * tokens.total * hidden * num_bytes + max(layers)
+    return outside + sum(layers)
+
+
+def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes that one layer has at a time where nothing is kept for a backward."""
+    layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
+    return layer + 2 * tokens.total * shape.hidden_size * num_bytes
+
+
+def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
+    """Per token: the input in fp32, the normalised input (Gemma 2: in fp32 as well) and the scale."""
+    return size * (FP32 + (FP32 if shape.family == "gemma2" else num_bytes)) + FP32
+
+
+def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
+    hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
+    kept = (4 if shape.family == "gemma2" else 2) * _norm(shape, hidden, num_bytes)
+    kept += 2 * hidden * num_bytes  # what enters attention and the feed-forward part
+    kept += query * num_bytes  # what enters the output projection
+    if shape.qk_norm:
+        kept += _norm(shape, query, num_bytes) + _norm(shape, key, num_bytes)
+        kept += FP32 * (shape.num_heads + shape.num_kv_heads - 2)  # a scale for each head
+    if shape.family == "gemma2":
+        kept += 3 * query * num_bytes  # q, and keys and values repeated for each query head
+        kept += 8 * shape.num_heads * tokens.longest  # tanh, softmax in fp32 and in the computation's type
+    else:
+        kept += (2 * query + 2 * key) * num_bytes + FP32 * shape.num_heads
+    if layer in shape.expert_layers:
+        routed = (2 * hidden + 4 * shape.expert_size) * num_bytes + 4 * INDEX
+        kept += shape.experts_per_token * routed + FP32 * shape.num_experts
+    else:
+        kept += 4 * shape.intermediate_size * num_bytes
+    return tokens.total * kept
+
+
+def logits_bytes(shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int, entropy_loss: bool) -> int:
+    """Bytes of one chunk of the vocabulary projection and of the gradient of its matrix, which is summed in fp32."""
+    chunk = min(chunk_tokens, tokens.predicted)
+    copies = 5 if entropy_loss else 3  # of fp32 logits at once
+    return chunk * shape.vocab_size * copies * FP32 + shape.vocab_size * shape.hidden_size * (FP32 + num_bytes)
+
+
+def megatron_activations(
+    shape: ModelShape, megatron: MegatronConfig, tokens: Tokens, layers: list[int], num_bytes: int
+) -> tuple[int, int]:
+    """(bytes kept for each micro-batch in flight, bytes of one layer while it is recomputed) of some layers."""
+    total = -(-tokens.total // megatron.context_parallel)
+    whole = [_megatron_layer(shape, megatron, layer, total, num_bytes) for layer in layers]
+    if megatron.recompute != "full":
+        return sum(whole), 0
+    split = megatron.tensor_parallel if megatron.sequence_parallel else 1
+    return len(layers) * total * shape.hidden_size * num_bytes // split, max(whole, default=0)
+
+
+def _megatron_layer(shape: ModelShape, megatron: MegatronConfig, layer: int, tokens: int, num_bytes: int) -> int:
+    """Outside the matrices a token's numbers are split by sequence parallelism, inside them by tensor parallelism."""
+    tensor = megatron.tensor_parallel
+    outer = tensor if megatron.sequence_parallel else 1
+    hidden = shape.hidden_size
+    kept = 4 * hidden * num_bytes // outer  # input and output of two norms
+    kept += 2 * (shape.query_size + shape.key_size) * num_bytes // tensor + FP32 * shape.num_heads // tensor
+    if shape.qk_norm:
+        kept += (shape.query_size + shape.key_size) * num_bytes // tensor
+    if layer in shape.expert_layers:
+        routed = (hidden + 3 * shape.expert_size // megatron.expert_tensor_parallel) * num_bytes + 2 * INDEX
+        routed *= shape.experts_per_token * megatron.expert_tensor_parallel
+        kept += (routed + 2 * FP32 * shape.num_experts) // outer
+    else:
+        kept += 3 * shape.intermediate_size * num_bytes // tensor
+    return tokens * kept

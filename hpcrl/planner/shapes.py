@@ -1,0 +1,256 @@
+"""Every parameter of a model, by name and shape, from its config.json: what transformers would build, without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from hpcrl.config import TinyModel
+
+Split = Literal["column", "row", "key", "vocabulary", "expert", "whole"]
+"""How tensor parallelism cuts a parameter: rows of a matrix, its columns, rows that belong to key and value heads, rows
+of the vocabulary, experts, or not at all."""
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "qwen2_5_vl")
+HEAD_DIM = {"qwen3": 128, "gemma2": 256}
+"""Width of a head where config.json does not give it; elsewhere hidden_size over heads."""
+EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+VISION_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+}
+IN_CHANNELS = 3
+
+
+class CannotPlanError(ValueError):
+    """The model is of a kind whose parameters are not known here; the message says which."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter; `layer` is None outside the decoder layers."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: Split
+    layer: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder, named as in config.json, and all its parameters (tied ones once)."""
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    expert_layers: frozenset[int]
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether query and key heads are normalised."""
+        return self.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads, which is that of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the model."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def num_active(self) -> int:
+        """Numbers that one token meets: of the experts only those it is sent to."""
+        idle = sum(p.size for p in self.parameters if p.split == "expert")
+        return self.num_parameters - idle + idle * self.experts_per_token // max(1, self.num_experts)
+
+    def of_layer(self, layer: int | None) -> list[Parameter]:
+        """The parameters of a layer; of None those outside the layers."""
+        return [parameter for parameter in self.parameters if parameter.layer == layer]
+
+
+def tiny_config(tiny: TinyModel) -> dict[str, Any]:
+    """The config.json of model.tiny, which hpcrl.checkpoint.tiny makes."""
+    return {
+        "model_type": tiny.architecture,
+        "vocab_size": tiny.vocab_size,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.intermediate_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "head_dim": tiny.hidden_size // tiny.num_heads,
+        "tie_word_embeddings": tiny.tie_word_embeddings,
+        "num_experts": tiny.num_experts,
+        "num_experts_per_tok": min(2, tiny.num_experts),
+        "moe_intermediate_size": tiny.intermediate_size,
+    }
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The model that a config.json describes, with the defaults of transformers 5 for what it leaves out.
+
+    CannotPlanError where the family is not one of FAMILIES or a size is missing or no whole number above 0.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise CannotPlanError(f"its parameters are not known for model_type {family!r} ({', '.join(FAMILIES)} are)")
+    text = {**config, **(config.get("text_config") or {})} if family == "qwen2_5_vl" else config
+    heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
+    bias = bool(text.get("attention_bias", False))
+    experts = {key: _size(text, key, default) for key, default in EXPERT_DEFAULTS.items()} if "moe" in family else {}
+    layers = _size(text, "num_hidden_layers")
+    dense = text.get("mlp_only_layers") or ()
+    shape = ModelShape(
+        family=family,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=_size(text, "num_key_value_heads", heads),
+        head_dim=_size(text, "head_dim", HEAD_DIM.get(family, hidden // heads)),
+        intermediate_size=_size(text, "intermediate_size"),
+        vocab_size=_size(text, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", family == "gemma2"))),
+        qkv_bias=bias or family in ("qwen2", "qwen2_5_vl"),
+        out_bias=bias and family not in ("qwen2", "qwen2_5_vl"),
+        mlp_bias=family == "llama" and bool(text.get("mlp_bias", False)),
+        num_experts=experts.get("num_experts", 0),
+        experts_per_token=experts.get("num_experts_per_tok", 0),
+        expert_size=experts.get("moe_intermediate_size", 0),
+        expert_layers=frozenset(
+            layer
+            for layer in range(layers)
+            if experts and layer not in dense and (layer + 1) % experts["decoder_sparse_step"] == 0
+        ),
+    )
+    parameters = [*(_vision(config.get("vision_config") or {}) if family == "qwen2_5_vl" else ()), *_decoder(shape)]
+    return ModelShape(**{**shape.__dict__, "parameters": tuple(parameters)})
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and key == "num_experts":
+        value = config.get("num_local_experts")
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CannotPlanError(f"{key} in config.json is {value!r}, a whole number above 0 is needed")
+    return value
+
+
+def _decoder(shape: ModelShape) -> Iterator[Parameter]:
+    """The language model, in the order in which transformers builds it."""
+    prefix = "model.language_model." if shape.family == "qwen2_5_vl" else "model."
+    vocabulary = (shape.vocab_size, shape.hidden_size)
+    yield Parameter(prefix + "embed_tokens.weight", vocabulary, "vocabulary")
+    for layer in range(shape.num_layers):
+        for name, sizes, split in (*_attention(shape), *_mlp(shape, layer), *_norms(shape)):
+            yield Parameter(f"{prefix}layers.{layer}.{name}", sizes, split, layer)
+    yield Parameter(prefix + "norm.weight", (shape.hidden_size,), "whole")
+    if not shape.tied:
+        yield Parameter("lm_head.weight", vocabulary, "vocabulary")
+
+
+Entry = tuple[str, tuple[int, ...], Split]
+
+
+def _attention(shape: ModelShape) -> Iterator[Entry]:
+    hidden, at = shape.hidden_size, "self_attn."
+    sizes: tuple[tuple[str, int, Split], ...] = (
+        ("q", shape.query_size, "column"),
+        ("k", shape.key_size, "key"),
+        ("v", shape.key_size, "key"),
+    )
+    for which, rows, split in sizes:
+        yield f"{at}{which}_proj.weight", (rows, hidden), split
+        if shape.qkv_bias:
+            yield f"{at}{which}_proj.bias", (rows,), split
+    yield at + "o_proj.weight", (hidden, shape.query_size), "row"
+    if shape.out_bias:
+        yield at + "o_proj.bias", (hidden,), "whole"
+    if shape.qk_norm:
+        yield at + "q_norm.weight", (shape.head_dim,), "whole"
+        yield at + "k_norm.weight", (shape.head_dim,), "whole"
+
+
+def _mlp(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    if layer in shape.expert_layers:
+        count, inner = shape.num_experts, shape.expert_size
+        yield "mlp.experts.gate_up_proj", (count, 2 * inner, hidden), "expert"
+        yield "mlp.experts.down_proj", (count, hidden, inner), "expert"
+        yield "mlp.gate.weight", (count, hidden), "whole"
+        return
+    for which, sizes, split in (
+        ("gate", (inner, hidden), "column"),
+        ("up", (inner, hidden), "column"),
+        ("down", (hidden, inner), "row"),
+    ):
+        yield f"mlp.{which}_proj.weight", sizes, split  # type: ignore[misc]
+        if shape.mlp_bias:
+            yield f"mlp.{which}_proj.bias", sizes[:1], "whole" if which == "down" else "column"
+
+
+def _norms(shape: ModelShape) -> Iterator[Entry]:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if shape.family == "gemma2":
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for name in names:
+        yield f"{name}.weight", (shape.hidden_size,), "whole"
+
+
+def _vision(config: Mapping[str, Any]) -> Iterator[Parameter]:
+    """The vision tower of Qwen2.5-VL (arXiv 2502.13923), which no parallelism cuts here."""
+    sizes = {key: _size(config, key, default) for key, default in VISION_DEFAULTS.items()}
+    hidden, inner, patch = sizes["hidden_size"], sizes["intermediate_size"], sizes["patch_size"]
+    merged = hidden * sizes["spatial_merge_size"] ** 2
+
+    def linear(name: str, rows: int, columns: int) -> Iterator[Parameter]:
+        yield Parameter(f"model.visual.{name}.weight", (rows, columns), "whole")
+        yield Parameter(f"model.visual.{name}.bias", (rows,), "whole")
+
+    patches = (hidden, IN_CHANNELS, sizes["temporal_patch_size"], patch, patch)
+    yield Parameter("model.visual.patch_embed.proj.weight", patches, "whole")
+    for block in range(sizes["depth"]):
+        for norm in ("norm1", "norm2"):
+            yield Parameter(f"model.visual.blocks.{block}.{norm}.weight", (hidden,), "whole")
+        yield from linear(f"blocks.{block}.attn.qkv", 3 * hidden, hidden)
+        yield from linear(f"blocks.{block}.attn.proj", hidden, hidden)
+        yield from linear(f"blocks.{block}.mlp.gate_proj", inner, hidden)
+        yield from linear(f"blocks.{block}.mlp.up_proj", inner, hidden)
+        yield from linear(f"blocks.{block}.mlp.down_proj", hidden, inner)
+    yield Parameter("model.visual.merger.ln_q.weight", (hidden,), "whole")
+    yield from linear("merger.mlp.0", merged, merged)
+    yield from linear("merger.mlp.2", sizes["out_hidden_size"], merged)

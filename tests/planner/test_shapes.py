@@ -1,0 +1,92 @@
+"""Names and shapes of all parameters against the model that transformers builds on the meta device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from hpcrl.checkpoint.tiny import make_tiny_model
+from hpcrl.config import TinyModel
+from hpcrl.launch.model_folder import inspect_model
+from hpcrl.planner.shapes import CannotPlanError, read_shape, tiny_config
+from tests.planner.models import PUBLISHED, published
+
+
+def built(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the parameters of the real model."""
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(AutoConfig.for_model(config["model_type"], **settings))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def planned(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for parameter in read_shape(config).parameters}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_parameter_of_published_models(name: str) -> None:
+    config, count = PUBLISHED[name]
+    assert planned(config) == built(config)
+    assert read_shape(config).num_parameters == count
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen3", "attention_bias": True},
+        {"model_type": "qwen3"},  # head_dim from the family
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "llama", "num_key_value_heads": None},
+        {"model_type": "gemma2", "attention_bias": True, "tie_word_embeddings": False},
+        {"model_type": "qwen3_moe", "num_experts": 6, "mlp_only_layers": [1], "decoder_sparse_step": 2},
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_every_option_that_changes_shapes(changes: dict[str, Any]) -> None:
+    config = published("", 64, 4, 4, 2, 96, 128) | changes
+    assert planned(config) == built(config)
+
+
+def test_a_wrong_size_shows() -> None:
+    """Negative control: the comparison sees one layer, one head and one tied matrix."""
+    config, _ = PUBLISHED["Qwen2.5-0.5B"]
+    real = built(config)
+    for change in ({"num_hidden_layers": 25}, {"num_key_value_heads": 1}, {"tie_word_embeddings": False}):
+        assert planned(config | change) != real
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"])
+def test_the_tiny_model_is_planned_as_it_is_made(architecture: Any, tmp_path: Path) -> None:
+    tiny = TinyModel(architecture=architecture, tie_word_embeddings=architecture != "llama")
+    make_tiny_model(tiny, tmp_path / "tiny")
+    written = inspect_model(tmp_path / "tiny")
+    assert planned(tiny_config(tiny)) == built(written.config) == planned(written.config)
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    """Qwen3-30B-A3B: 120 of the 128 experts of each of 48 layers are idle."""
+    config, count = PUBLISHED["Qwen3-30B-A3B"]
+    assert read_shape(config).num_active == count - 48 * 120 * 3 * 2048 * 768
+    config, count = PUBLISHED["Llama-3-8B"]
+    assert read_shape(config).num_active == count
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"hidden_size": None}, "hidden_size in config.json is None"),
+        ({"vocab_size": "many"}, "vocab_size in config.json is 'many'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CannotPlanError, match=said):
+        read_shape(PUBLISHED["Llama-3-8B"][0] | change)
