@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+from hpcrl import slurm
 from hpcrl.config import Config
 from hpcrl.dist.agent import VERDICT, Agent, Verdict
 from hpcrl.dist.bootstrap import Place, find_place
@@ -42,13 +43,9 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
     layout = RoleLayout.from_config(config)
     world = world_folder(run_dir, attempt)
     if config.cluster.name == "slurm":
-        judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes)
-        if judgement.code != ExitCode.DONE:
-            if judgement.message:
-                print(f"hpcrl: {judgement.message}", file=sys.stderr, flush=True)
-            if node == 0:
-                write_durably(world / OUTCOME, json.dumps({"code": judgement.code}).encode())
-            return judgement.code
+        code = check_nodes(config, run_dir, world, node, num_nodes)
+        if code != ExitCode.DONE:
+            return code
     ranks = ranks_of_node(config, layout, node, num_nodes)
     environ = {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
@@ -85,6 +82,18 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
     if 0 in ranks:
         write_durably(world / OUTCOME, json.dumps({"code": code}).encode())
     return code
+
+
+def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes: int) -> int:
+    """Exit code of the preflight of a Slurm job's nodes; called by the agents of all. It ends what hangs."""
+    judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes)
+    if judgement.message:
+        print(f"hpcrl: {judgement.message}", file=sys.stderr, flush=True)
+    if node == 0 and judgement.code != ExitCode.DONE:
+        write_durably(world / OUTCOME, json.dumps({"code": judgement.code}).encode())
+        if judgement.code == ExitCode.DEADLINE and (own := slurm.own_job(os.environ)) is not None:
+            slurm.call("scancel", f"{own[0]}.{os.environ['SLURM_STEP_ID']}")  # the whole step, this process too
+    return judgement.code
 
 
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:

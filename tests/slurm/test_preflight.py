@@ -159,3 +159,28 @@ def test_by_hand_without_a_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == ExitCode.BAD_INPUT
     assert f"sees no {tmp_path / CONFIG}" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_hung_node_does_not_hold_the_job(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """The second component's agent hangs before it reports: the attempt ends, and so does the job."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ.get('SLURMD_NODENAME') == 'n2' and 'hpcrl.run' in sys.orig_argv: time.sleep(300)\n"
+    )
+    run = tmp_path / "run"
+    words = [word for word in tiny if not word.startswith("layout")]
+    components = "{first: {roles: [controller, trainer, generator]}, rest: {roles: [reward]}}"
+    words += ["+cluster=slurm", "max_steps=1", f"run_dir={run}", "timeouts.start_s=3", "cluster.max_restarts=0"]
+    words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]
+    words += [f"cluster.components={components}"]
+    words += [f"cluster.prologue='export PYTHONPATH={tmp_path}'"]
+    command = [sys.executable, "-m", "hpcrl.launch", *words]
+    done = subprocess.run(command, env=cluster.environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    deadline = time.monotonic() + 60
+    while cluster.run("squeue", "-h").strip():
+        assert time.monotonic() < deadline, cluster.run("squeue")
+        time.sleep(0.2)
+    log = next((run / "slurm").glob("job-*.log")).read_text()
+    assert "node n2 did not report within 3 s" in log and "cluster.max_restarts is 0" in log, log
