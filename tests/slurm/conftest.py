@@ -45,10 +45,10 @@ layout=single deterministic=true cluster.time=00:30:00 save_every=2 eval_every=0
 rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3 data.max_prompt_tokens=32 rollout.filter_std=false
 rollout.save_rollouts=false algorithm.num_mini_batches=1 reward.default.name=exact_match trainer.lr=1e-3
 timeouts.grace_s=3
-""".split()
+"""
 
 
 @pytest.fixture
 def tiny(digit_model: Path, digit_data: Path) -> list[str]:  # noqa: F811 - fixtures
     """Words of the smallest run: one rank, first step 4 s after submission, 15 ms a step. It names no max_steps."""
-    return [f"model.path={digit_model}", f"data.train={digit_data}", *WORDS]
+    return [f"model.path={digit_model}", f"data.train={digit_data}", *WORDS.split()]
