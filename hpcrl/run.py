@@ -195,7 +195,8 @@ def main() -> int:
         return ExitCode.BAD_INPUT
     config = stored_config(run_dir)
     place = find_place(os.environ, RoleLayout.from_config(config).world_size)
-    if place.kind == "agent":
+    # A batch script of hpcrl.launch starts agents, also where one node holds one rank.
+    if place.kind == "agent" or (place.launcher == "slurm" and config.cluster.name == "slurm"):
         return run_node(run_dir, int(os.environ.get("HPCRL_ATTEMPT", "1")), place.node, place.num_nodes)
     return run_rank(run_dir, place)
 
