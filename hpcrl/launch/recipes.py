@@ -1,0 +1,71 @@
+"""The batch scripts of slurm/: what the renderer makes of every experiment that says which nodes it needs.
+
+python -m hpcrl.launch.recipes [FOLDER]     writes them (make recipes)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from hpcrl.config import load
+from hpcrl.config.compose import conf_dir, groups
+from hpcrl.launch.render import render
+from hpcrl.layout import RoleLayout
+from hpcrl.placement import Placement
+
+HEADER = """\
+# {about}
+#
+#   sbatch {file} [KEY=VALUE ...]
+#
+# The account and the partition are SBATCH_ACCOUNT's and SBATCH_PARTITION's; `python` has hpcrl. What changes the nodes
+# or the #SBATCH lines goes through `python -m hpcrl.launch {words} KEY=VALUE ...` instead.
+# Made by `make recipes` from conf/experiment/{name}.yaml: change that.
+"""
+
+
+def recipes() -> dict[str, str]:
+    """File name -> script, of all recipes."""
+    return {f"{name}.sbatch": recipe(name) for name in groups()["experiment"] if _names_nodes(name)}
+
+
+def recipe(name: str) -> str:
+    """The script of an experiment, with the first comment of its file as header. ConfigError as in hpcrl.config.load."""
+    words = _words(name)
+    config = load(words)
+    script = render(config, Placement.from_config(config, RoleLayout.from_config(config)), words)
+    first, rest = script.split("\n", 1)
+    lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
+    about = [line for line in takewhile(lambda line: line.startswith("#"), lines) if not line.startswith("# @")]
+    header = HEADER.format(
+        about="\n".join(about).removeprefix("# "), file=f"slurm/{name}.sbatch", words=" ".join(words), name=name
+    )
+    return f"{first}\n{header}{rest}"
+
+
+def _names_nodes(name: str) -> bool:
+    return bool(load(_words(name)).cluster.components)
+
+
+def _words(name: str) -> list[str]:
+    return ["+cluster=slurm", f"+experiment={name}"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line."""
+    folder = Path(argv[0] if argv else "slurm")
+    folder.mkdir(exist_ok=True)
+    scripts = recipes()
+    for file in folder.glob("*.sbatch"):
+        if file.name not in scripts:
+            file.unlink()
+    for name, script in scripts.items():
+        (folder / name).write_text(script)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
