@@ -160,14 +160,17 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
     return "; ".join(f"{_nodes(names)} {text}" for text, names in found.items())
 
 
-def read_reports(folder: Path) -> list[Report]:
+def read_reports(world: Path) -> list[Report]:
     """The reports of the newest preflight in a world's folder, by node; none where there was none."""
-    meetings = list((folder / FOLDER).iterdir()) if (folder / FOLDER).is_dir() else []
-    if not meetings:
-        return []
-    newest = max(meetings, key=lambda meeting: meeting.stat().st_mtime)
-    found = (_read(path, Report) for path in sorted(newest.glob("node_*.json")))
-    return [report for report in found if report is not None]
+    newest = _newest_meeting(world)
+    paths = sorted(newest.glob("node_*.json")) if newest is not None else []
+    return [report for path in paths if (report := _read(path, Report)) is not None]
+
+
+def read_judgement(world: Path) -> Judgement | None:
+    """How the newest preflight in a world's folder ended; None where there was none or it goes on."""
+    newest = _newest_meeting(world)
+    return _read(newest / VERDICT, Judgement) if newest is not None else None
 
 
 def meeting_folder(world: Path) -> Path:
@@ -250,6 +253,11 @@ def _step_hosts() -> list[str]:
 
 def _own_nodes() -> str:
     return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+
+
+def _newest_meeting(world: Path) -> Path | None:
+    meetings = (world / FOLDER).iterdir() if (world / FOLDER).is_dir() else ()
+    return max(meetings, key=lambda meeting: meeting.stat().st_mtime, default=None)
 
 
 def _await(look: Callable[[], T | None], seconds: float) -> T | None:

@@ -32,6 +32,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def evaluations_left(step: int, max_steps: int, eval_every: int) -> int:
+    """Evaluations after `step`: every `eval_every` steps (0: never) and after the last."""
+    if not eval_every or step == max_steps:
+        return 0
+    return (max_steps - 1) // eval_every - step // eval_every + 1
+
+
 class Progress:
     """Progress of a run that goes from `first_step` (done by earlier attempts) to `max_steps`.
 
@@ -96,11 +103,5 @@ class Progress:
         (start, began), (step, now) = self._recent[0], self._recent[-1]
         if step == start:
             return None
-        return (self._max_steps - step) * (now - began) / (step - start) + self._evaluations_left(
-            step
-        ) * self._evaluation_s
-
-    def _evaluations_left(self, step: int) -> int:
-        if not self._eval_every or step == self._max_steps:
-            return 0
-        return (self._max_steps - 1) // self._eval_every - step // self._eval_every + 1
+        evaluations = evaluations_left(step, self._max_steps, self._eval_every)
+        return (self._max_steps - step) * (now - began) / (step - start) + evaluations * self._evaluation_s

@@ -1,0 +1,338 @@
+"""What a run does: state, place, progress, time left, checkpoints, restarts, errors.
+
+    python -m hpcrl.status [RUN|JOBID]      a run's folder, its name in runs/, or a job; without one: all in runs/
+
+Everything but the job's state is read from the run folder, so it works while the run goes on, when it is over, and
+where Slurm has forgotten the job or keeps no accounts. It writes nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpcrl import slurm
+from hpcrl.config import Config, ConfigError
+from hpcrl.dist.agent import VERDICT
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import committed_step, step_name
+from hpcrl.layout import ROLES, RoleLayout
+from hpcrl.metrics import METRICS, read_metrics
+from hpcrl.placement import Placement
+from hpcrl.preflight import read_judgement, read_reports
+from hpcrl.progress import RECENT_STEPS, SHOWN, duration, evaluations_left
+from hpcrl.rundir import (
+    CONFIG,
+    FINISHED,
+    OWNERS,
+    SLURM,
+    SUBMITTED,
+    process_lives,
+    stored_config,
+    submitted_jobs,
+    world_folder,
+)
+
+RUNS = Path("runs")
+SHOWN_NODES, SHOWN_RESTARTS = 8, 5
+STALLED = 10  # times a usual step without one
+STALLED_S = 60.0  # at least
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder says, read when asked for."""
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> Config | None:
+        """None where no attempt has begun."""
+        return stored_config(self.folder) if (self.folder / CONFIG).exists() else None
+
+    @cached_property
+    def owners(self) -> dict[int, dict[str, Any]]:
+        """Attempt -> who held it and how it ended."""
+        found = sorted((self.folder / OWNERS).glob("[0-9]*"))
+        return {int(path.name): json.loads(path.read_text() or "{}") for path in found if path.name.isdigit()}
+
+    @property
+    def attempt(self) -> int:
+        return max(self.owners, default=0)
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        return self.owners.get(self.attempt, {})
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder)
+
+    @property
+    def step(self) -> int:
+        return self.rows[-1]["step"] if self.rows else max(committed_step(self.folder), 0)
+
+    @property
+    def finished(self) -> dict[str, Any]:
+        path = self.folder / FINISHED
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """Seconds of a step, without evaluations; of the last steps."""
+        times = [row["time/step_total"] for row in self.rows[-RECENT_STEPS:] if row["step"] and row["time/step_total"]]
+        return sum(times) / len(times) if times else None
+
+    def seconds_left(self) -> float | None:
+        """Until the last step, at the rate of the last ones."""
+        if self.step_s is None or self.config is None:
+            return None
+        config = self.config
+        evaluations = evaluations_left(self.step, config.max_steps, config.eval_every if config.evaluates else 0)
+        evaluation_s = next((row[key] for row in reversed(self.rows) if row.get(key := "time/val_step")), 0.0)
+        return (config.max_steps - self.step) * self.step_s + evaluations * evaluation_s
+
+    def newest(self, name: str) -> tuple[int, float] | None:
+        """(step, value) of a metric where it was logged last."""
+        return next(((row["step"], row[name]) for row in reversed(self.rows) if row.get(name) is not None), None)
+
+
+def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
+    """The run as lines of `what  how`. `job`: as Slurm or its accounts tell it, None where they know none."""
+    run = Run(run_dir)
+    config = run.config
+    what = f"{config.run_name} ({config.pipeline})" if config else run_dir.name
+    rows = [("run", f"{what}, folder {run_dir}"), ("state", state(run, job))]
+    runs = _runs(run, job)
+    if config is not None:
+        rows += _where(run, config)
+        rows.append(("step", _progress(run, config, now, runs)))
+        rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
+        rows.append(("saved", _checkpoint(run, now)))
+    rows += _restarts(run)
+    if error := last_error(run):
+        rows.append(("error", error))
+    return "\n".join(f"{name:<9}{text}" for name, text in rows)
+
+
+def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
+    """The run in one line."""
+    run = Run(run_dir)
+    word = state(run, job).split(":")[0]
+    if run.config is None:
+        return f"{run_dir.name:<24}{word}"
+    reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
+    left = run.seconds_left()
+    eta = [f"ETA {duration(left)}"] if _runs(run, job) and left is not None else []
+    return "  ".join((f"{run_dir.name:<24}{word:<12}step {run.step}/{run.config.max_steps}", *reward, *eta))
+
+
+def state(run: Run, job: slurm.Job | None) -> str:
+    """One of queued, requeued, starting, running, ending, finished, stopped, lost, never started, unknown; then a colon
+    and what there is to say."""
+    owner, attempt = run.owner, run.attempt
+    mine = job is not None and owner.get("job") == job.id and owner.get("restarts") == job.restarts
+    if job is not None and job.lives:
+        if job.state in ("PENDING", "REQUEUED"):
+            word = "requeued" if attempt and job.restarts else "queued"
+            return f"{word}: job {job.id} waits{f' ({job.reason})' if job.reason not in ('', 'None') else ''}"
+        if mine and "ended" not in owner:
+            word = "running" if job.state == "RUNNING" else "ending" if job.state == "COMPLETING" else job.state.lower()
+            return f"{word}: job {job.id}, attempt {attempt} since {owner['since']}"
+        return f"{'ending' if mine else 'starting'}: job {job.id} is {job.state.lower()}"
+    if "ended" not in owner and "pid" in owner:
+        held = f"pid {owner['pid']} on {owner['host']}, attempt {attempt} since {owner['since']}"
+        if owner["host"] != platform.node():
+            return f"unknown: {held}; ask there"
+        if process_lives(owner["pid"], owner["process_start"]):
+            return f"running: {held}"
+    if finished := run.finished:
+        return f"finished: {finished['reason']}, {finished['at']}"
+    says = f"job {job.id} is {job.state.lower()}" if job is not None else "Slurm knows no job of it"
+    if not attempt:
+        return f"never started: {says}" if (run.folder / SUBMITTED).exists() else "never started"
+    if "ended" in owner:
+        how = f" ({owner['how']}): {owner['why']}" if "how" in owner else ""
+        return f"stopped: attempt {attempt} ended {owner['ended']}{how}; the same command goes on"
+    holder = says if "job" in owner else f"pid {owner.get('pid')} on {owner.get('host')} is gone"
+    return f"lost: attempt {attempt} said nothing at its end, {holder}; the same command goes on"
+
+
+def last_error(run: Run) -> str:
+    """The newest message of an attempt that did not end as it should; empty without one."""
+    for attempt in sorted(run.owners, reverse=True):
+        world = world_folder(run.folder, attempt)
+        told = json.loads((world / VERDICT).read_text()) if (world / VERDICT).exists() else {}
+        judged = read_judgement(world)
+        if told and told["code"] not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            return f"attempt {attempt}: {told['message']}"
+        if judged is not None and judged.message:
+            return f"attempt {attempt}: {judged.message}"
+    logs = sorted((run.folder / SLURM).glob("job-*.log"), key=lambda path: path.stat().st_mtime)
+    if logs and not run.attempt:
+        lines = [text.strip() for text in logs[-1].read_text(errors="replace").splitlines() if text.strip()]
+        return f"{logs[-1]} ends with: {lines[-1]}" if lines else ""
+    return ""
+
+
+def find_run(name: str) -> Path:
+    """Folder of a run given as a folder, a name under runs/ or a job. ConfigError if there is none."""
+    for folder in (Path(name), RUNS / name):
+        if (folder / CONFIG).exists() or (folder / SLURM).is_dir():
+            return folder
+    if not name.isdigit():
+        raise ConfigError([f"{name} is no run folder (no {CONFIG}), no run in {RUNS}/ and no job"])
+    try:
+        text = slurm.call("scontrol", "--oneliner", "show", "job", name)
+    except slurm.SlurmError as error:
+        text, why = "", str(error)
+    else:
+        why = "it was not started by hpcrl"
+    if found := re.search(r"StdOut=(.*?)/slurm/job-\d+\.log", text):
+        return Path(found[1])
+    for folder in _runs_here():
+        run = Run(folder)
+        if int(name) in {*submitted_jobs(folder), *(owner.get("job") for owner in run.owners.values())}:
+            return folder
+    raise ConfigError([f"job {name} belongs to no run in {RUNS}/, and Slurm does not name its folder: {why}"])
+
+
+def find_job(run: Run) -> slurm.Job | None:
+    """The job that runs or will run this run, else its last; None if Slurm knows none. SlurmError if it cannot say."""
+    numbers = [*([run.owner["job"]] if "job" in run.owner else []), *submitted_jobs(run.folder)]
+    known = [job for number in dict.fromkeys(numbers) if (job := slurm.find_job(number)) is not None]
+    living = [job for job in known if job.lives]
+    if living or known:
+        return min(living, key=lambda job: job.state == "PENDING") if living else known[-1]
+    return _accounted(numbers[-1]) if numbers else None
+
+
+def _accounted(number: int) -> slurm.Job | None:
+    """A job that Slurm has forgotten, from its accounts where it keeps any."""
+    try:
+        text = slurm.call("sacct", "-n", "-X", "-P", "-j", str(number), "-o", "State")
+    except slurm.SlurmError:
+        return None  # no accounts are kept here
+    states = text.split()
+    return slurm.Job(number, states[0], 0, states[0] == "PREEMPTED", "", None) if states else None
+
+
+def _runs(run: Run, job: slurm.Job | None) -> bool:
+    return state(run, job).startswith("running")
+
+
+def _runs_here() -> list[Path]:
+    folders = [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
+    return sorted(path for path in folders if (path / CONFIG).exists() or (path / SUBMITTED).exists())
+
+
+def _where(run: Run, config: Config) -> Iterable[tuple[str, str]]:
+    """Component, its nodes, the ranks of each role there."""
+    layout = RoleLayout.from_config(config)
+    names = {report.node: report.name for report in read_reports(world_folder(run.folder, run.attempt))}
+    if config.cluster.name == "local":
+        yield "where", f"{run.owner.get('host', 'this machine')}: {_roles(layout, range(layout.world_size))}"
+        return
+    for component in Placement.from_config(config, layout).components:
+        numbers = range(component.first_node, component.first_node + len(component.nodes))
+        nodes = [names.get(number, f"node {number}") for number in numbers]
+        shown = " ".join(nodes[:SHOWN_NODES]) + (f" ... ({len(nodes)} nodes)" if len(nodes) > SHOWN_NODES else "")
+        yield (
+            "where",
+            f"{component.name}: {shown}: {_roles(layout, [rank for node in component.nodes for rank in node])}",
+        )
+
+
+def _roles(layout: RoleLayout, ranks: Sequence[int] | range) -> str:
+    found = []
+    for role in ("controller", *ROLES):
+        if mine := sorted(set(layout.ranks[role]) & set(ranks)):
+            whole = mine[-1] - mine[0] + 1 == len(mine) and len(mine) > 1
+            found.append(f"{role} {f'{mine[0]}-{mine[-1]}' if whole else ' '.join(map(str, mine))}")
+    return ", ".join(found)
+
+
+def _progress(run: Run, config: Config, now: float, runs: bool) -> str:
+    parts = [f"{run.step} of {config.max_steps}"]
+    if run.rows:
+        age = now - (run.folder / METRICS).stat().st_mtime
+        if runs:
+            stalled = age > max(STALLED_S, STALLED * (run.step_s or 0.0))
+            parts[0] += f", {duration(age)} ago{', much longer than a step takes' if stalled else ''}"
+        for name, word, form in SHOWN:
+            if found := run.newest(name):
+                parts.append(f"{word} {form.format(found[1])}" + f" (step {found[0]})" * (found[0] != run.step))
+    if run.step_s:
+        parts.append(f"{60 / run.step_s:,.3g} steps/min")
+    return "  ".join(parts)
+
+
+def _time(run: Run, config: Config, job: slurm.Job | None, now: float) -> Iterable[str]:
+    """Time left of the run, and whether this job is long enough for it."""
+    left = run.seconds_left()
+    if left is None or not left:
+        return
+    if job is None or job.end is None:
+        yield f"{duration(left)} to go at this rate"
+        return
+    limit = job.end - now
+    text = f"{duration(left)} to go, the job's time limit is in {duration(max(limit, 0))}"
+    if left > limit:
+        step = run.step + int(max(limit - config.cluster.signal_lead_s, 0) / (run.step_s or 1))
+        how = "it is requeued and goes on" if config.cluster.after == "requeue" else "the next job goes on"
+        text += f": not enough, around step {step} {how}"
+    yield text
+
+
+def _checkpoint(run: Run, now: float) -> str:
+    step = committed_step(run.folder)
+    if step < 0:
+        return "no checkpoint yet"
+    age = now - (run.folder / "checkpoints" / step_name(step) / "manifest.json").stat().st_mtime
+    return f"step {step}, {duration(age)} ago"
+
+
+def _restarts(run: Run) -> Iterable[tuple[str, str]]:
+    """The attempts before this one, newest first."""
+    earlier = [attempt for attempt in sorted(run.owners, reverse=True) if attempt != run.attempt]
+    if earlier:
+        yield "restarts", str(len(earlier))
+    for attempt in earlier[:SHOWN_RESTARTS]:
+        owner = run.owners[attempt]
+        where = f"job {owner['job']}" if "job" in owner else f"pid {owner.get('pid')}"
+        how = f"{owner.get('how', 'ended')}: {owner['why']}" if "why" in owner else _outcome(owner)
+        yield "", f"attempt {attempt}, {where}, {owner.get('since')}: {how}"
+
+
+def _outcome(owner: dict[str, Any]) -> str:
+    return "ended" if "ended" in owner else "lost without a word"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line."""
+    if len(argv) > 1 or any(word.startswith("-") for word in argv):
+        print(__doc__)
+        return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
+    try:
+        folders = [find_run(argv[0])] if argv else _runs_here()
+        if not folders:
+            print(f"no run in {RUNS}/")
+        for folder in folders:
+            show = describe if argv else line
+            print(show(folder, find_job(Run(folder)), time.time()))
+    except (ConfigError, slurm.SlurmError, ValueError) as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
