@@ -77,9 +77,10 @@ $(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) --quiet setuptools torch
 	@echo "== installing hpcrl and what it needs"
 	@$(PIP) --quiet --no-build-isolation -e .
+	@rm -rf hpcrl.egg-info  # an old one hides from programs started here what was installed
 	@touch $@
 
 $(DEV): $(CORE)
 	@echo "== installing what the tests need"
-	@$(PIP) --quiet --no-build-isolation -e '.[dev,megatron,mpi]'
+	@$(PIP) --quiet --no-build-isolation -e '.[dev,megatron,mpi,slurm]'
 	@touch $@

@@ -1,0 +1,252 @@
+"""hpcrl runs as submitit jobs: what users of submitit know, on the scripts of hpcrl.launch.
+
+    executor = HpcrlExecutor("runs")
+    job = executor.submit(run, "+experiment=demo", "max_steps=10")
+    job.result()["metrics"]
+
+A job may be heterogeneous, which submitit's own cannot. Its state is asked of scontrol: submitit's own comes from sacct
+and waits for ever without accounting. It ends when Slurm ends it; requeues on the way belong to it. The result is read
+from the run folder; nothing is pickled. Also submitit.AutoExecutor(cluster="hpcrl"). Needs the extra `slurm`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.core import logger
+from submitit.core.core import Executor, InfoWatcher, Job
+from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
+
+from hpcrl import slurm
+from hpcrl.config import Config, ConfigError, read
+from hpcrl.dist.agent import VERDICT
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import prepare, submit
+from hpcrl.metrics import read_metrics
+from hpcrl.rundir import FINISHED, OWNERS, SLURM, submitted_jobs, world_folder
+
+FORGOTTEN = "FORGOTTEN"
+"""State of a job that Slurm no longer knows: it ended some minutes ago or more."""
+NO_JOB = "none"
+"""Id of the job of a run that was finished without one."""
+
+
+def run(*words: str) -> tuple[str, ...]:
+    """What to submit: the words of a run, as for `python -m hpcrl.launch`."""
+    return words
+
+
+class RunWatcher(InfoWatcher):
+    """The states of all jobs of this process, as scontrol tells them."""
+
+    def update(self) -> None:
+        """Ask for every job that has not ended. Where Slurm cannot be asked, the states stay as they were."""
+        self._num_calls += 1
+        for job_id in sorted(self._registered - self._finished):
+            try:
+                job = slurm.find_job(int(job_id)) if job_id != NO_JOB else None
+            except slurm.SlurmError as error:
+                logger.get_logger().warning(f"the state of job {job_id} is not known: {error}")
+                break
+            self._info_dict[job_id] = {"JobID": job_id, "State": job.state if job else FORGOTTEN}
+            if job is None or not job.lives:
+                self._finished.add(job_id)
+        self._last_status_check = time.time()
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """Slurm's word for it, FORGOTTEN, or UNKNOWN before the first answer."""
+        return self.get_info(job_id, mode=mode).get("State", "UNKNOWN")
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Whether it has ended and is not requeued."""
+        self.get_info(job_id, mode=mode)
+        return job_id in self._finished
+
+
+class RunPaths(JobPaths):
+    """Where hpcrl.launch writes what submitit has names for."""
+
+    @property
+    def submission_file(self) -> Path:
+        """The batch script."""
+        return self.folder / "job.sbatch"
+
+    @property
+    def stdout(self) -> Path:
+        """What the script and all agents print, errors too; there is no stderr of its own."""
+        return self.folder / f"job-{self.job_id}.log"
+
+
+class RunJob(Job[dict[str, Any]]):
+    """A submitted run; `folder`: its run folder. Of a chain the job id is that of the first link.
+
+    It is done when Slurm has ended all its jobs. Made anew by of_run(), in any process.
+    """
+
+    watcher = RunWatcher(delay_s=30)
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)):
+        self.run_dir = Path(folder)
+        links = [str(job) for job in submitted_jobs(self.run_dir)]
+        self.links = links if job_id in links else [job_id]
+        super().__init__(folder, job_id, tasks)
+        self._paths = RunPaths(self.run_dir / SLURM, job_id=job_id)
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> RunJob:
+        """The newest submission of this run."""
+        return cls(run_dir, str(next(iter(submitted_jobs(run_dir)), NO_JOB)))
+
+    def _register_in_watcher(self) -> None:
+        for link in self.links:
+            self.watcher.register_job(link)
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether the run's jobs have ended: asked of Slurm at once if forced, else every few seconds at most."""
+        return all(self.watcher.is_done(link, mode="force" if force_check else "standard") for link in self.links)
+
+    @property
+    def state(self) -> str:
+        """Slurm's word for the job that runs or waits; at the end COMPLETED, or its word for the one that ran last."""
+        states = {link: self.watcher.get_state(link) for link in self.links}
+        if alive := [state for link, state in states.items() if not self.watcher.is_done(link, mode="cache")]:
+            return alive[0]
+        ran = [state for link, state in states.items() if self._log(link).exists()]
+        return "COMPLETED" if self._finished() else (ran or list(states.values()))[-1]
+
+    def cancel(self, check: bool = True) -> None:
+        """End it for good; the run folder can be resumed. SlurmError if asked to check and Slurm refuses."""
+        try:
+            slurm.cancel([int(link) for link in self.links if link != NO_JOB])
+        except slurm.SlurmError:
+            if check:
+                raise
+
+    def stdout(self) -> str | None:
+        """What the jobs have printed so far, errors too, one after the other; None before the first began."""
+        logs = [self._log(link).read_text(errors="replace") for link in self.links if self._log(link).exists()]
+        return "".join(logs) if logs else None
+
+    def results(self) -> list[dict[str, Any]]:
+        """Wait; then run_dir, exit_code, step, reason, metrics (the last row) and hf (folder of the policy), in a list.
+
+        FailedJobError with the run's own line about why it failed; UncompletedJobError where it was cancelled.
+        """
+        if (error := self.exception()) is not None:
+            raise error
+        finished = json.loads((self.run_dir / FINISHED).read_text())
+        return [
+            {
+                "run_dir": str(self.run_dir),
+                "exit_code": int(ExitCode.DONE),
+                "step": finished["step"],
+                "reason": finished["reason"],
+                "metrics": (read_metrics(self.run_dir) or [{}])[-1],
+                "hf": str(self.run_dir / "hf"),
+            }
+        ]
+
+    def exception(self) -> UncompletedJobError | None:
+        """Wait; then the error that results() raises, None for a run that is finished."""
+        self.wait()
+        state = self.state
+        # A shared filesystem may show late what another node wrote.
+        deadline = time.monotonic() + (self._results_timeout_s if state == "COMPLETED" else 0)
+        while not self._finished():
+            if time.monotonic() > deadline:
+                kind = UncompletedJobError if state == "CANCELLED" else FailedJobError
+                return kind(f"{self.run_dir}: {self._why()} (job {self.job_id}, {state.lower()}; {self.paths.stdout})")
+            time.sleep(0.2)
+        return None
+
+    def _finished(self) -> bool:
+        return (self.run_dir / FINISHED).exists()
+
+    def _log(self, link: str) -> Path:
+        return RunPaths(self.run_dir / SLURM, job_id=link).stdout
+
+    def _why(self) -> str:
+        """The verdict of the last attempt of these jobs, else the last line they printed."""
+        for owner in sorted((self.run_dir / OWNERS).glob("*"), reverse=True):
+            verdict = world_folder(self.run_dir, int(owner.name)) / VERDICT
+            if verdict.exists() and str(json.loads(owner.read_text() or "{}").get("job")) in self.links:
+                told = json.loads(verdict.read_text())
+                return f"{ExitCode(told['code']).name.lower()}: {told['message']}"
+        lines = (self.stdout() or "").split("\n")
+        return next((line.removeprefix("hpcrl: ") for line in reversed(lines) if line.strip()), "it never started")
+
+
+class HpcrlExecutor(Executor):
+    """Submits runs: `submit(run, *words)`, `map_array(run, ...)`, and `batch()` as with any executor of submitit.
+
+    folder: run folders are made in it as <run_name>, where the words name none (run_dir=...).
+    update_parameters(account="x", time="02:00:00") sets cluster.account and cluster.time for all that follow.
+    What is submitted, `run` or any other function, is called at once, here, and returns the words of a run.
+    """
+
+    job_class = RunJob
+
+    def __init__(self, folder: Path | str = "runs"):
+        super().__init__(folder)
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Never chosen for a user who asks AutoExecutor for no cluster: it cannot run any other function."""
+        return -1 if shutil.which("sbatch") is None else 0
+
+    def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[Job[Any]]:
+        """All are checked before the first is submitted; all or none are. ConfigError, SlurmError."""
+        runs = [self._words(each.function(*each.args, **each.kwargs)) for each in delayed_submissions]
+        return list(submit_all(runs))
+
+    def _words(self, given: Sequence[str]) -> list[str]:
+        words = [f"cluster.{name}={json.dumps(value)}" for name, value in self.parameters.items()]
+        if not any(word.lstrip("+").startswith("cluster=") for word in given):
+            words.insert(0, "+cluster=slurm")
+        words += given
+        config = None if any(word.startswith("run_dir=") for word in given) else read(words).config
+        return words if config is None else [*words, f"run_dir={self.folder / config.run_name}"]
+
+
+def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
+    """Check all runs, then submit those that are not finished. ConfigError with the problems of all; SlurmError where
+    Slurm refuses one, after those before it were cancelled."""
+    prepared, problems = [], []
+    for words in runs:
+        try:
+            prepared.append(prepare(words))
+        except ConfigError as error:
+            problems += error.problems
+    problems += _clashes([config for config, *_ in prepared])
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    jobs: list[RunJob] = []
+    for words, (config, layout, _, state) in zip(runs, prepared, strict=True):
+        if state.kind == "finished":
+            jobs.append(RunJob.of_run(state.run_dir))
+            continue
+        try:
+            jobs.append(RunJob(state.run_dir, str(submit(config, layout, words)[0])))
+        except slurm.SlurmError:
+            for job in jobs:
+                job.cancel(check=False)
+            raise
+    return jobs
+
+
+def _clashes(configs: Sequence[Config]) -> list[str]:
+    """What stands against submitting these together."""
+    not_slurm = {config.cluster.name for config in configs} - {"slurm"}
+    dry = any(config.dry_run for config in configs)
+    folders = Counter(config.run_dir for config in configs)
+    return [
+        *(f"cluster.name: {name} runs here, what is submitted needs +cluster=slurm" for name in not_slurm),
+        *(["dry_run: what is submitted is no dry run"] if dry else []),
+        *(f"run_dir: {n} runs would use {folder}; give each its own" for folder, n in folders.items() if n > 1),
+    ]

@@ -1,0 +1,152 @@
+"""Sweeps: `python -m hpcrl.launch -m trainer.lr=1e-4,5e-4 seed=0,1` is four runs, each with its own folder.
+
+The values are Hydra's (a,b  choice(a,b)  range(0,3)). On Slurm every point is a job of its own and all are in the queue
+at once; here one runs after the other. Either way all points are checked before the first starts, this command ends
+with the last of them, and the same command again goes on with what is not finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.config import ConfigError, read
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import prepare, start
+from hpcrl.launch.plan import describe
+from hpcrl.metrics import read_metrics
+from hpcrl.rundir import CONFIG
+
+MAX_NAME = 200
+"""Bytes of a point's name; filesystems take 255 for a folder's."""
+SHOWN = (("critic/rewards/mean", "reward"), ("val/score/mean", "held-out"))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep. name: what sets it apart, such as seed-0_trainer.lr-0.0001; also its folder's name."""
+
+    name: str
+    words: list[str]
+
+
+def sweep(argv: Sequence[str]) -> int:
+    """Run every point of the sweep that the words (without -m) describe; returns the worst exit code."""
+    points = expand(argv)
+    prepared, problems = [], []
+    for point in points:
+        try:
+            prepared.append(prepare(point.words))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    print(describe(*prepared[0]))
+    folders = [Path(config.run_dir) for config, *_ in prepared]
+    print("\n".join([f"\nand so {len(points)} runs:", *(f"  {folder}" for folder in folders)]), flush=True)
+    config = prepared[0][0]
+    if config.dry_run:
+        print("\ndry_run: nothing was started or written")
+        return ExitCode.DONE
+    ends = _on_slurm(points, folders) if config.cluster.name == "slurm" else _here(points)
+    print("\n" + "\n".join(_table(points, folders, ends)))
+    return next((code for code, _ in ends if code), ExitCode.DONE)
+
+
+def expand(argv: Sequence[str]) -> list[Point]:
+    """The points, with run_name and run_dir of their own among the words. ConfigError where they have none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser, axes = OverridesParser.create(), []
+    for word in argv:
+        axis = [(word, "")]
+        with suppress(HydraException):  # composing says what is wrong with it
+            override = parser.parse_override(word)
+            if override.is_sweep_override():
+                if not override.is_discrete_sweep():
+                    raise ConfigError([f"{word}: an interval has no values to go through; write range(...) or a,b"])
+                key = override.get_key_element()
+                axis = [(f"{key}={value}", _name(key, value)) for value in override.sweep_string_iterator()]
+        axes.append(axis)
+    points = []
+    for choice in itertools.product(*axes):
+        words, name = [word for word, _ in choice], "_".join(sorted(name for _, name in choice if name))
+        if not name:
+            raise ConfigError(["-m: no key has several values; write key=a,b, or leave -m out"])
+        points.append(_place(name, words))
+    if len({point.name for point in points}) < len(points):
+        raise ConfigError(["-m: two runs of the sweep would have the same name; leave out what is there twice"])
+    return points
+
+
+def _name(key: str, value: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", f"{key.lstrip('+')}-{value}").strip("-")
+
+
+def _place(name: str, words: list[str]) -> Point:
+    """The point in its folder, inside the folder that the words would have as a single run."""
+    if len(name) > MAX_NAME:
+        raise ConfigError([f"-m: a folder's name would have {len(name)} characters ({name[:40]}...); sweep fewer keys"])
+    config = read(words).config
+    if config is None:
+        return Point(name, words)  # preparing says why
+    if (Path(config.run_dir) / CONFIG).exists():
+        raise ConfigError([f"run_dir: {config.run_dir} is one run; give the sweep a run_name of its own"])
+    return Point(name, [*words, f"run_name={config.run_name}_{name}", f"run_dir={config.run_dir}/{name}"])
+
+
+def _here(points: Sequence[Point]) -> list[tuple[int, str]]:
+    """Exit code and words about every point, one after the other, until the user stops one."""
+    ends: list[tuple[int, str]] = []
+    for point in points:
+        print(f"\n== {point.name}", flush=True)
+        code = start(point.words)
+        ends.append((code, ExitCode(code).name.lower()))
+        if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            break
+    return ends + [(ExitCode.INTERRUPTED, "not started")] * (len(points) - len(ends))
+
+
+def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[int, str]]:
+    """Exit code and words about every point: submits all and waits until Slurm has ended all."""
+    try:
+        from submitit.core.plugins import get_executors
+        from submitit.core.utils import UncompletedJobError
+
+        from hpcrl.launch.executor import RunJob
+        from hpcrl.launch.sweep_launcher import SweepLauncher
+    except ImportError as error:
+        raise ConfigError([f"-m: {error.name} is not installed; pip install 'hpcrl[slurm]'"]) from error
+    if "hpcrl" not in get_executors():
+        raise ConfigError(
+            ["-m: hpcrl was installed without its executor; remove hpcrl.egg-info if there is one, make setup"]
+        )
+    print("\nall go to Slurm now; this command then waits for them, and Ctrl-C leaves them there", flush=True)
+    with suppress(UncompletedJobError):  # of the first that failed; the others are waited for below
+        SweepLauncher(Path(os.path.commonpath(folders))).launch([point.words for point in points], 0)
+    ends: list[tuple[int, str]] = []
+    for folder in folders:
+        job = RunJob.of_run(folder)
+        failure = job.exception()
+        if failure is not None:
+            print(f"hpcrl: {failure}", file=sys.stderr, flush=True)
+        ends.append((ExitCode.DONE if failure is None else ExitCode.FAILED, f"job {job.job_id} {job.state.lower()}"))
+    return ends
+
+
+def _table(points: Sequence[Point], folders: Sequence[Path], ends: Sequence[tuple[int, str]]) -> Iterator[str]:
+    width = max(len(point.name) for point in points)
+    for point, folder, (_, how) in zip(points, folders, ends, strict=True):
+        last = (read_metrics(folder) or [{"step": 0}])[-1]
+        shown = [
+            f"step {last['step']}",
+            *(f"{name} {last[key]:.3f}" for key, name in SHOWN if last.get(key) is not None),
+        ]
+        yield f"{point.name:<{width}}  {how:<20}  {'  '.join(shown)}"
