@@ -28,6 +28,10 @@ def main(argv: Sequence[str]) -> int:
             topic = argv[help_at[0] + 1 :]
             print(reference() if topic == ["markdown"] else section(topic[0]) if topic else overview())
             return ExitCode.DONE
+        if "-m" in argv or "--multirun" in argv:
+            from hpcrl.launch.sweep import sweep
+
+            return sweep([word for word in argv if word not in ("-m", "--multirun")])
         return start(argv)
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
