@@ -1,12 +1,17 @@
-"""plot.png: how a run learned, on one picture."""
+"""plot.png: how a run learned, on one picture.
+
+python -m hpcrl.plot RUN_DIR      draws it as far as the run has come; a run that ends well draws its own
+"""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
 from hpcrl.metrics import read_metrics
 
@@ -75,3 +80,20 @@ def _smooth(values: Sequence[float]) -> list[float]:
     half = SMOOTHING_STEPS // 2
     windows = (values[max(0, middle - half) : middle + half + 1] for middle in range(len(values)))
     return [sum(window) / len(window) for window in windows]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line; returns the exit code."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(__doc__)
+        return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
+    try:
+        print(plot(Path(argv[0])))
+    except (ValueError, OSError) as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

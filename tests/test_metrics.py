@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.checkpoint.lineage import abandon_after
+from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics import MetricsLog, read_metrics
+from hpcrl.plot import main as plot_command
 from hpcrl.plot import plot
 from hpcrl.progress import Progress, duration
 
@@ -162,3 +164,14 @@ def test_plot_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/lr": 1}\n')
     with pytest.raises(ValueError, match="has no metrics to plot"):
         plot(tmp_path)
+
+
+def test_the_plot_command_draws_and_says_where_nothing_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
+    assert plot_command([str(tmp_path)]) == ExitCode.DONE
+    assert capsys.readouterr().out.strip() == str(tmp_path / "plot.png")
+    (tmp_path / "metrics.jsonl").unlink()
+    assert plot_command([str(tmp_path)]) == ExitCode.BAD_INPUT
+    assert "no metrics to plot" in capsys.readouterr().err
