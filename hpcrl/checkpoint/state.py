@@ -11,24 +11,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hpcrl.files import write_durably
-
 FORMAT = 1
 STATE = "state.json"
 SECTIONS = ("cursor", "scheduler", "counters")
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> str:
-    """Write state.json into a checkpoint that is being made and return its name for seal_files.
+def encode_state(state: dict[str, Any]) -> bytes:
+    """The content of state.json as the state is now, whatever its owners do later.
 
     Tuples come back as lists; everything else comes back equal. ValueError names the entry that JSON would change
     (numbers that are not finite, keys that are no strings, arrays) or the section that is missing.
     """
-    _check_sections(state, folder / STATE)
+    _check_sections(state, STATE)
     _check_plain(state, "state")
-    text = json.dumps({"format": FORMAT, **state}, allow_nan=False, indent=1)
-    write_durably(folder / STATE, text.encode())
-    return STATE
+    return json.dumps({"format": FORMAT, **state}, allow_nan=False, indent=1).encode()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _check_sections(state: dict[str, Any], path: Path) -> None:
+def _check_sections(state: dict[str, Any], path: Path | str) -> None:
     missing = [name for name in SECTIONS if name not in state]
     wrong = [name for name, section in state.items() if not isinstance(section, dict) or name == "format"]
     if missing or wrong:

@@ -157,7 +157,8 @@ class Logprobs(Message):
 
 
 class SendTokens(Message):
-    """Give one token field of a batch to the ranks that train on it, by the moves that touch this rank or some of them."""
+    """Give one token field of a batch to the ranks that train on it, by the moves that touch this rank, or some of
+    them."""
 
     batch: int
     group: str
@@ -216,9 +217,16 @@ class Pull(Message):
 
 
 class SaveState(Message):
-    """Write this rank's part of the checkpoint into the folder, make it durable, answer with its files."""
+    """Copy this rank's part of the checkpoint, and begin to write it into the folder beside what comes next."""
 
     folder: str
+
+
+class FinishSave(Message):
+    """Answer with the files of SaveState and time/save_write, once they are on the disk; before that without them, or
+    `wait`."""
+
+    wait: bool
 
 
 class LoadState(Message):
@@ -254,6 +262,7 @@ Command = (
     | Stage
     | Pull
     | SaveState
+    | FinishSave
     | LoadState
     | Export
 )

@@ -7,17 +7,25 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
 from hpcrl.checkpoint.lineage import abandon_after
-from hpcrl.checkpoint.state import read_state, write_state
+from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.config import Config
 from hpcrl.dist.controller import Controller, RankFailed
-from hpcrl.dist.messages import LoadState, SaveState
+from hpcrl.dist.messages import Done, FinishSave, LoadState, SaveState
+from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.rundir import check_owner
+from hpcrl.stats import Stats, merge, scalar
+
+WRITTEN = "time/save_write"
+"""Statistic of FinishSave: seconds that a rank's writer took, there once it has ended."""
 
 
 class CheckpointError(RuntimeError):
@@ -32,8 +40,26 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass
+class _Snapshot:
+    """A save under way: its folder, the small state as it was at that step, and when it began and how long the ranks
+    were held up. written: answers of the ranks that have written their files; `committing` once all have."""
+
+    step: int
+    folder: Path
+    state: bytes
+    began: float
+    stall_s: float
+    written: dict[int, Done] = field(default_factory=dict)
+    committing: Future[float] | None = None
+
+
 class Checkpoints:
-    """The run's checkpoints/ folder."""
+    """The run's checkpoints/ folder.
+
+    A save holds training up while every rank copies its state to host memory. Writing goes on beside the next steps,
+    and at a later step boundary, when all ranks have written, a thread commits. One save is under way at a time.
+    """
 
     def __init__(
         self,
@@ -50,47 +76,112 @@ class Checkpoints:
         self._saved_step = self.restored_step = -1
         self.counters: dict[str, float] = {"seconds": 0.0}
         self._started = time.time()
+        self._snapshot: _Snapshot | None = None
+        self._thread = ThreadPoolExecutor(1, "commit")
         self._full_save_s = 0.0
+        self._stats: Stats = {}
 
     def expected_save_s(self) -> float:
-        """Seconds that a full synchronous save takes, as measured with the last one; 0 before the first."""
-        return self._full_save_s
+        """Seconds until a save that begins now is committed, as measured with the last one; 0 before the first."""
+        if self._snapshot is None:
+            return self._full_save_s
+        return self._full_save_s + max(0.0, self._full_save_s - (time.perf_counter() - self._snapshot.began))
+
+    def take_stats(self) -> Stats:
+        """Of saves since the last call: time/save (seconds that training stood still), time/save_drain (from then to
+        the commit)."""
+        stats, self._stats = self._stats, {}
+        return stats
 
     def check_owner(self) -> None:
         """SupersededError when another attempt owns the run: nothing may be written into its folder any more."""
         check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
-        """Save where save_every asks for it."""
-        if self._config.save_every and step % self._config.save_every == 0:
-            self.save(step)
+        """Begin a save where save_every asks for it, and commit the one before when it is written; errors as save()."""
+        due = bool(self._config.save_every) and step % self._config.save_every == 0
+        self._drain(wait=due)
+        if due and step > self._saved_step:
+            self._begin(step)
 
     def save(self, step: int) -> None:
-        """Commit a checkpoint of `step` (idempotent).
+        """Commit a checkpoint of `step` and return when it is there (idempotent).
 
         SupersededError when another attempt owns the run, CheckpointError when it cannot be written, which leaves those
         before it as they are."""
-        if step == self._saved_step:
-            return
-        start = time.perf_counter()
-        with _explained(f"checkpoint of step {step} not written to {self._root}"):
-            self._write(step)
-        self._full_save_s = time.perf_counter() - start
-        self._saved_step = step
+        self._drain(wait=True)
+        if step > self._saved_step:
+            self._begin(step)
+            self._drain(wait=True)
 
-    def _write(self, step: int) -> None:
-        tmp = begin(self._root, step, self._attempt)
+    def save_within(self, step: int, seconds: float) -> int:
+        """save(step), or where that takes longer than `seconds` commit the snapshot that is under way instead.
+
+        Returns the step of the newest checkpoint."""
+        if self._snapshot is not None and self.expected_save_s() > seconds:
+            self._drain(wait=True)
+        else:
+            self.save(step)
+        return self._saved_step
+
+    def _begin(self, step: int) -> None:
+        """Let every rank copy its state, and keep the small state of the same boundary."""
+        began = time.perf_counter()
+        with self._explained(step):
+            folder = begin(self._root, step, self._attempt)
+            self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
+            self.counters["seconds"] += time.time() - self._started
+            self._started = time.time()
+            state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
+            content = encode_state({**state, "counters": {**self.counters, "step": step}})
+        stall_s = time.perf_counter() - began
+        self._snapshot = _Snapshot(step, folder, content, began, stall_s)
+        self._stats = merge([self._stats, {"time/save": scalar(stall_s)}])
+
+    def _drain(self, wait: bool) -> None:
+        """Bring the save under way as far as it goes; `wait`: to its end."""
+        if (snapshot := self._snapshot) is None:
+            return
+        with self._explained(snapshot.step):
+            if snapshot.committing is None:
+                if not self._collect(snapshot, wait):
+                    return
+                snapshot.committing = self._thread.submit(self._commit, snapshot)
+            if not wait and not snapshot.committing.done():
+                return
+            commit_s = snapshot.committing.result()
+        write_s = max(answer.stats[WRITTEN][0] for answer in snapshot.written.values())
+        self._full_save_s = snapshot.stall_s + write_s + commit_s
+        drain_s = time.perf_counter() - snapshot.began - snapshot.stall_s
+        self._stats = merge([self._stats, {"time/save_drain": scalar(drain_s)}])
+        self._saved_step, self._snapshot = snapshot.step, None
+
+    def _collect(self, snapshot: _Snapshot, wait: bool) -> bool:
+        """Ask the ranks that have not yet written their files; whether all have now."""
         trainers = self._layout.ranks["trainer"]
-        answers = self._controller.call(dict.fromkeys(trainers, SaveState(str(tmp))))
-        entries = [FileEntry(*file) for answer in answers.values() for file in answer.files]
-        self.counters["seconds"] += time.time() - self._started
-        self._started = time.time()
-        state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
-        name = write_state(tmp, {**state, "counters": {**self.counters, "step": step}})
-        entries += seal_files(tmp, [name])
-        world: dict[str, Any] = {role: list(ranks) for role, ranks in self._layout.ranks.items()}
-        facts = Facts(config_hash=_hash(self._config), weight_version=step, attempt=self._attempt, world=world)
-        commit(self._root, step, tmp, entries, facts, keep=self._config.keep_checkpoints, fence=self.check_owner)
+        left = [rank for rank in trainers if rank not in snapshot.written]
+        answers = self._controller.call(dict.fromkeys(left, FinishSave(wait)))
+        snapshot.written |= {rank: answer for rank, answer in answers.items() if WRITTEN in answer.stats}
+        return len(snapshot.written) == len(trainers)
+
+    def _commit(self, snapshot: _Snapshot) -> float:
+        """Commit what the ranks have written, together with the small state; returns the seconds it took."""
+        start = time.perf_counter()
+        entries = [FileEntry(*file) for answer in snapshot.written.values() for file in answer.files]
+        write_durably(snapshot.folder / STATE, snapshot.state)
+        entries += seal_files(snapshot.folder, [STATE])
+        facts = Facts(
+            config_hash=_hash(self._config),
+            weight_version=snapshot.step,
+            attempt=self._attempt,
+            world=_world(self._config, self._layout),
+        )
+        keep, fence = self._config.keep_checkpoints, self.check_owner
+        commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence)
+        return time.perf_counter() - start
+
+    def _explained(self, step: int) -> AbstractContextManager[None]:
+        return _explained(f"checkpoint of step {step} not written to {self._root}")
 
     def restore(self) -> int:
         """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one.
@@ -110,10 +201,16 @@ class Checkpoints:
             print(f"hpcrl: {len(abandoned)} item(s) written after step {step} moved to abandoned/", flush=True)
         if latest is None or latest.path is None:
             return 0
+        assert latest.manifest is not None
         state = read_state(latest.path)
         trainers = self._layout.ranks["trainer"]
         answers = self._controller.call(dict.fromkeys(trainers, LoadState(str(latest.path))))
-        for warning in sorted({text for answer in answers.values() for text in answer.texts}):
+        warnings = {text for answer in answers.values() for text in answer.texts}
+        if moved := _moved(latest.manifest.facts.world, _world(self._config, self._layout)):
+            warnings.add(
+                f"{latest.path.name} was written by {moved}: from here on results are not the same in every bit"
+            )
+        for warning in sorted(warnings):
             print(f"hpcrl: {warning}", flush=True)
         self._owner.load_state_dict(state)
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
@@ -130,9 +227,34 @@ def _explained(what: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{what}: {error}") from error
     except RankFailed as error:
-        if error.event.kind != "input" or error.event.command not in (SaveState.__name__, LoadState.__name__):
+        commands = (SaveState.__name__, FinishSave.__name__, LoadState.__name__)
+        if error.event.kind != "input" or error.event.command not in commands:
             raise
         raise CheckpointError(f"{what}: {error}") from error
+
+
+def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
+    """On what the bits of a deterministic run depend besides its configuration."""
+    ranks: dict[str, Any] = {role: list(ranks) for role, ranks in layout.ranks.items()}
+    tensor_parallel, threads = layout.generator_tensor_parallel, config.cluster.threads_per_rank
+    return {"ranks": ranks, "generator_tensor_parallel": tensor_parallel, "threads_per_rank": threads}
+
+
+def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What is not as it was where a checkpoint was written, in words; empty where all is."""
+    parts = []
+    for role in now["ranks"]:
+        then, here = (world.get("ranks", {}).get(role, []) for world in (before, now))
+        if then != here:
+            parts.append(f"{role} ranks {_span(then)} (now {_span(here)})")
+    for name in ("generator_tensor_parallel", "threads_per_rank"):
+        if before.get(name) != now[name]:
+            parts.append(f"{name} {before.get(name)} (now {now[name]})")
+    return ", ".join(parts)
+
+
+def _span(ranks: list[int]) -> str:
+    return f"{ranks[0]}..{ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks)) or "none"
 
 
 def _hash(config: Config) -> str:

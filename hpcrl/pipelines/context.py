@@ -105,7 +105,7 @@ class Run:
 
     def log(self, step: int, *parts: Stats) -> None:
         """Write the step's metrics. NoProgress once they show that training has come to nothing."""
-        stats = merge(parts)
+        stats = merge([*parts, self.checkpoint.take_stats()])
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
         evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
         elapsed = time.perf_counter() - self._step_started - evaluated

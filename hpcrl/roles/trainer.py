@@ -15,12 +15,13 @@ from hpcrl.algorithms import make_algorithm
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.sft import sft_loss
 from hpcrl.batch import Batch, Norms, batch_from_samples
-from hpcrl.checkpoint.commit import seal_files
+from hpcrl.checkpoint.writer import Writer
 from hpcrl.data import sft_rows
 from hpcrl.dist.messages import (
     Advantages,
     Done,
     Export,
+    FinishSave,
     LoadRows,
     LoadState,
     Logprobs,
@@ -33,6 +34,7 @@ from hpcrl.dist.weights import Bucket, stage
 from hpcrl.engines.train import make_train_engine
 from hpcrl.rollout.store import write_rollouts
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, FinishReason, Sample
+from hpcrl.stats import scalar
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -85,6 +87,7 @@ class TrainerRole(_EngineRole):
         self._staged: list[Bucket] = []
         self._staged_version = -1
         self._num_pulls = 0  # of the staged version, still to come
+        self._writer = Writer()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
@@ -94,9 +97,13 @@ class TrainerRole(_EngineRole):
             WriteRollouts: self._write_rollouts,
             Stage: self._stage,
             SaveState: self._save,
+            FinishSave: self._finish_save,
             LoadState: self._load,
             Export: self._export,
         }
+
+    def close(self) -> None:
+        self._writer.close()
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if self._rows is None:
@@ -143,9 +150,15 @@ class TrainerRole(_EngineRole):
         return buckets
 
     def _save(self, command: SaveState, seq: int) -> Done:
-        folder = Path(command.folder)
-        entries = seal_files(folder, self.engine.save(folder))
-        return Done(seq, files=[(e.path, e.size, e.sha256) for e in entries])
+        self._writer.start(Path(command.folder), self.engine.snapshot())
+        return Done(seq)
+
+    def _finish_save(self, command: FinishSave, seq: int) -> Done:
+        written = self._writer.result(command.wait)
+        if written is None:
+            return Done(seq)
+        files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
+        return Done(seq, {"time/save_write": scalar(written.seconds)}, files)
 
     def _load(self, command: LoadState, seq: int) -> Done:
         return Done(seq, texts=self.engine.load(Path(command.folder)))

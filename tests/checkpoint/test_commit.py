@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.checkpoint.commit import Facts, begin, commit, find_latest, list_files, seal_files
 from hpcrl.checkpoint.failpoint import FAILPOINTS, failpoint
-from hpcrl.checkpoint.state import read_state, write_state
+from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.files import steps_in
 
 SAVE = """
@@ -33,6 +33,11 @@ def save(root: Path, step: int, attempt: int = 1, keep: int = 2, fence=None) -> 
     names = [*list_files(folder), write_state(folder, small_state(step))]
     facts = Facts(config_hash="abc", weight_version=step, attempt=attempt, world={"trainer": [1, 2]})
     return commit(root, step, folder, seal_files(folder, names), facts, keep=keep, fence=fence)
+
+
+def write_state(folder: Path, state: dict) -> str:
+    (folder / STATE).write_bytes(encode_state(state))
+    return STATE
 
 
 def small_state(step: int) -> dict:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.batch import Batch, Norms
+from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.base import TrainEngine
 from hpcrl.engines.train.fake import FakeTrainEngine
@@ -78,7 +79,7 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
 
     folder = scratch / "state"
     folder.mkdir(exist_ok=True)
-    mine = engine.save(folder)
+    mine = [entry.path for entry in write_files(folder, engine.snapshot())]
     dist.barrier()
     written: list[list[str]] = [[] for _ in range(size)]
     dist.all_gather_object(written, mine)

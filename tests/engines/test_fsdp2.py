@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.batch import Batch
+from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train import fsdp2
 from hpcrl.engines.train.fsdp2 import FSDP2Engine
@@ -264,7 +265,7 @@ def test_resume_continues_bit_for_bit(folders: dict[str, Path], world_of_one: No
     first = engine(folders["qwen2"], **settings)
     step(first)
     step(first)
-    first.save(tmp_path)
+    write_files(tmp_path, first.snapshot())
     drawn = draws()
     step(first)
     second = engine(folders["qwen2"], **settings)
@@ -321,7 +322,7 @@ def _two_ranks(folders: dict[str, Path], scratch: Path) -> dict[str, Any]:
 
     trainer = engine(folders["qwen2"])
     results["stats"] = trainer.train_step(mine, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
-    trainer.save(scratch / "two")
+    write_files(scratch / "two", trainer.snapshot())
     results["saved"] = dict(trainer.named_weights())
     trainer.train_step(mine, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
     results["continued"] = dict(trainer.named_weights())
@@ -346,7 +347,7 @@ def two_ranks(
     trainer, batch = engine(folders["qwen2"]), make_batch(LENGTHS)
     for _ in range(2):
         trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
-    trainer.save(scratch / "one")
+    write_files(scratch / "one", trainer.snapshot())
     torch.save(dict(trainer.named_weights()), scratch / "one.pt")
     return scratch, run_ranks(2, _two_ranks, folders, scratch)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hpcrl.batch import Batch, MicroBatches, Norms
+from hpcrl.checkpoint.writer import Files
 from hpcrl.stats import Stats
 
 LossFn = Callable[[Tensor, Tensor | None, Batch, Norms], tuple[Tensor, Stats]]
@@ -61,14 +62,14 @@ class TrainEngine(Protocol):
     def onload(self) -> None:
         """Move them back (idempotent)."""
 
-    def save(self, folder: Path) -> list[str]:
-        """Write sharded parameters, optimizer, scheduler and per-rank random state into a folder. Collective.
+    def snapshot(self) -> Files:
+        """Copy this rank's part of a checkpoint to host memory: parameters, optimizer, scheduler, random state.
 
-        Returns the names of the files that this rank wrote; the caller makes them durable.
+        Returns the files that this rank has to write, valid until the next call. Collective.
         """
 
     def load(self, folder: Path) -> list[str]:
-        """Restore what save() wrote, also on another number of ranks. Collective.
+        """Restore what the files of all ranks hold, also on another number of ranks. Collective.
 
         Returns warnings: on another number of ranks random state is not restored.
         """

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
+import os
+import pickle
 import random
 from pathlib import Path
 from typing import Any, cast
@@ -11,11 +15,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.serialization import skip_data
+
+from hpcrl.checkpoint.writer import Files, SharedFile
 
 FACTS = "trainer.json"
+ALIGNMENT = 64  # of a slice in the file: what torch.save aligns tensors to within it
 
 
 def _random_state() -> dict[str, Any]:
@@ -37,48 +56,154 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizer if optimizer is not None else ())
-    return {"model": weights, "optimizer": moments}
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Weights and moments as they live, by name; tied ones once, under their first name."""
+    if optimizer is not None and not optimizer.state:
+        get_optimizer_state_dict(model, optimizer)  # takes an empty step, which makes the moments
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    first: dict[int, str] = {}
+    tensors = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(value), name) == name:
+            tensors[f"model.{name}"] = value.detach()
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items() if optimizer is not None else ():
+            tensors[f"optimizer.state.{name}.{key}"] = value
+    return tensors
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, optimizer_step: int) -> list[str]:
-    """Write the sharded model and optimizer, each rank's random state, and trainer.json. Collective.
+class Snapshots:
+    """Copies of a rank's sharded tensors and random state in host memory, in the form of files to write.
 
-    Returns the names of the files that this rank wrote. The caller makes the folder durable: it flushes and commits
-    all files of a checkpoint together. OSError names the trainer rank that could not write.
+    The shard file is one that torch.distributed.checkpoint reads. It is laid out once, with all there is around the
+    bytes of each tensor; after that a snapshot copies these bytes, and no rank waits for another.
     """
-    try:
-        dcp.save(_tensors(model, optimizer), checkpoint_id=folder)
-    except CheckpointException as error:  # the same on every rank; no Exception, and its text is several tracebacks
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"trainer rank {rank} could not write: {type(cause).__name__}: {cause}") from error
-    torch.save(_random_state(), folder / f"random_rank{dist.get_rank()}.pt")
-    if dist.get_rank() == 0:
-        facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
-        (folder / FACTS).write_text(json.dumps(facts) + "\n")
-    dist.barrier()
-    own = [path.name for path in folder.glob(f"__{dist.get_rank()}_*.distcp")]
-    own.append(f"random_rank{dist.get_rank()}.pt")
-    return own + ([".metadata", FACTS] if dist.get_rank() == 0 else [])
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        self._model, self._optimizer = model, optimizer
+        self._laid_out: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._layout = _Layout()
+
+    def take(self, optimizer_step: int) -> Files:
+        """The files of this rank, valid until the next call. Collective when it is the first.
+
+        OSError names the trainer rank that lacks the memory."""
+        tensors = _tensors(self._model, self._optimizer)
+        kinds = [(name, value.shape, value.dtype) for name, value in tensors.items()]
+        if kinds != self._laid_out:
+            self._lay_out(tensors)
+            self._laid_out = kinds
+        for name, place in self._layout.places.items():
+            value = tensors[name]
+            place.copy_(value.to_local() if isinstance(value, DTensor) else value)
+        random_state = io.BytesIO()
+        torch.save(_random_state(), random_state)
+        files: Files = {f"random_rank{dist.get_rank()}.pt": random_state.getvalue()}
+        if self._layout.shard is not None:
+            files[_shard_name()] = self._layout.shard
+        if dist.get_rank() == 0:
+            facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
+            files |= {".metadata": self._layout.metadata, FACTS: json.dumps(facts).encode() + b"\n"}
+        return files
+
+    def _lay_out(self, tensors: dict[str, Tensor]) -> None:
+        self._layout = _Layout()
+        try:
+            dcp.save(tensors, storage_writer=self._layout)
+        except CheckpointException as error:  # the same on every rank; no Exception, and its text is several tracebacks
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise OSError(f"trainer rank {rank} has no room for a snapshot: {cause}") from error
+
+
+class _Layout(StorageWriter):
+    """Where each tensor goes in this rank's shard file.
+
+    places: name -> the bytes of the local part in the file, as a tensor of its kind. shard: the file, None where the
+    rank has nothing to write. metadata: content of .metadata, on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, Tensor] = {}
+        self.shard: SharedFile | None = None
+        self.metadata = b""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Part of StorageWriter: there is no folder yet."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Part of StorageWriter: all ranks are alike."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Part of StorageWriter: as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Part of StorageWriter: as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Part of StorageWriter: none is used."""
+        return False
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Lay out what the plan gives this rank."""
+        frame = functools.cache(_frame)
+        values = {item.index: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
+        offsets, size = {}, 0
+        for index, value in values.items():
+            head, tail = frame(value.shape, value.dtype)
+            offsets[index] = size
+            size += -(-(len(head) + value.nbytes + len(tail)) // ALIGNMENT) * ALIGNMENT
+        results = []
+        self.shard = SharedFile(size) if size else None
+        for index, offset in offsets.items():
+            assert self.shard is not None and index.fqn not in self.places, f"two parts of {index.fqn} on one rank"
+            value = values[index]
+            head, tail = frame(value.shape, value.dtype)
+            start, end = offset + len(head), offset + len(head) + value.nbytes
+            self.shard.buffer[offset:start], self.shard.buffer[end : end + len(tail)] = head, tail
+            whole = torch.frombuffer(self.shard.buffer, dtype=torch.uint8)
+            self.places[index.fqn] = whole[start:end].view(value.dtype).view(value.shape)
+            length = end + len(tail) - offset
+            results.append(WriteResult(index, length, _StorageInfo(_shard_name(), offset, length)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep what names every slice of every rank's file. Called on rank 0."""
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        self.metadata = pickle.dumps(metadata)
+
+
+def _shard_name() -> str:
+    return f"__{dist.get_rank()}_0.distcp"
+
+
+def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the bytes of such a tensor, without their checksum."""
+    buffer = io.BytesIO()
+    value = torch.empty(shape, dtype=dtype)
+    with skip_data():
+        torch.save(value, buffer)
+    buffer.seek(0)
+    with FakeTensorMode():
+        start = torch.load(buffer).untyped_storage()._checkpoint_offset
+    content = buffer.getbuffer()
+    return bytes(content[:start]), bytes(content[start + value.nbytes :])
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, list[str]]:
-    """(optimizer step, warnings) after restoring what save() wrote, on any number of ranks. Collective.
+    """(optimizer step, warnings) after restoring a checkpoint, on any number of ranks. Collective.
 
     ValueError if the folder holds no trainer checkpoint.
     """
     if not (folder / FACTS).is_file():
         raise ValueError(f"checkpoint {folder}: no {FACTS}; this is not a trainer's checkpoint")
     facts = json.loads((folder / FACTS).read_text())
-    tensors = _tensors(model, optimizer)
-    dcp.load(tensors, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizer if optimizer is not None else (),
-        model_state_dict=tensors["model"],
-        optim_state_dict=tensors["optimizer"],
-    )
+    dcp.load(_tensors(model, optimizer), checkpoint_id=folder)  # in place
     if facts["num_ranks"] != dist.get_world_size():
         return facts["optimizer_step"], [
             f"checkpoint {folder} was written by {facts['num_ranks']} trainer ranks, now there are "

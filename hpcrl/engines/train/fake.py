@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpcrl.batch import Batch, MicroBatches, Norms
+from hpcrl.checkpoint.writer import Files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.base import LossFn
 from hpcrl.engines.train.schedule import learning_rate
@@ -83,12 +85,11 @@ class FakeTrainEngine:
     def onload(self) -> None:
         """See TrainEngine."""
 
-    def save(self, folder: Path) -> list[str]:
+    def snapshot(self) -> Files:
         """See TrainEngine. Every rank holds the same, rank 0 writes it; there is no random state."""
-        if self.data_parallel_rank == 0:
-            torch.save({"transitions": self.transitions.detach(), "step": self.optimizer_step}, folder / "fake.pt")
-        dist.barrier()
-        return ["fake.pt"] if self.data_parallel_rank == 0 else []
+        buffer = io.BytesIO()
+        torch.save({"transitions": self.transitions.detach(), "step": self.optimizer_step}, buffer)
+        return {"fake.pt": buffer.getvalue()} if self.data_parallel_rank == 0 else {}
 
     def load(self, folder: Path) -> list[str]:
         """See TrainEngine."""

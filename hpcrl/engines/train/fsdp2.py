@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hpcrl.batch import Batch, MicroBatches, Norms
+from hpcrl.checkpoint.writer import Files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train import checkpoint
 from hpcrl.engines.train.attention import PackedLayout, shared_prefixes
@@ -85,6 +86,7 @@ class FSDP2Engine:
         self.packing = self._probe_packing()
         self.weight_names = _untied_names(self.model.hf)
         self.optimizer = self._make_optimizer() if trainable else None
+        self._snapshots = checkpoint.Snapshots(self.model, self.optimizer)
 
     # ---- building
 
@@ -366,9 +368,9 @@ class FSDP2Engine:
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
-    def save(self, folder: Path) -> list[str]:
-        """See TrainEngine. The caller makes the files durable."""
-        return checkpoint.save(Path(folder), self.model, self.optimizer, self.optimizer_step)
+    def snapshot(self) -> Files:
+        """See TrainEngine. OSError on every rank where one lacks the memory."""
+        return self._snapshots.take(self.optimizer_step)
 
     def load(self, folder: Path) -> list[str]:
         """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""
