@@ -26,6 +26,7 @@ from hpcrl.layout import RoleLayout
 from hpcrl.placement import Placement
 from hpcrl.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, close_run, open_run, stored_config, world_folder
+from hpcrl.signals import ignore_signals
 
 
 def launch_local(config: Config) -> int:
@@ -52,6 +53,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "MPLCONFIGDIR": str(world / "matplotlib"),  # its list of fonts, which it keeps in the user's home otherwise
         **os.environ,
         "HPCRL_ATTEMPT": str(attempt),
         "HPCRL_NODE": str(node),
@@ -198,6 +200,8 @@ def main() -> int:
     # A batch script of hpcrl.launch starts agents, also where one node holds one rank.
     if place.kind == "agent" or (place.launcher == "slurm" and config.cluster.name == "slurm"):
         return run_node(run_dir, int(os.environ.get("HPCRL_ATTEMPT", "1")), place.node, place.num_nodes)
+    if place.launcher == "agent" and place.index != 0:  # the agent and rank 0 decide
+        ignore_signals()
     return run_rank(run_dir, place)
 
 
