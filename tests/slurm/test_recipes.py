@@ -1,0 +1,159 @@
+"""The scripts of slurm/ on a cluster of their size: accepted, held, looked at, cancelled; the tiny one runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config, load
+from hpcrl.exitcodes import ExitCode
+from hpcrl.layout import RoleLayout
+from hpcrl.metrics import read_metrics
+from hpcrl.placement import Placement
+from tests.conftest import ROOT
+from tests.slurm.jobs import launch, show, wait_state
+
+RECIPES = sorted(path.stem for path in (ROOT / "slurm").glob("*.sbatch"))
+
+
+@pytest.fixture(scope="module")
+def large(one_machine: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cluster that claims 57 nodes with 8 GPUs and 4 without: as large as the largest recipe."""
+    gpu = one_machine.Nodes("g", 57, cpus=64, memory_mb=1_600_000, gpus=8)
+    cpu = one_machine.Nodes("c", 4, cpus=64, memory_mb=500_000)
+    with one_machine.Cluster(tmp_path_factory.mktemp("large"), [gpu, cpu]) as running:
+        yield running
+
+
+def script(name: str) -> Path:
+    return ROOT / "slurm" / f"{name}.sbatch"
+
+
+def read(name: str) -> tuple[Config, Placement]:
+    config = load(["+cluster=slurm", f"+experiment={name}"])
+    return config, Placement.from_config(config, RoleLayout.from_config(config))
+
+
+def sbatch(large: Any, *words: str, **environ: str) -> int:
+    """The (leader's) job id of what a user submits by hand, with the `python` of these tests."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sbatch", "--parsable", *words],
+        env={**large.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+def hold(large: Any, *words: str, **environ: str) -> list[dict[str, str]]:
+    """Submit held, cancel; what Slurm had of each component, in order."""
+    job = sbatch(large, "--hold", *words, **environ)
+    lines = large.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()
+    large.run("scancel", str(job))
+    found = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+    return sorted(found, key=lambda component: int(component["JobId"]))
+
+
+def minutes(text: str) -> int:
+    """Of D-HH:MM:SS, as Slurm prints a limit."""
+    days, _, clock = text.rpartition("-")
+    hours, mins, _ = map(int, clock.split(":"))
+    return (int(days or 0) * 24 + hours) * 60 + mins
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_asks_for_the_nodes_of_its_layout(large: Any, name: str) -> None:
+    large.run("sbatch", "--test-only", str(script(name)))
+    config, placement = read(name)
+    found = hold(large, "--partition=high", str(script(name)))
+    assert len(found) == len(placement.components)
+    for component, shown in zip(placement.components, found, strict=True):
+        gpus = component.config.gpus_per_node
+        assert shown["NumNodes"].split("-")[0] == str(len(component.nodes))
+        assert shown.get("TresPerNode") == (f"gres:gpu:{gpus}" if gpus else None)
+        assert shown["MinMemoryNode"] == component.config.memory
+        assert minutes(shown["TimeLimit"]) == minutes(config.cluster.time)
+        assert (shown["Partition"], shown["JobName"], shown["Requeue"]) == ("high", f"hpcrl-{name}", "1")
+
+
+def test_a_script_that_needs_more_than_the_cluster_has_is_refused(large: Any, tmp_path: Path) -> None:
+    """Negative control of the test above."""
+    bad = tmp_path / "bad.sbatch"
+    bad.write_text(script("rlvr_200b").read_text().replace("--nodes=32", "--nodes=64"))
+    with pytest.raises(RuntimeError, match="More processors requested than permitted"):
+        large.run("sbatch", "--test-only", str(bad))
+
+
+def test_the_two_sizes_of_200b_are_what_its_readers_are_told() -> None:
+    sizes = {}
+    for name in ("rlvr_200b", "rlvr_200b_disaggregated"):
+        config, placement = read(name)
+        sizes[name] = [(c.name, len(c.nodes), c.config.gpus_per_node) for c in placement.components]
+        layout = RoleLayout.from_config(config)
+        assert (len(layout.ranks["trainer"]), len(layout.ranks["generator"])) == (256, 200)
+        assert [len(replica) for replica in layout.replicas] == [8] * 25
+    assert sizes["rlvr_200b"] == [("gpu", 32, 8), ("cpu", 2, 0)]
+    assert sizes["rlvr_200b_disaggregated"] == [("gpu", 32, 8), ("gen", 25, 8), ("cpu", 2, 0)]
+
+
+def test_account_and_partition_reach_every_component(large: Any) -> None:
+    file = str(script("rlvr_7b_async"))
+    assert [c["Partition"] for c in hold(large, file)] == ["low"] * 3
+    for found in (
+        hold(large, file, SBATCH_PARTITION="high", SBATCH_ACCOUNT="physics"),
+        hold(large, "--partition=high", "--account=physics", file),
+    ):
+        assert [(c["Partition"], c["Account"]) for c in found] == [("high", "physics")] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["cluster.components.train.gpus_per_node=8", "cluster.components.train.gpu_type=h900"], "not available"),
+        (["cluster.components.gen.memory=900T"], "Memory specification can not be satisfied"),
+        (["cluster.components.cpu.partition=nowhere"], "Invalid partition name specified"),
+        (["cluster.exclude=nowhere"], "Invalid node name specified"),
+        (["cluster.components.gen.constraint=blue"], "Invalid feature specification"),
+    ],
+)
+def test_what_slurm_refuses_is_told_in_one_line_and_nothing_is_queued(
+    large: Any, tmp_path: Path, words: list[str], reason: str
+) -> None:
+    done = launch(large, tmp_path / "run", "+experiment=rlvr_tiny", *words)
+    assert done.returncode == ExitCode.BAD_INPUT
+    (line,) = done.stderr.splitlines()
+    assert reason in line
+    assert large.run("squeue", "-h") == ""
+
+
+@pytest.mark.slow
+def test_the_tiny_recipe_runs_to_its_end(large: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    log = tmp_path / "job.log"
+    job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), f"run_dir={run_dir}")
+    try:
+        wait_state(large, run_dir, job, ["COMPLETED"], timeout_s=100)
+    except AssertionError:
+        raise AssertionError(log.read_text()) from None
+    assert [row["step"] for row in read_metrics(run_dir)][-1] == 5
+    assert (run_dir / "finished.json").exists() and list((run_dir / "hf").glob("*.safetensors"))
+
+
+def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    job = sbatch(large, f"--output={log}", str(script("convert")), f"run_dir={tmp_path / 'run'}")
+    wait_state(large, tmp_path / "run", job, ["FAILED"], timeout_s=60)
+    assert log.read_text() == "pipeline: convert is not built yet (conf/experiment/convert.yaml)\n"
+    assert not (tmp_path / "run").exists()
+    assert show(large, job)["Restarts"] == "0"
