@@ -24,6 +24,7 @@ from hpcrl.pipelines.context import NoProgress, Run, Stopped
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.scheduler import RolloutExhausted
 from hpcrl.rundir import SupersededError, finish_run
+from hpcrl.signals import STOPPING
 
 CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
@@ -59,7 +60,7 @@ def control(
 
             make_tiny_model(config.model.tiny, model_path)
         run = Run(controller, layout, config, run_dir, model_path, attempt)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in STOPPING:
             signal.signal(number, lambda n, _: setattr(run, "stop_signal", run.stop_signal or n))
         stopped = None
         try:
@@ -72,7 +73,7 @@ def control(
         world.leave()
         if stopped is None:
             return ExitCode.DONE
-        return _tell(world, SIGNAL_CODES.get(signal.Signals(stopped.signal_number), ExitCode.REQUEUE), str(stopped))
+        return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         traceback.print_exc()
         return _tell(world, *_explain(error, built=run is not None))

@@ -25,5 +25,5 @@ class ExitCode(IntEnum):
     TERMINATED = 143  # SIGTERM
 
 
-SIGNAL_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
-"""Codes of a run that a signal ended; other signals ask for a requeue."""
+SIGNAL_CODES: dict[int, ExitCode] = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
+"""Codes of a run that a signal ended; other signals, and the end of the job's time, ask for a requeue."""

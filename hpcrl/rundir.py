@@ -20,7 +20,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,18 @@ SUBMITTED = f"{SLURM}/submitted.json"
 OUTCOME = "outcome.json"
 """In the folder of an attempt's world, from the agent of rank 0: the exit code of the run."""
 
+DIVISION = (
+    "trainer.megatron",
+    "trainer.max_tokens_per_micro_batch",
+    "trainer.activation_checkpointing",
+    "trainer.cpu_offload",
+    "trainer.logits_chunk_tokens",
+    "generator.max_slots",
+    "generator.burst_tokens",
+    "generator.kv_bucket",
+)
+"""Keys that cut the work up for the memory of a rank: other values round numbers differently."""
+
 MAY_CHANGE = (
     "max_steps",
     "save_every",
@@ -49,6 +61,8 @@ MAY_CHANGE = (
     "run_dir",
     "timeouts",
     "cluster",
+    "layout",
+    *DIVISION,
 )
 """Keys (with all below them) that may differ between attempts: they change how long and where a run goes on, not what
 it computes. max_steps also stretches a cosine or linear lr schedule: from there on it follows the new length."""
@@ -87,7 +101,7 @@ def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Ru
     if not (folder / CONFIG).exists():
         return RunState(folder, "fresh", _check_free(folder))
     changes = _differences(_stored_config(folder), _effective(config, folder))
-    refused = [line for key, line in changes if key.split(".")[0] not in MAY_CHANGE]
+    refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if refused:
         head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
         raise ConfigError([head, *(f"  {line}" for line in refused)])
@@ -128,9 +142,21 @@ def world_folder(run_dir: Path, attempt: int) -> Path:
     return run_dir / "world" / f"attempt_{attempt:04d}"
 
 
-def record_submission(run_dir: Path, job: int) -> None:
-    """Note the job that will run the next attempts."""
-    write_durably(run_dir / SUBMITTED, json.dumps({"job": job, "at": _now()}).encode())
+def record_submission(run_dir: Path, jobs: Sequence[int]) -> None:
+    """Note the jobs that will run the next attempts, in their order."""
+    write_durably(run_dir / SUBMITTED, json.dumps({"jobs": list(jobs), "at": _now()}).encode())
+
+
+def submitted_jobs(run_dir: Path) -> list[int]:
+    """The jobs of the newest submission; none for a run that was not submitted by hpcrl.launch."""
+    return _read_json(run_dir / SUBMITTED).get("jobs", [])
+
+
+def last_end(run_dir: Path) -> dict[str, Any]:
+    """What close_run was told about the newest attempt; empty if that one was not closed."""
+    attempt = _newest_attempt(run_dir)
+    owner = _read_json(_record(run_dir, attempt)) if attempt else {}
+    return owner if "ended" in owner else {}
 
 
 def finish_run(run_dir: Path, step: int, max_steps: int, reason: str) -> None:
@@ -140,11 +166,11 @@ def finish_run(run_dir: Path, step: int, max_steps: int, reason: str) -> None:
     )
 
 
-def close_run(run_dir: Path, attempt: int) -> None:
-    """Give the run up, so that the next launch need not ask whether this process lives."""
+def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
+    """Give the run up, so that the next launch need not ask whether its owner lives. `told`: how it ended."""
     check_owner(run_dir, attempt)
     owner = _read_json(_record(run_dir, attempt))
-    write_durably(_record(run_dir, attempt), json.dumps(owner | {"ended": _now()}).encode())
+    write_durably(_record(run_dir, attempt), json.dumps(owner | {"ended": _now(), **told}).encode())
 
 
 def check_owner(run_dir: Path, attempt: int) -> None:
@@ -213,8 +239,9 @@ def _describe(config: Mapping[str, Any], run: RunState) -> None:
 
 def _check_free(folder: Path) -> int:
     """The newest attempt, 0 without one; ConfigError naming its owner if that may still run."""
-    if submitted := _read_json(folder / SUBMITTED):
-        _check_job_gone(f"{folder} waits for job {submitted['job']}", folder / SUBMITTED, submitted["job"], -1)
+    jobs, own = submitted_jobs(folder), slurm.own_job(os.environ)
+    for job in [] if own is not None and own[0] in jobs else jobs:  # this job may be a link of the chain
+        _check_job_gone(f"{folder} waits for job {job}", folder / SUBMITTED, job, -1)
     attempt = _newest_attempt(folder)
     if not attempt:
         return 0
@@ -232,7 +259,7 @@ def _check_free(folder: Path) -> int:
     held = f"{folder} is held by pid {owner['pid']} on host {owner['host']} since {owner['since']} (attempt {attempt})"
     if owner["host"] != platform.node():
         raise ConfigError([f"{held}; if that process is gone, remove {path}"])
-    if _alive(owner["pid"], owner["process_start"]):
+    if process_lives(owner["pid"], owner["process_start"]):
         raise ConfigError([f"{held}; wait for it, stop it, or use another run_name"])
     return attempt
 
@@ -253,7 +280,7 @@ def _check_job_gone(held: str, record: Path, number: int, restarts: int) -> None
         )
 
 
-def _alive(pid: int, start: float) -> bool:
+def process_lives(pid: int, start: float) -> bool:
     """Whether the very process with this pid and start still runs; a pid alone may have been given out again."""
     try:
         process = psutil.Process(pid)

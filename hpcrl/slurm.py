@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 CALL_S = 30.0
+ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # words in English, times as seconds since the epoch
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
 
 
@@ -26,6 +27,8 @@ class Job:
     restarts: int
     preempted: bool
     reason: str
+    end: float | None
+    """When its time is over, seconds since the epoch; None without a limit or before it starts."""
 
     @property
     def lives(self) -> bool:
@@ -42,18 +45,31 @@ def find_job(job_id: int) -> Job | None:
             return None
         raise
     values = dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
+    end = values.get("EndTime", "")
     return Job(
         job_id,
         values["JobState"],
         int(values.get("Restarts", 0)),
         values.get("PreemptTime", "None") not in ("None", "Unknown"),
         values.get("Reason", ""),
+        float(end) if end.isdigit() and values["JobState"] != "PENDING" else None,
     )
 
 
-def submit(script: Path, output: Path) -> int:
-    """Submit a script whose output goes to `output`; returns the (leader's) job id. SlurmError with Slurm's reason."""
-    return int(call("sbatch", "--parsable", f"--output={output}", str(script)).strip().split(";")[0])
+def submit(script: Path, output: Path, *, after: int | None = None) -> int:
+    """Submit a script whose output goes to `output`; returns the (leader's) job id. SlurmError with Slurm's reason.
+
+    `after`: a job that must have ended before, however it did.
+    """
+    options = [f"--output={output}", *([f"--dependency=afterany:{after}"] if after is not None else [])]
+    return int(call("sbatch", "--parsable", *options, str(script)).strip().split(";")[0])
+
+
+def cancel(jobs: Collection[int], states: Collection[str] = LIVE) -> None:
+    """End those of the jobs that are in one of the states."""
+    found = [job for job in map(find_job, jobs) if job is not None and job.state in states]
+    if found:
+        call("scancel", *(str(job.id) for job in found))
 
 
 def requeue(job_id: int) -> None:
@@ -71,7 +87,7 @@ def call(*command: str) -> str:
     """Output of a Slurm command. SlurmError with the first of its words about what is wrong."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=CALL_S, check=False, env={**os.environ, "LC_ALL": "C"}
+            command, capture_output=True, text=True, timeout=CALL_S, check=False, env={**os.environ, **ENVIRON}
         )
     except FileNotFoundError:
         raise SlurmError(f"{command[0]} is not on this machine; run this where Slurm's commands are") from None

@@ -92,6 +92,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
                 yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates for evaluation only"
     elif not config.algorithm.uses_reference:
         yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
+    if config.cluster.after != "chain":
+        yield ("cluster", "num_links"), ("cluster", "after"), "a job that goes on is requeued"
     if config.trainer.engine != "megatron":
         yield ("trainer", "megatron"), ("trainer", "engine"), f"the engine is {config.trainer.engine}"
     if config.model.path is not None:

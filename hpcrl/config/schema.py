@@ -504,6 +504,8 @@ class ClusterConfig(Section):
     """Warning before the wall-time limit or a preemption, seconds (Slurm may be up to 60 s early)."""
     after: Literal["requeue", "chain"] = "requeue"
     """How an unfinished run gets its next job: the same job requeued, or a queue of dependent jobs."""
+    num_links: Positive = 4
+    """Jobs of a chain, the first included."""
     max_restarts: Natural = 3
     """Restarts in a row after crashes and hangs without a new checkpoint in between; others do not count."""
     modules: list[Word] = []
@@ -518,6 +520,8 @@ class ClusterConfig(Section):
     """Container image: a file, or what pyxis pulls."""
     mounts: list[Word] = []
     """Folders inside the container besides the run folder and the source tree, SOURCE or SOURCE:TARGET."""
+    storage_gb_per_s: PositiveFloat = 2.0
+    """GB/s that all ranks together write to the run folder's file system; the plan's checkpoint time comes of it."""
 
 
 class Config(Section):

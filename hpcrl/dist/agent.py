@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from hpcrl.dist.bootstrap import ENDPOINT
 from hpcrl.dist.devices import VISIBLE
 from hpcrl.dist.trace import LEAVING, read_trace
+from hpcrl.signals import STOPPING, held_back
 
 if TYPE_CHECKING:
     from hpcrl.dist.control import Sender
@@ -32,11 +33,9 @@ POLL_S = 0.05
 CHECK_EVERY_S = 1.0
 LISTENS_S = 3.0  # a controller that has beaten since then takes messages
 STUCK = 4  # times silent_s that the controller may do one thing
-TERMINATE_S = 2.0  # from SIGTERM to SIGKILL
 KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
 VERDICT = "verdict.json"  # what the controller leaves for its agent
 PR_SET_PDEATHSIG = 1
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Agent:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
         self._forget_earlier_start()
-        before = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
+        before = {number: signal.signal(number, self._on_signal) for number in STOPPING}
         verdict = Verdict(None)
         try:
             for rank in self._ranks:
@@ -108,15 +107,16 @@ class Agent:
     def _start(self, rank: int) -> None:
         log = open(self._logs / f"rank_{rank:04d}.log", "ab")  # noqa: SIM115
         # Rank 0 talks to the user; what it and the others say besides goes to the logs.
-        self._processes[rank] = subprocess.Popen(
-            list(self._argv(rank)),
-            env={**self._environ, VISIBLE: self._gpus[rank], "HPCRL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=None if rank == 0 else log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509 - no thread runs yet that could hold a lock
-        )
+        with contextlib.nullcontext() if rank == 0 else held_back():
+            self._processes[rank] = subprocess.Popen(
+                list(self._argv(rank)),
+                env={**self._environ, VISIBLE: self._gpus[rank], "HPCRL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509 - no thread runs yet that could hold a lock
+            )
         log.close()
 
     def _watch(self, verdict: Verdict) -> None:
@@ -214,20 +214,15 @@ class Agent:
         self._signals.append(number)
 
     def _end_all(self, verdict: Verdict) -> None:
-        """End what still runs: SIGTERM, then SIGKILL to the whole session of each rank."""
+        """End what still runs: SIGKILL to the whole group of each rank, which is deaf to the others."""
         alive = {rank: process for rank, process in self._processes.items() if process.returncode is None}
         for process in alive.values():
-            process.terminate()
-        deadline = time.monotonic() + min(TERMINATE_S, self._grace_s)
-        while time.monotonic() < deadline and any(_reap(p) is None for p in alive.values() if p.returncode is None):
-            time.sleep(POLL_S)
+            _kill_group(process.pid)
         for rank, process in alive.items():
-            if process.returncode is None:
-                _kill_group(process.pid)
-                try:
-                    process.wait(KILL_S)
-                except subprocess.TimeoutExpired:
-                    print(f"hpcrl agent: rank {rank} (pid {process.pid}) does not die", file=sys.stderr, flush=True)
+            try:
+                process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                print(f"hpcrl agent: rank {rank} (pid {process.pid}) does not die", file=sys.stderr, flush=True)
             if rank == 0 and process.returncode is not None:
                 verdict.controller_code = process.returncode
                 verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ from hpcrl.files import write_durably
 from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
-from hpcrl.launch.plan import describe
+from hpcrl.launch.plan import describe, plan_shape
 from hpcrl.launch.render import render
 from hpcrl.layout import RoleLayout, check_layout
 from hpcrl.placement import Placement, check_placement
+from hpcrl.planner.parallel import check_parallel
+from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.rundir import CONFIG, SLURM, RunState, check_run, record_submission
 
 
@@ -58,29 +61,36 @@ def start(argv: Sequence[str]) -> int:
         print(f"\nfinished: {run.finished['reason']}; raise max_steps, or choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":
-        job = submit(config, layout, argv)
+        job, *links = submit(config, layout, argv)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
-        print(f"\njob {job} is submitted\n  follow  tail -F {log}\n  stop    scancel {job}")
+        print(f"\njob {job} is submitted{f', and {len(links)} that follow it' if links else ''}")
+        print(f"  follow  tail -F {log}\n  stop    scancel {job}")
         return ExitCode.DONE
     from hpcrl.run import launch_local  # a dry run needs none of it
 
     return launch_local(config)
 
 
-def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> int:
-    """Write the batch script into the run folder and submit it; returns the job id. SlurmError with Slurm's reason."""
+def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> list[int]:
+    """Write the batch script into the run folder and submit it; returns the job's id, of a chain those of all links.
+
+    SlurmError with Slurm's reason; then nothing is left in the queue.
+    """
     run_dir = Path(config.run_dir)
     words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
     script = run_dir / SLURM / "job.sbatch"
     script.parent.mkdir(parents=True, exist_ok=True)
     text = render(config, Placement.from_config(config, layout), [*words, f"run_dir={run_dir}"], sys.executable)
     write_durably(script, text.encode())
+    jobs: list[int] = []
     try:
-        job = slurm.submit(script, script.parent / "job-%j.log")
+        for _ in range(config.cluster.num_links if config.cluster.after == "chain" else 1):
+            jobs.append(slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None))
+            record_submission(run_dir, jobs)
     except slurm.SlurmError as error:
+        slurm.cancel(jobs)
         raise slurm.SlurmError(f"Slurm refuses the job: {error} (script: {script})") from error
-    record_submission(run_dir, job)
-    return job
+    return jobs
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState]:
@@ -100,6 +110,8 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         _check_inputs(reading, config)
         config = _find_model(reading, config)
         model = _check_model(reading, config)
+        if not layout_problems:
+            _check_parallel(reading, config, model)
         run = _check_run(reading, config)
     if reading.problems or config is None or run is None:
         raise ConfigError(reading.lines())
@@ -135,13 +147,19 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     """The model folder, where one is given; None where the tiny model is made."""
     if config.model.path is None:
         return None
-    model = inspect_model(Path(config.model.path))
+    model = inspect_model(Path(config.model.path), to_plan=config.dry_run)
     reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"))))
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model
+
+
+def _check_parallel(reading: Reading, config: Config, model: ModelFolder | None) -> None:
+    """Whether the model can be cut as asked; nothing where its family is not known, which the plan says."""
+    with contextlib.suppress(CannotPlanError):
+        reading.add(check_parallel(config, RoleLayout.from_config(config), plan_shape(config, model)))
 
 
 def _check_run(reading: Reading, config: Config) -> RunState | None:

@@ -1,7 +1,9 @@
 """Inside a batch script, before and after the step that trains.
 
-python -m hpcrl.launch.job begin WORDS...              checks, makes the run folder, prints `ATTEMPT RUN_DIR`
+python -m hpcrl.launch.job begin WORDS...              checks, makes the run folder, prints `ATTEMPT JOB_END RUN_DIR`
 python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job where it goes on
+
+A chain goes on by its next link, which is in the queue already; where the run does not go on, its links are taken out.
 """
 
 from __future__ import annotations
@@ -19,7 +21,18 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
 from hpcrl.launch.__main__ import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
-from hpcrl.rundir import FINISHED, OUTCOME, SupersededError, close_run, open_run, stored_config, world_folder
+from hpcrl.rundir import (
+    FINISHED,
+    OUTCOME,
+    SupersededError,
+    check_owner,
+    close_run,
+    last_end,
+    open_run,
+    stored_config,
+    submitted_jobs,
+    world_folder,
+)
 
 RESTARTS = "restarts.json"
 CRASHES = (ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.DEADLINE, ExitCode.STORE_LOST)
@@ -29,23 +42,24 @@ CRASHES = (ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.DEADLINE, ExitCo
 def begin(words: Sequence[str]) -> int:
     """Open the next attempt of the run that the words describe."""
     config, *_, run = prepare(words)
-    if run.kind == "finished":
-        print(f"hpcrl: finished: {run.finished['reason']}", file=sys.stderr)
+    own = slurm.own_job(os.environ)
+    why = f"finished: {run.finished['reason']}" if run.kind == "finished" else ""
+    if own is not None and own[0] in submitted_jobs(run.run_dir)[1:] and last_end(run.run_dir).get("goes_on") is False:
+        why = "the link before this one ended for good"
+    if why:
+        print(f"hpcrl: {why}", file=sys.stderr)
+        _end_chain(run.run_dir)
         return NOTHING_TO_DO
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
-    print(opened.attempt, opened.run_dir)
+    job = slurm.find_job(own[0]) if own is not None else None
+    if job is not None:
+        print(f"hpcrl: attempt {opened.attempt} in job {job.id}, restart {job.restarts}", file=sys.stderr)
+    print(opened.attempt, int(job.end) if job is not None and job.end else 0, opened.run_dir)
     return ExitCode.DONE
 
 
 def end(run_dir: Path, attempt: int, step_code: int) -> int:
     """Close the attempt; requeue the job where the run is to go on. Returns the job's exit code."""
-    try:
-        close_run(run_dir, attempt)
-    except SupersededError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)
-        return ExitCode.SUPERSEDED
-    if (run_dir / FINISHED).exists():
-        return ExitCode.DONE
     own = slurm.own_job(os.environ)
     outcome = world_folder(run_dir, attempt) / OUTCOME
     # No word from the first node: it was lost, or the step never started.
@@ -53,21 +67,36 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     job = slurm.find_job(own[0]) if own else None
     if code is None and step_code == ExitCode.BAD_INPUT:
         code = ExitCode.BAD_INPUT
-    goes_on, why = _goes_on(run_dir, code, job is not None and job.preempted)
-    print(
-        f"hpcrl: attempt {attempt} ended ({'lost' if code is None else code.name}): {why}", file=sys.stderr, flush=True
-    )
-    if goes_on and own is not None:
+    name = "lost" if code is None else code.name.lower()
+    try:
+        check_owner(run_dir, attempt)
+        goes_on, why = _goes_on(run_dir, code, job is not None and job.preempted)
+        close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
+    except SupersededError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return ExitCode.SUPERSEDED
+    print(f"hpcrl: attempt {attempt} ended ({name}): {why}", file=sys.stderr, flush=True)
+    if not goes_on:
+        _end_chain(run_dir)
+    elif own is not None and stored_config(run_dir).cluster.after == "requeue":
         slurm.requeue(own[0])  # kills this process too
     return code if code is not None else ExitCode.RANK_KILLED
 
 
+def _end_chain(run_dir: Path) -> None:
+    """Nothing is left to do for the jobs that were submitted for this run and still wait."""
+    if len(jobs := submitted_jobs(run_dir)) > 1:
+        slurm.cancel(jobs, ["PENDING"])
+
+
 def _goes_on(run_dir: Path, code: ExitCode | None, preempted: bool) -> tuple[bool, str]:
     """Whether the run gets another attempt, and why."""
+    if (run_dir / FINISHED).exists():
+        return False, "the run is finished"
     if code is ExitCode.REQUEUE or preempted:
-        return True, "requeued, to go on from its checkpoint"
+        return True, "goes on from its checkpoint in the next job"
     if code is not None and code not in CRASHES:
-        return False, "not requeued"
+        return False, "does not go on by itself"
     limit = stored_config(run_dir).cluster.max_restarts
     path = run_dir / RESTARTS
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"crashes": 0, "checkpoint": ""}
@@ -76,8 +105,8 @@ def _goes_on(run_dir: Path, code: ExitCode | None, preempted: bool) -> tuple[boo
     crashes = before["crashes"] + 1 if before["checkpoint"] == checkpoint else 1
     write_durably(path, json.dumps({"crashes": crashes, "checkpoint": checkpoint}).encode())
     if crashes > limit:
-        return False, f"crash {crashes} without a new checkpoint, cluster.max_restarts is {limit}: not requeued"
-    return True, f"crash {crashes} of at most {limit} without a new checkpoint; requeued"
+        return False, f"crash {crashes} without a new checkpoint, cluster.max_restarts is {limit}: does not go on"
+    return True, f"crash {crashes} of at most {limit} without a new checkpoint; goes on in the next job"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,8 +20,8 @@ words=({words} "$@")
 {setup}
 # A new attempt of the run: checks everything, makes the run folder, owns it. Not where the run is done.
 begun=$({python} -m hpcrl.launch.job begin "${{words[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
-read -r HPCRL_ATTEMPT run_dir <<<"$begun"
-export HPCRL_ATTEMPT
+read -r HPCRL_ATTEMPT HPCRL_JOB_END run_dir <<<"$begun"
+export HPCRL_ATTEMPT HPCRL_JOB_END
 
 # Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it.
 trap : USR1 TERM

@@ -18,6 +18,7 @@ from hpcrl.dist.controller import Controller
 from hpcrl.layout import RoleLayout
 from hpcrl.metrics import MetricsLog, read_metrics
 from hpcrl.pipelines.checkpoints import Checkpoints
+from hpcrl.pipelines.deadline import Deadline
 from hpcrl.pipelines.evaluation import Evaluation
 from hpcrl.pipelines.generation import replica_capacity
 from hpcrl.pipelines.parts import FABRIC, Reference, Trainer, Weights
@@ -32,11 +33,11 @@ LOSSES = ("actor/total_loss", "sft/loss")
 
 
 class Stopped(Exception):
-    """The run was asked to stop and has saved everything at a step boundary."""
+    """The run ends early at a step boundary and has saved everything. signal_number: 0 where the time is over."""
 
-    def __init__(self, step: int, signal_number: int):
+    def __init__(self, step: int, signal_number: int, why: str):
         self.signal_number = signal_number
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}, everything is saved")
+        super().__init__(f"stopped by {why} after step {step}, everything is saved")
 
 
 class NoProgress(RuntimeError):
@@ -67,6 +68,7 @@ class Run:
         self.last_logged: dict[str, float | None] = (read_metrics(run_dir) or [{}])[-1]
         self._step_started = time.perf_counter()
         self._num_fruitless = 0
+        self._deadline = Deadline()
 
     @property
     def rollouts(self) -> Rollouts:
@@ -83,15 +85,27 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Steps still to do, from 1; each is trained on weights version step - 1 and publishes version step.
 
-        Stopped after the first boundary at which a signal had come, with a checkpoint of it.
+        Stopped, with a checkpoint, after the first boundary at which a signal had come or the job would end before
+        another step is trained and saved.
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
             self.checkpoint.check_owner()
             self._step_started = time.perf_counter()
             yield step
-            if self.stop_signal:
+            self._deadline.record(time.perf_counter() - self._step_started)
+            if step < self.config.max_steps and (why := self._must_stop()):
                 self.checkpoint.save(step)
-                raise Stopped(step, self.stop_signal)
+                raise Stopped(step, self.stop_signal, why)
+
+    def _must_stop(self) -> str:
+        """Why no other step is to begin; empty where one is."""
+        if self.stop_signal:
+            return signal.Signals(self.stop_signal).name
+        save_s = self.checkpoint.expected_save_s()
+        if self._deadline.is_near(save_s):
+            left, needed = self._deadline.left_s(), self._deadline.needed_s(save_s)
+            return f"the end of its job in {left:.0f} s (another step with its save takes up to {needed:.0f} s)"
+        return ""
 
     def evaluate(self, step: int) -> Stats:
         """Held-out scores where they are due at this step (0: before training); nothing otherwise."""

@@ -23,6 +23,7 @@ from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.guarded import describe, failed, score_each
 from hpcrl.rewards.protocol import Answer, Ready, frame, pack, take_answers
 from hpcrl.rewards.router import Router
+from hpcrl.signals import held_back
 
 CHUNK = 128  # most responses in one message, so that a worker has work while its rank is busy elsewhere
 BATCH = 16  # most responses in one call of a batched reward
@@ -188,14 +189,15 @@ class _Worker:
 
     def __init__(self, section: RewardConfig, now: float):
         self._timeout_s = section.timeout_s
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "hpcrl.rewards.worker", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # a group of its own, so that a kill takes the children of user code along
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        with held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hpcrl.rewards.worker", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # a group of its own, so that a kill takes the children of user code along
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)

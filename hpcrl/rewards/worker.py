@@ -19,6 +19,7 @@ from hpcrl.rewards import make_reward
 from hpcrl.rewards.base import Reward, RewardItem
 from hpcrl.rewards.guarded import score_each
 from hpcrl.rewards.protocol import LENGTH, Answer, Item, Ready, Scored, pack
+from hpcrl.signals import let_signals_pass
 
 PR_SET_PDEATHSIG = 1
 
@@ -26,6 +27,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve until the pipe ends."""
     _die_with(int(sys.argv[1]))
+    let_signals_pass()
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

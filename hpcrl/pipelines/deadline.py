@@ -1,0 +1,53 @@
+"""When the job ends, and whether another step and its save fit before that."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from hpcrl import slurm
+
+ASK_EVERY_S = 60.0  # a time limit can be changed while the job runs
+RECENT = 5  # steps; the longest of them counts
+MARGIN = 1.2
+SPARE_S = 5.0  # to leave the world and write the outcome
+
+
+class Deadline:
+    """The end of the Slurm job that this process is in; outside Slurm there is none.
+
+    `clock`: seconds since the epoch, as Slurm's.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time):
+        self._own, self._clock = slurm.own_job(environ), clock
+        # From the batch script: inside a container there may be no scontrol to ask.
+        self._end = float(environ.get("HPCRL_JOB_END") or 0) or math.inf
+        self._asked = clock()
+        self._steps: deque[float] = deque(maxlen=RECENT)
+
+    def left_s(self) -> float:
+        """Seconds until the job ends; inf without a limit, or where it is not known."""
+        if self._own is not None and self._clock() - self._asked > ASK_EVERY_S:
+            self._asked = self._clock()
+            try:
+                job = slurm.find_job(self._own[0])
+            except slurm.SlurmError:
+                job = None  # the end that was known still counts
+            self._end = job.end if job is not None and job.end is not None else self._end
+        return self._end - self._clock()
+
+    def record(self, step_s: float) -> None:
+        """A step took so long, evaluation included."""
+        self._steps.append(step_s)
+
+    def needed_s(self, save_s: float) -> float:
+        """Seconds that another step and a save of `save_s` take, by the longest of the recent steps."""
+        return MARGIN * (max(self._steps, default=0.0) + save_s) + SPARE_S
+
+    def is_near(self, save_s: float) -> bool:
+        """Whether the job would end before another step is trained and saved."""
+        return self.left_s() < self.needed_s(save_s)

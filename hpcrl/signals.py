@@ -1,0 +1,38 @@
+"""Signals that ask a run to stop. A batch system sends them to every process of a step, but only the node agents and
+rank 0 decide what to do: all other processes go on, so that a save can still be made."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Processes started inside get none of the signals before they call ignore_signals or let_signals_pass."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """This process and all that it starts go on."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def let_signals_pass() -> None:
+    """This process goes on; programs that it starts can be ended by them as ever."""
+    for number in STOPPING:
+        signal.signal(number, _nothing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def _nothing(number: int, frame: object) -> None:
+    pass
