@@ -27,6 +27,7 @@ import msgspec
 
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.files import fsync_path
+from hpcrl.signals import held_back, ignore_signals
 
 CHUNK_BYTES = 16 << 20
 MAX_FILES = 250  # the kernel passes no more descriptors at once
