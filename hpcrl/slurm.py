@@ -83,6 +83,13 @@ def own_job(environ: Mapping[str, str]) -> tuple[int, int] | None:
     return (int(name), int(environ.get("SLURM_RESTART_COUNT") or 0)) if name.isdigit() else None
 
 
+def own_nodes(environ: Mapping[str, str]) -> list[int]:
+    """Nodes of each component of the job whose batch script this process is in; of a plain job of the one."""
+    num = int(environ.get("SLURM_HET_SIZE") or 0)
+    names = [f"SLURM_JOB_NUM_NODES_HET_GROUP_{i}" for i in range(num)] or ["SLURM_JOB_NUM_NODES"]
+    return [int(environ[name]) for name in names]
+
+
 def call(*command: str) -> str:
     """Output of a Slurm command. SlurmError with the first of its words about what is wrong."""
     try:

@@ -8,6 +8,7 @@ A chain goes on by its next link, which is in the queue already; where the run d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl import slurm
-from hpcrl.config import ConfigError
+from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
 from hpcrl.launch.__main__ import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
+from hpcrl.layout import RoleLayout
+from hpcrl.placement import Placement
 from hpcrl.rundir import (
     FINISHED,
     OUTCOME,
@@ -41,8 +44,11 @@ CRASHES = (ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.DEADLINE, ExitCo
 
 def begin(words: Sequence[str]) -> int:
     """Open the next attempt of the run that the words describe."""
-    config, *_, run = prepare(words)
+    with contextlib.redirect_stdout(sys.stderr):  # the script reads ours, and a library may print
+        config, layout, _, run = prepare(words)
     own = slurm.own_job(os.environ)
+    if own is not None:
+        _check_nodes(config, layout, slurm.own_nodes(os.environ))
     why = f"finished: {run.finished['reason']}" if run.kind == "finished" else ""
     if own is not None and own[0] in submitted_jobs(run.run_dir)[1:] and last_end(run.run_dir).get("goes_on") is False:
         why = "the link before this one ended for good"
@@ -56,6 +62,15 @@ def begin(words: Sequence[str]) -> int:
         print(f"hpcrl: attempt {opened.attempt} in job {job.id}, restart {job.restarts}", file=sys.stderr)
     print(opened.attempt, int(job.end) if job is not None and job.end else 0, opened.run_dir)
     return ExitCode.DONE
+
+
+def _check_nodes(config: Config, layout: RoleLayout, given: list[int]) -> None:
+    """ConfigError where words added by hand ask for other nodes than the script did."""
+    wanted = [len(component.nodes) for component in Placement.from_config(config, layout).components]
+    if wanted != given:
+        sizes = [" + ".join(map(str, nodes)) for nodes in (given, wanted)]
+        text = "submit with python -m hpcrl.launch, so that the script asks for the nodes of these words"
+        raise ConfigError([f"the job has {sizes[0]} nodes, the layout needs {sizes[1]}; {text}"])
 
 
 def end(run_dir: Path, attempt: int, step_code: int) -> int:
@@ -80,6 +95,8 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         _end_chain(run_dir)
     elif own is not None and stored_config(run_dir).cluster.after == "requeue":
         slurm.requeue(own[0])  # kills this process too
+    elif own is not None and [own[0]] == submitted_jobs(run_dir)[-1:]:
+        print("hpcrl: this was the last link of the chain; launch again to go on", file=sys.stderr)
     return code if code is not None else ExitCode.RANK_KILLED
 
 

@@ -150,6 +150,16 @@ def test_the_tiny_recipe_runs_to_its_end(large: Any, tmp_path: Path) -> None:
     assert (run_dir / "finished.json").exists() and list((run_dir / "hf").glob("*.safetensors"))
 
 
+def test_words_added_by_hand_may_not_change_the_nodes(large: Any, tmp_path: Path) -> None:
+    log, run_dir = tmp_path / "job.log", tmp_path / "run"
+    words = [f"run_dir={run_dir}", "layout.generator.num_ranks=3"]
+    job = sbatch(large, f"--output={log}", str(script("rlvr_tiny")), *words)
+    wait_state(large, run_dir, job, ["FAILED"], timeout_s=60)
+    (line,) = log.read_text().splitlines()
+    assert line.startswith("the job has 1 + 2 + 1 nodes, the layout needs 1 + 3 + 1; submit with")
+    assert not run_dir.exists()
+
+
 def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     job = sbatch(large, f"--output={log}", str(script("convert")), f"run_dir={tmp_path / 'run'}")
