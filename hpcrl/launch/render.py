@@ -44,7 +44,8 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
             lines.append("#SBATCH hetjob")
         lines += [f"#SBATCH {option}" for option in _component_options(component, cluster)]
     num = len(placement.components)
-    srun = ["--kill-on-bad-exit=0", "--no-kill", "--ntasks-per-node=1"]
+    # A site may start batch scripts without the environment, and would hand that on to the step.
+    srun = ["--export=ALL", "--kill-on-bad-exit=0", "--no-kill", "--ntasks-per-node=1"]
     srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
     body = BODY.format(
         words=shlex.join(words),
