@@ -124,7 +124,7 @@ class Agent:
         unreported: dict[int, str] = {}
         started = next_check = time.monotonic()
         deadline = forwarded = None
-        while alive:
+        while alive or unreported:
             for rank, process in list(alive.items()):
                 code = _reap(process)
                 if code is None:
@@ -148,8 +148,10 @@ class Agent:
             if verdict.controller_code is not None:
                 unreported.clear()
                 deadline = deadline or time.monotonic() + self._grace_s
-                if time.monotonic() > deadline:
-                    return
+            elif not alive:  # the loss of the last is still to be told, to a controller that may be coming up
+                deadline = deadline or time.monotonic() + self._start_s
+            if deadline is not None and time.monotonic() > deadline:
+                return
             if time.monotonic() > next_check:
                 next_check = time.monotonic() + CHECK_EVERY_S
                 self._check_beats(alive, time.monotonic() - started, verdict.silent)
