@@ -89,7 +89,7 @@ class RunJob(Job[dict[str, Any]]):
     It is done when Slurm has ended all its jobs. Made anew by of_run(), in any process.
     """
 
-    watcher = RunWatcher(delay_s=30)
+    watcher = RunWatcher(delay_s=10)
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)):
         self.run_dir = Path(folder)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from hpcrl.config.compose import conf_dir
 
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+"""What is taken from a model on the hub: configuration, weights and tokenizer, not the same weights once more."""
+NOT_FILES = ["*/*"]
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
@@ -25,7 +28,7 @@ def find_model(path: str, plan_only: bool) -> str:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(path, local_files_only=True)
+        return snapshot_download(path, local_files_only=True, allow_patterns=FILES, ignore_patterns=NOT_FILES)
     except (LocalEntryNotFoundError, HFValidationError):
         known = conf_dir() / "model" / path
         if plan_only and known.is_dir():

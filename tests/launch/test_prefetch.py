@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -50,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(404, {"X-Error-Code": "EntryNotFound"})
         if self.command == "GET":
             self.server.served.append(file.name)
-        etag = f'"{file.stat().st_size:040x}"'
+        etag = f'"{hashlib.sha1(file.read_bytes()).hexdigest()}"'
         return self._send(200, {"ETag": etag, "X-Repo-Commit": SHA}, file.read_bytes())
 
     def _tell(self, folder: Path, what: list[str]) -> None:
@@ -61,9 +62,12 @@ class Handler(BaseHTTPRequestHandler):
         if what[1] not in ("main", SHA):
             return self._send(404, {"X-Error-Code": "RevisionNotFound"})
         files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-        sizes = {str(path): (folder / path).stat().st_size for path in files}
-        tree = [{"type": "file", "path": p, "size": n, "oid": f"{n:040x}"} for p, n in sizes.items()]
-        about = {"id": folder.name, "sha": SHA, "siblings": [{"rfilename": p} for p in sizes]}
+        texts = {str(path): (folder / path).read_bytes() for path in files}
+        tree = [
+            {"type": "file", "path": path, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
+            for path, text in texts.items()
+        ]
+        about = {"id": folder.name, "sha": SHA, "siblings": [{"rfilename": path} for path in texts]}
         body = json.dumps(tree if what[0] == "tree" else about).encode()
         return self._send(200, {"Content-Type": "application/json"}, body)
 
