@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,14 @@ OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_p
 
 @dataclass
 class ModelFolder:
-    """What a folder says about its model. `problems` holds one line for everything that stands against loading it."""
+    """What a folder says about its model. `problems` holds one line for everything that stands against loading it,
+    `notes` what only a plan can do without."""
 
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def model_type(self) -> str:
@@ -33,19 +34,17 @@ class ModelFolder:
         return value if isinstance(value, str) else ""
 
     @property
-    def num_parameters(self) -> int:
-        """Numbers in the weight files."""
-        return sum(prod(shape) for shape in self.shapes.values())
-
-    @property
     def max_positions(self) -> int | None:
         """Longest sequence in tokens, where config.json gives it."""
         value = self.config.get("max_position_embeddings")
         return value if isinstance(value, int) else None
 
 
-def inspect_model(path: Path) -> ModelFolder:
-    """Read config.json and the headers of the weight files of a folder in HF layout."""
+def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
+    """Read config.json and the headers of the weight files of a folder in HF layout.
+
+    to_plan: config.json is enough, a lack of weights or tokenizer is a note.
+    """
     found = ModelFolder(path)
     if not path.is_dir():
         found.problems.append(f"model.path: no folder {path}; give one with config.json, *.safetensors and a tokenizer")
@@ -53,7 +52,8 @@ def inspect_model(path: Path) -> ModelFolder:
     found.config = _read_json(path / "config.json", found)
     if found.config and not found.model_type:
         found.problems.append(f"model.path: {path / 'config.json'} has no model_type")
-    for file, names in _weight_files(found):
+    lacking = found.notes if to_plan else found.problems
+    for file, names in _weight_files(found, lacking):
         header = _read_header(file, found)
         found.shapes |= header
         missing = sorted(names - header.keys()) if header else []
@@ -62,7 +62,7 @@ def inspect_model(path: Path) -> ModelFolder:
                 f"model.path: {file} lacks {missing[0]}, which the index says it holds{_more(missing)}"
             )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        found.problems.append(f"model.path: no tokenizer in {path} (tokenizer.json)")
+        lacking.append(f"model.path: no tokenizer in {path} (tokenizer.json)")
     if found.config and found.shapes:
         wrong = list(_wrong_shapes(found))
         found.problems += [f"model.path: {path}: {text}" for text in wrong[:MAX_SHOWN]]
@@ -88,8 +88,8 @@ def _read_json(path: Path, found: ModelFolder) -> dict[str, Any]:
     return content
 
 
-def _weight_files(found: ModelFolder) -> Iterator[tuple[Path, set[str]]]:
-    """Every weight file with the names that the index expects in it; problems where one is missing."""
+def _weight_files(found: ModelFolder, lacking: list[str]) -> Iterator[tuple[Path, set[str]]]:
+    """Every weight file with the names that the index expects in it; a line in `lacking` where one is missing."""
     folder, index = found.path, found.path / "model.safetensors.index.json"
     if index.is_file():
         files: dict[str, set[str]] = {}
@@ -103,13 +103,13 @@ def _weight_files(found: ModelFolder) -> Iterator[tuple[Path, set[str]]]:
             if (folder / file).is_file():
                 yield folder / file, files[file]
             else:
-                found.problems.append(f"model.path: {folder / file} is missing, {index.name} names it")
+                lacking.append(f"model.path: {folder / file} is missing, {index.name} names it")
     elif single := sorted(folder.glob("*.safetensors")):
         yield from ((file, set()) for file in single)
     else:
         pickled = next(folder.glob("*.bin"), None)
         hint = f" ({pickled.name} is pickled: save the model again as safetensors)" if pickled else ""
-        found.problems.append(f"model.path: no weights in {folder} (*.safetensors){hint}")
+        lacking.append(f"model.path: no weights in {folder} (*.safetensors){hint}")
 
 
 def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hpcrl.config import Config, DataSource
 from hpcrl.launch.model_folder import ModelFolder
+from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer_rows
 from hpcrl.layout import RoleLayout
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.rundir import RunState
 
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState) -> str:
     """The plan as lines of `what  how`."""
+    try:
+        shape, unknown = plan_shape(config, model), ""
+    except CannotPlanError as error:
+        shape, unknown = None, f"cannot be planned: {error}"
     rows = [
         ("run", f"{config.run_name}, {_kind(run)}, folder {run.run_dir}"),
         ("work", _work(config)),
-        ("model", _model(config, model)),
+        ("model", _model(config, model, shape)),
+        *(("", f"note: {note}") for note in (model.notes if model is not None else ())),
         ("data", f"train {_sources(config.data.train)}"),
         *([("", f"held-out {_sources(config.data.val)}")] if config.data.val is not None else []),
         ("batch", _batch(config, layout)),
         *([("", _generation(config, layout))] if layout.replicas else []),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
+        *(node_rows(config, layout) if config.cluster.name == "slurm" else ()),
+        *(_resources(config, layout, shape) if shape is not None else [("memory", unknown)]),
         ("files", "config.yaml metrics.jsonl tensorboard/ rollouts/ checkpoints/ hf/ plot.png logs/"),
     ]
     return "\n".join(f"{name:<8}{text}" for name, text in rows)
+
+
+def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
+    """The model's parameters. CannotPlanError where its family is not known."""
+    return read_shape(tiny_config(config.model.tiny) if model is None else model.config)
+
+
+def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    for rows in (trainer_rows, memory_rows, storage_rows):
+        yield from rows(config, layout, shape)
 
 
 def _kind(run: RunState) -> str:
@@ -39,14 +58,17 @@ def _work(config: Config) -> str:
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
 
 
-def _model(config: Config, model: ModelFolder | None) -> str:
+def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) -> str:
+    count = f"{_count(shape.num_parameters)} parameters" if shape is not None else "parameters not counted"
+    if shape is not None and shape.num_active < shape.num_parameters:
+        count += f", {_count(shape.num_active)} active"
     if model is None:
         tiny = config.model.tiny
         return (
-            f"tiny {tiny.architecture} ({tiny.num_layers} layers, hidden {tiny.hidden_size}), "
+            f"tiny {tiny.architecture} ({tiny.num_layers} layers, hidden {tiny.hidden_size}, {count}), "
             f"random weights, made in the run folder, {config.model.dtype}"
         )
-    return f"{model.path} ({model.model_type}, {_count(model.num_parameters)} parameters), {config.model.dtype}"
+    return f"{model.path} ({model.model_type}, {count}), {config.model.dtype}"
 
 
 def _sources(sources: str | list[str | DataSource]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpcrl.config import Config
 from hpcrl.config.schema import MegatronConfig
 from hpcrl.planner.shapes import ModelShape
 
@@ -25,6 +26,14 @@ class Tokens:
     total: int
     predicted: int
     longest: int
+
+    @classmethod
+    def of(cls, config: Config, num_sequences: int) -> Tokens:
+        """The largest micro-batch of a rank that has so many sequences: as many tokens as allowed, or one sequence of
+        the greatest length where that is more."""
+        longest = config.max_sequence_tokens
+        total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * longest), longest)
+        return cls(total, total, longest)
 
 
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:

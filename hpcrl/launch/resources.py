@@ -1,0 +1,166 @@
+"""What a run takes, for people: nodes, memory of each rank and the cards it fits, hours, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config import Config
+from hpcrl.layout import RoleLayout
+from hpcrl.placement import Placement
+from hpcrl.planner.advice import advise
+from hpcrl.planner.megatron import num_micro_batches
+from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
+from hpcrl.planner.parallel import Degrees, padded_vocabulary, samples_of_an_update, split_layers
+from hpcrl.planner.parts import Part, Phase
+from hpcrl.planner.shapes import CannotPlanError, ModelShape
+from hpcrl.planner.trainer import checkpoint_bytes
+
+Row = tuple[str, str]
+
+PHASE_WORDS: dict[Phase, str] = {
+    "train": "forward and backward",
+    "update": "the optimizer step",
+    "reference": "reference log-probs",
+    "generate": "generation",
+    "publish": "the hand-over of weights",
+}
+
+
+def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
+    """Role -> component -> nodes -> ranks, and what the job costs where it runs to its time limit."""
+    components = Placement.from_config(config, layout).components
+    hours = wall_hours(config.cluster.time)
+    node_hours, gpu_hours = 0.0, 0.0
+    for number, component in enumerate(components):
+        ranks = [rank for node in component.nodes for rank in node]
+        roles = dict.fromkeys(role for rank in ranks for role in layout.roles_of(rank))
+        gpus, count = component.config.gpus_per_node, len(component.nodes)
+        node_hours, gpu_hours = node_hours + count * hours, gpu_hours + count * gpus * hours
+        yield (
+            "" if number else "nodes",
+            f"{component.name}: {', '.join(roles)}; {count} node(s) with {gpus} GPU(s), ranks {ranks[0]}-{ranks[-1]}, "
+            f"{count * hours:,.6g} node-hours",
+        )
+    yield "cost", f"at most {node_hours:,.6g} node-hours, {gpu_hours:,.6g} GPU-hours ({config.cluster.time} a job)"
+
+
+def wall_hours(time: str) -> float:
+    """Hours of a wall-time limit as sbatch reads it: MINUTES[:SECONDS], HH:MM:SS, DAYS-HH[:MM[:SS]]."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return 24 * int(days or 0) + hours + minutes / 60 + seconds / 3600
+
+
+def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+    """How Megatron cuts the model and the batch."""
+    if config.trainer.engine != "megatron":
+        return
+    megatron, ranks = config.trainer.megatron, len(layout.ranks["trainer"])
+    degrees, stages = Degrees.of(megatron, ranks), split_layers(shape.num_layers, megatron)
+    assert stages is not None, "check_parallel comes first"
+    yield (
+        "split",
+        f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x context "
+        f"{megatron.context_parallel} x data {degrees.data} = {ranks} ranks; experts {megatron.expert_parallel} x "
+        f"expert tensor {megatron.expert_tensor_parallel} x expert data {degrees.expert_data}",
+    )
+    chunks = ["+".join(str(len(chunk)) for chunk in stage) for stage in stages]
+    counts = " | ".join(f"{sum(map(len, stage))}" for stage in stages)
+    yield (
+        "",
+        f"layers of each stage {counts}"
+        + (f" ({'; '.join(dict.fromkeys(chunks))} by chunk)" if megatron.virtual_pipeline > 1 else ""),
+    )
+    samples = samples_of_an_update(config)
+    yield (
+        "",
+        f"{samples} samples of an optimizer step / {degrees.data} = {samples / degrees.data:g} a data parallel rank, "
+        f"at most {num_micro_batches(config, ranks)} micro-batches; vocabulary padded to "
+        f"{padded_vocabulary(shape.vocab_size, megatron)}",
+    )
+
+
+def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+    """Memory of every kind of rank by part, the cards it fits, and what to change where it does not."""
+    try:
+        kinds = memory(config, layout, shape)
+    except CannotPlanError as error:
+        yield "memory", f"cannot be planned: {error}"
+        return
+    for number, kind in enumerate(kinds):
+        phase, peak = kind.peak(on_host=not kind.on_gpu, least=True)
+        text = f"rank {_span(kind.ranks)} ({', '.join(kind.roles)}): {size(peak)} at most, in {PHASE_WORDS[phase]}"
+        yield "" if number else "memory", text + _cards(kind)
+        yield from (("", f"  {line}") for line in _parts(kind, phase))
+        on_host = kind.peak(on_host=True)
+        if kind.on_gpu and on_host[1]:
+            yield "", f"  in host memory {size(on_host[1])} at most, in {PHASE_WORDS[on_host[0]]}"
+    gpu_kinds = [kind for kind in kinds if kind.on_gpu]
+    for card, num_bytes in CARDS.items():
+        if not all(kind.fits(num_bytes) for kind in gpu_kinds):
+            advice = advise(config, shape, num_bytes)
+            if advice is not None:
+                yield "", f"to fit {card} cards: {' '.join(advice[0])}"
+                return
+            yield "", f"to fit {card} cards: no change of one key after another is enough; use more ranks"
+
+
+def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+    """Bytes of a checkpoint and the time to write them."""
+    try:
+        num_bytes = checkpoint_bytes(config, shape)
+    except CannotPlanError as error:
+        yield "saves", f"cannot be planned: {error}"
+        return
+    rate, kept = config.cluster.storage_gb_per_s, config.keep_checkpoints
+    yield (
+        "saves",
+        f"{size(num_bytes)} a checkpoint, {_seconds(num_bytes / (rate * 1e9))} at {rate:g} GB/s "
+        f"(cluster.storage_gb_per_s); {kept} are kept and one is written: {size((kept + 1) * num_bytes)}",
+    )
+
+
+def _cards(kind: RankMemory) -> str:
+    if not kind.on_gpu:
+        return ""
+    fitting = []
+    for card, num_bytes in CARDS.items():
+        if kind.fits(num_bytes):
+            held = kind.responses(num_bytes)
+            fitting.append(card + (f" (KV cache of {held} full responses)" if held else ""))
+    free = f"{RESERVE:.0%} kept free"
+    return f"; fits {', '.join(fitting)} ({free})" if fitting else f"; fits none of {', '.join(CARDS)} ({free})"
+
+
+def _parts(kind: RankMemory, phase: Phase) -> Iterator[str]:
+    """The parts of a phase, a line for each role, the largest first."""
+    for role in kind.roles:
+        mine = [part for part in kind.parts_of(phase, on_host=not kind.on_gpu) if part.role == role]
+        if mine:
+            yield f"{role}: " + ", ".join(map(_part, sorted(mine, key=lambda part: -part.num_bytes)))
+
+
+def _part(part: Part) -> str:
+    if part.least is None:
+        return f"{part.name} {size(part.num_bytes)}"
+    return f"{part.name} {size(part.least)} (one response of full length; for all slots {size(part.num_bytes)})"
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 600 else f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes / 1024:.3g} KiB"

@@ -1,0 +1,91 @@
+"""What to change so that a run fits: changes are tried one after another, cheapest first, and only those that help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from hpcrl.config import Config
+from hpcrl.config.problems import Path, dotted
+from hpcrl.layout import RoleLayout, check_layout
+from hpcrl.planner.memory import memory
+from hpcrl.planner.parallel import check_parallel
+from hpcrl.planner.shapes import ModelShape
+
+SMALLEST_CHUNK = 1024
+SMALLEST_SLOTS = 16
+LESS = 0.99
+"""A change counts if no more than this share of the bytes is left."""
+
+Change = tuple[Path, Any]
+M = TypeVar("M", bound=BaseModel)
+
+
+def advise(config: Config, shape: ModelShape, card_bytes: int) -> tuple[list[str], Config] | None:
+    """(words of the command line, the configuration they make) with which every rank fits the card; None if none do."""
+    words: dict[str, str] = {}
+    best = _misfit(config, shape, card_bytes)
+    for _ in range(32):  # each change is tried again until it no longer helps
+        if not best:
+            return [f"{key}={value}" for key, value in words.items()], config
+        for path, value in _changes(config, shape):
+            changed = _with(config, path, value)
+            left = _misfit(changed, shape, card_bytes) if _possible(changed, shape) else best
+            if left <= best * LESS:
+                config, best = changed, left
+                words[dotted(path)] = str(value).lower()
+                break
+        else:
+            return None
+    return None
+
+
+def _misfit(config: Config, shape: ModelShape, card_bytes: int) -> int:
+    """Bytes of the fullest GPU rank that does not fit; 0 where all do."""
+    ranks = [rank for rank in memory(config, RoleLayout.from_config(config), shape) if rank.on_gpu]
+    return max((rank.peak(least=True)[1] for rank in ranks if not rank.fits(card_bytes)), default=0)
+
+
+def _possible(config: Config, shape: ModelShape) -> bool:
+    return not check_layout(config) and not check_parallel(config, RoleLayout.from_config(config), shape)
+
+
+def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
+    """Changes in the order of what they cost: first time, then precision, then nodes."""
+    trainer, generator, layout = config.trainer, config.generator, config.layout
+    megatron = trainer.engine == "megatron"
+    half = trainer.max_tokens_per_micro_batch // 2
+    if half >= config.max_sequence_tokens:
+        yield ("trainer", "max_tokens_per_micro_batch"), half
+    if megatron and trainer.megatron.tensor_parallel > 1:
+        yield ("trainer", "megatron", "sequence_parallel"), True
+    if trainer.logits_chunk_tokens > SMALLEST_CHUNK:
+        yield ("trainer", "logits_chunk_tokens"), SMALLEST_CHUNK
+    if megatron:
+        yield ("trainer", "megatron", "recompute"), "full"
+    else:
+        yield ("trainer", "activation_checkpointing"), True
+    if generator.max_slots >= 2 * SMALLEST_SLOTS:
+        yield ("generator", "max_slots"), generator.max_slots // 2
+    yield ("trainer", "param_dtype"), "bfloat16"
+    yield ("generator", "dtype"), "bfloat16"
+    if generator.engine != "native":
+        yield ("layout", "generator", "tensor_parallel"), 2 * layout.generator.tensor_parallel
+    if megatron:
+        yield ("trainer", "megatron", "distributed_optimizer"), True
+        yield ("trainer", "megatron", "context_parallel"), 2 * trainer.megatron.context_parallel
+        if shape.num_experts:
+            yield ("trainer", "megatron", "expert_parallel"), 2 * trainer.megatron.expert_parallel
+    else:
+        yield ("trainer", "cpu_offload"), True
+    for role in ("trainer", "reference"):
+        own = getattr(layout, role)
+        if own.num_ranks is not None and own.colocate_with is None:
+            yield ("layout", role, "num_ranks"), 2 * own.num_ranks
+
+
+def _with(section: M, path: Path, value: Any) -> M:
+    key, rest = str(path[0]), path[1:]
+    return section.model_copy(update={key: _with(getattr(section, key), rest, value) if rest else value})

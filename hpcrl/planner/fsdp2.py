@@ -1,0 +1,81 @@
+"""What a rank of the FSDP2 engine keeps (engines/train/fsdp2.py): its shard, and what it gathers to compute."""
+
+from __future__ import annotations
+
+from hpcrl.config import Config
+from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes
+from hpcrl.planner.parallel import samples_of_an_update
+from hpcrl.planner.parts import BYTES, PHASES, Part, largest_tensor
+from hpcrl.planner.shapes import ModelShape, Parameter
+
+SMALL_MODEL_BYTES = 4 << 30
+"""engines/train/fsdp2.py: a model that takes less, gathered, stays gathered during a command."""
+LAYERS_GATHERED = 2
+"""Of a larger one: the layer that computes and the next, which is fetched meanwhile."""
+STEP_BYTES = 4
+"""AdamW's step counter of each tensor."""
+
+
+def shard_size(shape: ModelShape, num_ranks: int, rank: int = 0) -> int:
+    """Numbers of a rank's shard: the rows of every parameter are dealt out in equal blocks, the last ones get less."""
+    return sum(_shard_rows(p, num_ranks, rank) * (p.size // p.shape[0]) for p in shape.parameters)
+
+
+def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
+    rows = parameter.shape[0]
+    block = -(-rows // num_ranks)
+    return max(0, min(block, rows - rank * block))
+
+
+def optimizer_bytes(shape: ModelShape, num_numbers: int, num_bytes: int) -> int:
+    """AdamW's two moments, in the type of the weights, and its counters."""
+    return 2 * num_numbers * num_bytes + STEP_BYTES * len(shape.parameters)
+
+
+def _stays_gathered(shape: ModelShape, compute: int, trainable: bool) -> bool:
+    return shape.num_parameters * (compute + FP32 * trainable) <= SMALL_MODEL_BYTES
+
+
+def _gathered_numbers(shape: ModelShape, compute: int, trainable: bool) -> int:
+    """Numbers of the full parameters that a rank has at once while it computes."""
+    if _stays_gathered(shape, compute, trainable):
+        return shape.num_parameters
+    outside = sum(parameter.size for parameter in shape.of_layer(None))
+    layer = max(sum(parameter.size for parameter in shape.of_layer(i)) for i in range(shape.num_layers))
+    return outside + LAYERS_GATHERED * layer
+
+
+def gathered_weights(shape: ModelShape, compute: int, trainable: bool) -> int:
+    """Bytes of them, in the computation's type."""
+    return _gathered_numbers(shape, compute, trainable) * compute
+
+
+def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+    """Parts of the first rank, which has the most rows."""
+    trainer, tokens = config.trainer, Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
+    master, compute = BYTES[config.model.dtype], BYTES[trainer.param_dtype]
+    numbers, gathered = shard_size(shape, num_ranks), _gathered_numbers(shape, compute, True)
+    offloaded = trainer.cpu_offload
+    activations = fsdp2_activations(shape, tokens, compute, trainer.activation_checkpointing)
+    entropy = config.reinforces and config.algorithm.entropy_loss_coef != 0
+    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, entropy)
+    whole = _stays_gathered(shape, compute, True) and master == compute
+    snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
+    return [
+        Part("trainer", "weights", numbers * master, PHASES, offloaded),
+        Part("trainer", "optimizer", optimizer_bytes(shape, numbers, master), PHASES, offloaded),
+        Part("trainer", "gradients", numbers * master, ("train", "update"), offloaded),
+        Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
+        Part("trainer", "gathered gradients", gathered * FP32, ("train", "update")),
+        # What is reduced is copied into one buffer first; one rank alone has nothing to reduce.
+        Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), ("update",)),
+        Part("trainer", "activations", activations, ("train",)),
+        Part("trainer", "logits", logits, ("train",)),
+        Part("trainer", "snapshot", snapshot, on_host=True),  # from the first checkpoint on
+        Part(
+            "trainer",
+            "gathered weights",
+            (shape.num_parameters * whole + 2 * largest_tensor(config, shape)) * master,
+            ("publish",),
+        ),
+    ]

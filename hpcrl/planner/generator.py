@@ -1,0 +1,75 @@
+"""What a generating rank keeps: its share of the weights, the KV cache, logits, and what the weights arrive in."""
+
+from __future__ import annotations
+
+from hpcrl.config import Config
+from hpcrl.planner.activations import FP32
+from hpcrl.planner.parts import BYTES, Part, Phase, largest_tensor, split_size
+from hpcrl.planner.shapes import ModelShape
+
+BUCKET_BYTES = 256 << 20
+"""dist/weights.py: weights travel in buckets of this size, which the last tensor may exceed."""
+PREFILL_TOKENS = 4096
+"""engines/gen/native.py: prompt tokens of one forward."""
+LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum
+TRUNCATED_COPIES = 8  # and those that top-k, top-p or min-p sort and mask
+
+
+def generator_parts(
+    config: Config, shape: ModelShape, resident: tuple[Phase, ...], cached: tuple[Phase, ...]
+) -> list[Part]:
+    """Parts of a generator rank. resident, cached: when the weights and the KV cache are on its device."""
+    generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
+    num_bytes, slots = BYTES[generator.dtype], generator.max_slots
+    weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
+    truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    copies = TRUNCATED_COPIES if truncates else LOGIT_COPIES
+    logits = slots * shape.vocab_size * copies * FP32
+    paged = generator.engine != "native"
+    cache = token_bytes(config, shape) * slots * (config.max_sequence_tokens if paged else cache_capacity(config))
+    least = token_bytes(config, shape) * config.max_sequence_tokens if paged else None
+    prompt = max(PREFILL_TOKENS, config.data.max_prompt_tokens)
+    width = 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
+    return [
+        Part("generator", "weights", weights, resident),
+        Part("generator", "KV cache", cache, cached, least=least),
+        Part("generator", "prefill", prompt * width * num_bytes // tensor, ("generate",)),
+        Part("generator", "logits", logits, ("generate",)),
+    ]
+
+
+def token_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of the KV cache of one token on one rank; key and value heads are repeated where ranks outnumber them."""
+    heads = -(-shape.num_kv_heads // config.layout.generator.tensor_parallel)
+    return 2 * shape.num_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
+
+
+def cache_capacity(config: Config) -> int:
+    """Positions per slot that the native engine's cache may grow to: by half whenever it is too short."""
+    bucket = config.generator.kv_bucket
+    longest = -(-config.max_sequence_tokens // bucket) * bucket
+    grown = max(0, longest - bucket) * 3 // 2
+    return max(longest, -(-grown // bucket) * bucket)
+
+
+def hand_over_parts(config: Config, shape: ModelShape, publishes: bool) -> list[Part]:
+    """Parts of a rank while weights go from trainers to generators; publishes: it keeps all of them for its replicas.
+
+    Staged in host memory by the ranks that publish; every rank that takes part has one bucket on its device.
+    """
+    master = BYTES[config.model.dtype if config.trainer.engine == "fsdp2" else config.trainer.param_dtype]
+    largest = largest_tensor(config, shape) * master
+    bucket = min(BUCKET_BYTES + largest, shape.num_parameters * master)
+    if not publishes:
+        return [Part("generator", "weight bucket", bucket, ("publish",))]
+    return [
+        Part("trainer", "weight bucket", bucket, ("publish",)),
+        # A bucket's tensors are there twice while they are put together.
+        Part("trainer", "staged weights", shape.num_parameters * master + bucket, ("publish",), on_host=True),
+    ]
+
+
+def _mlp_width(shape: ModelShape) -> int:
+    """Numbers per token that the widest feed-forward part has at once."""
+    dense = 3 * shape.intermediate_size if len(shape.expert_layers) < shape.num_layers else 0
+    return max(dense, shape.experts_per_token * (shape.hidden_size + 3 * shape.expert_size))

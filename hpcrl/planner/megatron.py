@@ -1,0 +1,98 @@
+"""What a rank of a Megatron-Core trainer keeps: weights, fp32 gradients, and its share of the optimizer's state."""
+
+from __future__ import annotations
+
+from hpcrl.config import Config
+from hpcrl.config.schema import MegatronConfig
+from hpcrl.planner.activations import FP32, Tokens, logits_bytes, megatron_activations
+from hpcrl.planner.parallel import Degrees, Stage, padded_vocabulary, samples_of_an_update, split_layers
+from hpcrl.planner.parts import BYTES, Part, largest_tensor, split_size
+from hpcrl.planner.shapes import ModelShape
+
+
+def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[Stage]:
+    stages = split_layers(shape.num_layers, megatron)
+    assert stages is not None, "check_parallel comes first"
+    return stages
+
+
+def rank_numbers(shape: ModelShape, megatron: MegatronConfig, stage: int) -> tuple[int, int]:
+    """(numbers of no expert, numbers of experts) on a rank of a stage.
+
+    The embedding is on the first stage, the final norm and the head on the last; a tied head is a second embedding.
+    """
+    layers = {layer for chunk in _stages(shape, megatron)[stage] for layer in chunk}
+    first, last = stage == 0, stage == megatron.pipeline_parallel - 1
+    padding = padded_vocabulary(shape.vocab_size, megatron) - shape.vocab_size
+    experts = megatron.expert_parallel * megatron.expert_tensor_parallel
+    counts = [0, 0]
+    for parameter in shape.parameters:
+        if parameter.layer is None:
+            is_head = parameter.name in ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight")
+            copies = int(last) if is_head else int(first)
+            if parameter.split == "vocabulary" and shape.tied and last and not first:
+                copies = 1
+        else:
+            copies = int(parameter.layer in layers)
+        size = split_size(parameter, shape, megatron.tensor_parallel, experts)
+        if parameter.split == "vocabulary":
+            size += -(-padding * shape.hidden_size // megatron.tensor_parallel)
+        counts[parameter.split == "expert"] += copies * size
+    return counts[0], counts[1]
+
+
+def micro_batches_in_flight(megatron: MegatronConfig, stage: int, num_micro_batches: int) -> int:
+    """Forward passes of one chunk whose activations a stage holds at once (1F1B; interleaved: arXiv 2104.04473)."""
+    behind, chunks = megatron.pipeline_parallel - stage, megatron.virtual_pipeline
+    if chunks > 1:
+        behind = 2 * (behind - 1) + (chunks - 1) * megatron.pipeline_parallel + 1
+    return min(behind, chunks * num_micro_batches)
+
+
+def num_micro_batches(config: Config, num_ranks: int) -> int:
+    """Micro-batches of an optimizer step where every sequence is as long as it may be.
+
+    Chunks take them in groups of pipeline_parallel; the last group is filled up with empty ones.
+    """
+    megatron = config.trainer.megatron
+    samples = -(-samples_of_an_update(config) // Degrees.of(megatron, num_ranks).data)
+    tokens = samples * config.max_sequence_tokens
+    count = -(-tokens // config.trainer.max_tokens_per_micro_batch)
+    group = megatron.pipeline_parallel if megatron.virtual_pipeline > 1 else 1
+    return -(-count // group) * group
+
+
+def stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int) -> list[Part]:
+    """Parts of a rank of a stage."""
+    trainer, megatron = config.trainer, config.trainer.megatron
+    degrees, compute = Degrees.of(megatron, num_ranks), BYTES[trainer.param_dtype]
+    tokens = Tokens.of(config, -(-samples_of_an_update(config) // degrees.data))
+    dense, experts = rank_numbers(shape, megatron, stage)
+    per_number = 2 * FP32 + FP32 * (compute < FP32)  # two moments; a master copy of weights that are not fp32
+    shares = (degrees.optimizer, degrees.expert_data) if megatron.distributed_optimizer else (1, 1)
+    optimizer = per_number * (-(-dense // shares[0]) + -(-experts // shares[1]))
+    chunks = _stages(shape, megatron)[stage]
+    kept = [megatron_activations(shape, megatron, tokens, list(chunk), compute) for chunk in chunks]
+    in_flight = micro_batches_in_flight(megatron, stage, num_micro_batches(config, num_ranks))
+    activations = in_flight * max(chunk for chunk, _ in kept) + max(layer for _, layer in kept)
+    logits = 0
+    if stage == megatron.pipeline_parallel - 1:
+        logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, False) // megatron.tensor_parallel
+    return [
+        Part("trainer", "weights", (dense + experts) * compute),
+        Part("trainer", "gradients", (dense + experts) * FP32),
+        Part("trainer", "optimizer", optimizer),
+        Part("trainer", "activations", activations, ("train",)),
+        Part("trainer", "logits", logits, ("train",)),
+        Part("trainer", "snapshot", (dense + experts) * compute + optimizer, on_host=True),
+        Part("trainer", "gathered weights", 2 * largest_tensor(config, shape) * compute, ("publish",)),
+    ]
+
+
+def megatron_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+    """Parts of a rank of the fullest stage. The sizes must fit (check_parallel)."""
+    stages = range(config.trainer.megatron.pipeline_parallel)
+    return max(
+        (stage_parts(config, shape, num_ranks, stage) for stage in stages),
+        key=lambda parts: sum(part.num_bytes for part in parts),
+    )

@@ -1,0 +1,116 @@
+"""Memory of each kind of rank: the parts of its roles added up, and whether they fit on a card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpcrl.config import Config, RoleName
+from hpcrl.layout import RoleLayout
+from hpcrl.planner.generator import generator_parts, hand_over_parts, token_bytes
+from hpcrl.planner.parts import PHASES, Part, Phase
+from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.trainer import reference_parts, trainer_parts
+
+CARDS = {"80 GB": 79 << 30, "94 GB": 93 << 30, "141 GB": 139 << 30}
+"""Card -> bytes that CUDA shows of it."""
+RESERVE = 0.1
+"""Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
+MODEL_ROLES: tuple[RoleName, ...] = ("trainer", "reference", "generator")
+SHARING_ENGINES = ("vllm", "sglang")
+"""Generation engines that share a GPU by turns: they sleep while the trainer works, and its state is in host memory
+while they decode and, its weights excepted, while they get theirs. The native engine keeps what it has, so that roles
+on one rank add up."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of the fullest of some ranks that play the same roles; `on_gpu`: each has a GPU of its own."""
+
+    ranks: tuple[int, ...]
+    roles: tuple[RoleName, ...]
+    parts: tuple[Part, ...]
+    on_gpu: bool
+    cache_bytes: int
+    """Of one response of full length in the KV cache; 0 where none is generated."""
+
+    def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
+        """Bytes during a phase on the GPU, or in host memory; least: with caches as small as they can be."""
+        parts = self.parts_of(phase, on_host)
+        return sum(part.least if least and part.least is not None else part.num_bytes for part in parts)
+
+    def parts_of(self, phase: Phase, on_host: bool = False) -> list[Part]:
+        """What there is during a phase on the GPU, or in host memory."""
+        return [p for p in self.parts if phase in p.during and (p.on_host or not self.on_gpu) == on_host]
+
+    def peak(self, on_host: bool = False, least: bool = False) -> tuple[Phase, int]:
+        """The phase with the most bytes, and these."""
+        totals = {phase: self.total(phase, on_host, least) for phase in PHASES}
+        return max(totals.items(), key=lambda item: item[1])
+
+    def fits(self, card_bytes: int) -> bool:
+        """Whether a card holds the ranks' GPU memory beside the reserve."""
+        return self.peak(least=True)[1] <= usable(card_bytes)
+
+    def responses(self, card_bytes: int) -> int:
+        """Responses of full length that the KV cache of a paged engine holds on a card it fits; 0 for other engines."""
+        cache = next((part for part in self.parts if part.least is not None), None)
+        if cache is None or cache.least is None or not self.fits(card_bytes):
+            return 0
+        room = min(usable(card_bytes) - self.total(phase, least=True) for phase in cache.during)
+        return min(cache.num_bytes, cache.least + room) // self.cache_bytes
+
+
+def usable(card_bytes: int) -> int:
+    """Bytes of a card beside the reserve."""
+    return int(card_bytes * (1 - RESERVE))
+
+
+def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMemory]:
+    """Memory of every kind of rank that holds a model, by what roles it plays. The sizes must fit (check_parallel).
+
+    CannotPlanError for an engine whose memory is not known.
+    """
+    kinds: dict[tuple[RoleName, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        roles = tuple(role for role in MODEL_ROLES if role in layout.roles_of(rank))
+        if roles:
+            kinds.setdefault(roles, []).append(rank)
+    return [_kind(config, layout, shape, roles, tuple(ranks)) for roles, ranks in kinds.items()]
+
+
+def _kind(
+    config: Config, layout: RoleLayout, shape: ModelShape, roles: tuple[RoleName, ...], ranks: tuple[int, ...]
+) -> RankMemory:
+    shares = config.generator.engine in SHARING_ENGINES and "generator" in roles and len(roles) > 1
+    parts: list[Part] = []
+    if "trainer" in roles:
+        parts += trainer_parts(config, shape, len(layout.ranks["trainer"]))
+    if "reference" in roles:
+        parts += reference_parts(config, shape, len(layout.ranks["reference"]))
+    if shares:
+        parts = [moved for part in parts for moved in _moves_out(part)]
+    if layout.replicas and ("trainer" in roles or "generator" in roles):
+        parts += hand_over_parts(config, shape, publishes="trainer" in roles)
+    if "generator" in roles:
+        awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
+        parts += generator_parts(config, shape, awake, ("generate",) if shares else PHASES)
+    cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
+    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), _has_gpus(config, roles), cache)
+
+
+def _moves_out(part: Part) -> list[Part]:
+    """A part that would stay all the time, in host memory while the generator has its turn."""
+    if part.on_host or part.during != PHASES:
+        return [part]
+    away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
+    stays = tuple(phase for phase in PHASES if phase not in away)
+    return [replace(part, during=stays), replace(part, during=away, on_host=True)]
+
+
+def _has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
+    """Whether these ranks are on GPUs, as far as the configuration tells."""
+    if config.cluster.device != "auto":
+        return config.cluster.device == "cuda"
+    components = config.cluster.components.values()
+    own = [spec for spec in components if set(spec.roles) & set(roles)] or list(components)
+    return any(spec.gpus_per_node for spec in own)

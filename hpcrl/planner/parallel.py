@@ -1,0 +1,209 @@
+"""How a model is cut over ranks, and every way in which it cannot be: layers over stages, heads and experts over ranks.
+
+The rules are Megatron-Core 0.16's (parallel_state, transformer_config and the interleaved schedule), said before a job
+is submitted instead of by an assertion on every rank of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hpcrl.config import Config, Problem
+from hpcrl.config.schema import MegatronConfig
+from hpcrl.layout import RoleLayout
+from hpcrl.planner.shapes import ModelShape
+
+VOCABULARY_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of this on each tensor parallel rank."""
+AT = ("trainer", "megatron")
+
+Stage = tuple[tuple[int, ...], ...]
+"""The layers of a stage, chunk by chunk."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks share what, of a Megatron trainer."""
+
+    data: int
+    """Copies of the model; ranks of one copy split tensors, stages and sequences."""
+    expert_data: int
+    """Copies of each expert."""
+    optimizer: int
+    """Ranks that share the optimizer's state of what is no expert: the copies and the parts of a sequence."""
+
+    @classmethod
+    def of(cls, megatron: MegatronConfig, num_ranks: int) -> Degrees:
+        """ValueError where the sizes do not divide the ranks."""
+        copy, experts = _ranks_of_a_copy(megatron), _ranks_of_all_experts(megatron)
+        if num_ranks % copy or num_ranks % experts:
+            raise ValueError(f"{num_ranks} ranks are no multiple of {copy} and {experts}")
+        return cls(num_ranks // copy, num_ranks // experts, num_ranks // copy * megatron.context_parallel)
+
+
+def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
+    """Rows of the embedding after padding."""
+    multiple = VOCABULARY_MULTIPLE * megatron.tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | None:
+    """The layers of every stage; None where they cannot be dealt out evenly.
+
+    Chunk c of stage s is the (c x stages + s)th of the model. An embedding or a loss that counts as a layer takes the
+    place of one in the first or the last chunk.
+    """
+    first = int(megatron.account_for_embedding_in_pipeline_split)
+    last = int(megatron.account_for_loss_in_pipeline_split)
+    stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
+    size, rest = divmod(num_layers + first + last, stages * chunks)
+    if rest or size < max(first, last):
+        return None
+    starts = [max(0, number * size - first) for number in range(stages * chunks)] + [num_layers]
+    spans = [tuple(range(start, end)) for start, end in pairwise(starts)]
+    return [tuple(spans[chunk * stages + stage] for chunk in range(chunks)) for stage in range(stages)]
+
+
+def check_parallel(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+    """Everything about the trainer's and the generator's sizes that the model or the ranks do not allow."""
+    problems = list(_generator(config, shape)) if layout.replicas else []
+    if config.trainer.engine == "megatron":
+        ranks = len(layout.ranks["trainer"])
+        problems += [*_ranks(config.trainer.megatron, ranks), *_tensors(config.trainer.megatron, shape)]
+        problems += [*_experts(config.trainer.megatron, shape), *_stages(config.trainer.megatron, shape)]
+        if not problems:
+            problems += _samples(config, Degrees.of(config.trainer.megatron, ranks))
+    return problems
+
+
+def _problem(key: str, text: str, *others: str) -> Problem:
+    involved = tuple((*AT, other) for other in others)
+    return Problem((*AT, key), f"trainer.megatron.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
+
+
+def _ranks_of_a_copy(megatron: MegatronConfig) -> int:
+    return megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
+
+
+def _ranks_of_all_experts(megatron: MegatronConfig) -> int:
+    return megatron.expert_parallel * megatron.expert_tensor_parallel * megatron.pipeline_parallel
+
+
+def _ranks(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
+    tensor, pipeline, context = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
+    if num_ranks % (size := _ranks_of_a_copy(megatron)):
+        text = (
+            f"tensor {tensor} x pipeline {pipeline} x context {context} = {size} ranks hold the model, and the layout "
+            f"gives the trainer {num_ranks}, which is no multiple of it"
+        )
+        yield _problem("tensor_parallel", text, "pipeline_parallel", "context_parallel")
+    if num_ranks % (size := _ranks_of_all_experts(megatron)):
+        text = (
+            f"expert {megatron.expert_parallel} x expert tensor {megatron.expert_tensor_parallel} x pipeline "
+            f"{pipeline} = {size} ranks hold all experts, and the layout gives the trainer {num_ranks}, which is no "
+            "multiple of it"
+        )
+        yield _problem("expert_parallel", text, "expert_tensor_parallel", "pipeline_parallel")
+
+
+def _tensors(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
+    tensor = megatron.tensor_parallel
+    if shape.num_heads % tensor:
+        yield _problem("tensor_parallel", f"{tensor} does not divide the {shape.num_heads} attention heads")
+    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
+        text = f"{tensor} neither divides the {shape.num_kv_heads} key and value heads nor is a multiple of them"
+        yield _problem("tensor_parallel", text)
+    if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
+        yield _problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
+    if megatron.sequence_parallel and tensor == 1:
+        text = "true shares activations over the tensor parallel ranks, and tensor_parallel is 1; set it to false"
+        yield _problem("sequence_parallel", text, "tensor_parallel")
+    if not megatron.sequence_parallel and tensor > 1 and shape.num_experts:
+        text = f"a mixture of experts trains with tensor_parallel={tensor} only with sequence_parallel=true"
+        yield _problem("sequence_parallel", text, "tensor_parallel")
+
+
+def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
+    expert, within = megatron.expert_parallel, megatron.expert_tensor_parallel
+    if not shape.num_experts:
+        for key, value in (("expert_parallel", expert), ("expert_tensor_parallel", within)):
+            if value > 1:
+                yield _problem(key, f"{value}, but {shape.family} has no experts; use 1")
+        return
+    if shape.num_experts % expert:
+        yield _problem("expert_parallel", f"{expert} does not divide the {shape.num_experts} experts of a layer")
+    if shape.expert_size % within:
+        yield _problem("expert_tensor_parallel", f"{within} does not divide the experts' width {shape.expert_size}")
+
+
+def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
+    stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
+    if chunks > 1 and stages == 1:
+        yield _problem("virtual_pipeline", f"{chunks} chunks need pipeline_parallel above 1", "pipeline_parallel")
+        return
+    if split_layers(shape.num_layers, megatron) is not None:
+        return
+    flags = {
+        "account_for_embedding_in_pipeline_split": megatron.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": megatron.account_for_loss_in_pipeline_split,
+    }
+    counted = sum(flags.values())
+    total, places = shape.num_layers + counted, stages * chunks
+    what = f"{shape.num_layers} layers" + (f" + {counted} for embedding and loss = {total}" if counted else "")
+    text = f"{what} do not divide over {stages} stages x {chunks} chunks = {places}"
+    yield _problem("pipeline_parallel", f"{text}; {_way_out(shape.num_layers, megatron)}", "virtual_pipeline", *flags)
+
+
+def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
+    """What would divide: other counting of the embedding and the loss, else the nearest number of chunks."""
+    keys = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    for values in ((True, True), (True, False), (False, True), (False, False)):
+        counted = dict(zip(keys, values, strict=True))
+        if split_layers(num_layers, megatron.model_copy(update=counted)) is not None:
+            return " ".join(f"{key}={str(value).lower()}" for key, value in counted.items()) + " divides"
+    possible = [
+        chunks
+        for chunks in range(1, num_layers + 1)
+        if split_layers(num_layers, megatron.model_copy(update={"virtual_pipeline": chunks})) is not None
+    ]
+    if not possible:
+        return "choose another pipeline_parallel"
+    return f"virtual_pipeline={min(possible, key=lambda chunks: abs(chunks - megatron.virtual_pipeline))} divides"
+
+
+def _samples(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    megatron, samples = config.trainer.megatron, samples_of_an_update(config)
+    if samples < degrees.data:
+        text = f"{samples} samples of an optimizer step leave some of {degrees.data} data parallel ranks without any"
+        yield _problem("tensor_parallel", f"{text}; raise rollout.num_prompts or use fewer trainer ranks")
+    elif megatron.virtual_pipeline > 1 and samples // degrees.data < megatron.pipeline_parallel:
+        text = (
+            f"{megatron.virtual_pipeline} chunks run micro-batches in groups of pipeline_parallel = "
+            f"{megatron.pipeline_parallel}, and {samples} samples of an optimizer step over {degrees.data} data "
+            f"parallel ranks make at most {samples // degrees.data}; use virtual_pipeline=1 or larger batches"
+        )
+        yield _problem("virtual_pipeline", text, "pipeline_parallel")
+
+
+def samples_of_an_update(config: Config) -> int:
+    """Sequences of one optimizer step."""
+    if not config.reinforces:
+        return config.sft.batch_size
+    return config.rollout.num_prompts * config.rollout.group_size // config.algorithm.num_mini_batches
+
+
+def _generator(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    tensor, path = config.layout.generator.tensor_parallel, ("layout", "generator", "tensor_parallel")
+    sizes = {"attention heads": shape.num_heads}
+    if len(shape.expert_layers) < shape.num_layers:
+        sizes["numbers of intermediate_size"] = shape.intermediate_size
+    if shape.expert_layers:
+        sizes["numbers of an expert's width"] = shape.expert_size
+    for reason in (f"the {size} {name}" for name, size in sizes.items() if size % tensor):
+        text = f"layout.generator.tensor_parallel: {tensor} does not divide {reason} of the model"
+        yield Problem(path, text, (("model",),))
+    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
+        text = f"{tensor} neither divides the {shape.num_kv_heads} key and value heads nor is a multiple of them"
+        yield Problem(path, f"layout.generator.tensor_parallel: {text}", (("model",),))

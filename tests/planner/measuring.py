@@ -1,0 +1,64 @@
+"""Bytes that a real FSDP2Engine holds: its tensors, and what autograd keeps of a forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcrl.checkpoint.writer import SharedFile
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.fsdp2 import FSDP2Engine
+from tests.engines.worlds import make_batch, norms_of, weighted_loss
+
+
+def make_engine(folder: Path, dtype: str = "float32", **config: Any) -> FSDP2Engine:
+    settings = TrainerConfig(**{"lr": 1e-3, "logits_chunk_tokens": 16} | config)
+    return FSDP2Engine(settings, folder, dtype=getattr(torch, dtype), total_steps=10)
+
+
+def bytes_of(tensor: Any) -> int:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.numel() * local.element_size()
+
+
+def held_bytes(folder: Path, dtype: str) -> dict[str, int]:
+    """Part -> bytes of this rank after a step and a snapshot for a checkpoint."""
+    trainer = make_engine(folder, dtype, param_dtype=dtype)
+    batch = make_batch([12, 9, 17])
+    trainer.train_step(batch, [[0, 1, 2]], weighted_loss, norms_of(batch), 1.0, False)
+    files = trainer.snapshot().values()
+    trainer.accumulate(batch, [[0, 1, 2]], weighted_loss, norms_of(batch), 1.0, False)
+    states = trainer.optimizer.state.values()  # type: ignore[union-attr]
+    return {
+        "weights": sum(map(bytes_of, trainer.shards)),
+        "gradients": sum(bytes_of(parameter.grad) for parameter in trainer.shards),
+        "optimizer": sum(bytes_of(value) for state in states for value in state.values()),
+        "snapshot": sum(len(file.buffer) for file in files if isinstance(file, SharedFile)),
+    }
+
+
+def saved_bytes(trainer: FSDP2Engine, num_sequences: int, length: int) -> int:
+    """Bytes that a forward of equal sequences keeps for its backward, every storage once, parameters not counted.
+
+    With activation checkpointing, the layer that keeps the most while it is recomputed comes on top.
+    """
+    batch = make_batch([length] * num_sequences, num_prompt_tokens=1)
+    seen: dict[int, int] = {}
+    alive: list[Tensor] = []  # a freed storage's address would be used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trainer._forward(batch, 1.0, False)
+    shards = {
+        (p.to_local() if hasattr(p, "to_local") else p).untyped_storage().data_ptr() for p in trainer.model.parameters()
+    }
+    trainer.model.reshard()
+    return sum(size for address, size in seen.items() if address not in shards)

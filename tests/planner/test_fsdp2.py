@@ -1,0 +1,96 @@
+"""The plan of FSDP2 ranks against tensors of the real engine, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import parse
+from hpcrl.engines.train import fsdp2 as engine
+from hpcrl.launch.model_folder import inspect_model
+from hpcrl.planner import fsdp2
+from hpcrl.planner.activations import Tokens, fsdp2_activations
+from hpcrl.planner.shapes import ModelShape, read_shape
+from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
+from tests.engines.worlds import FAMILIES, make_model_folder, run_ranks
+from tests.planner.measuring import held_bytes, make_engine, saved_bytes
+
+pytest_plugins = ["tests.engines.conftest"]
+
+
+def shape_of(folder: Path) -> ModelShape:
+    return read_shape(inspect_model(folder).config)
+
+
+def planned_parts(folder: Path, dtype: str, num_ranks: int) -> dict[str, int]:
+    config = parse({"model": {"dtype": dtype}, "trainer": {"param_dtype": dtype}})
+    parts = trainer_parts(config, shape_of(folder), num_ranks)
+    names = ("weights", "optimizer", "gradients")
+    return {name: next(part.num_bytes for part in parts if part.name == name) for name in names}
+
+
+def test_the_engine_has_the_constants_of_the_plan() -> None:
+    assert engine.SMALL_MODEL_BYTES == fsdp2.SMALL_MODEL_BYTES
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_holds_exactly_what_is_planned(family: str, dtype: str, tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder(family, tmp_path / family, tie_word_embeddings=family != "llama")
+    held = held_bytes(folder, dtype)
+    del held["snapshot"]
+    assert held == planned_parts(folder, dtype, 1)
+    assert held != planned_parts(folder, dtype, 2)  # negative control
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_two_ranks_hold_exactly_what_is_planned(family: str, tmp_path: Path) -> None:
+    """An odd vocabulary and three key heads of width 9, so that blocks of rows are uneven."""
+    changes = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 12, "vocab_size": 101}
+    folder = make_model_folder(family, tmp_path / family, num_experts=5, **changes)
+    shape = shape_of(folder)
+    first, second = run_ranks(2, held_bytes, folder, "float32")
+    written = first.pop("snapshot") + second.pop("snapshot")
+    assert first == planned_parts(folder, "float32", 2)
+    assert second["weights"] == 4 * fsdp2.shard_size(shape, 2, rank=1) < first["weights"]
+    assert first["weights"] + second["weights"] == 4 * shape.num_parameters
+    planned = checkpoint_bytes(parse({}), shape)
+    header = 2048  # each tensor of each rank is an archive of its own
+    assert planned <= written <= planned + header * 2 * 4 * len(shape.parameters)
+
+
+WIDTHS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "head_dim": 24}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_activations_are_within_a_tenth(
+    family: str, compute: str, checkpointing: bool, tmp_path: Path, world_of_one: None
+) -> None:
+    window = {"sliding_window": 4096} if family == "gemma2" else {}
+    folder = make_model_folder(family, tmp_path / family, num_hidden_layers=3, **WIDTHS, **window)
+    shape, tokens = shape_of(folder), Tokens(4 * 48, 4 * 47, 48)
+    trainer = make_engine(folder, param_dtype=compute, activation_checkpointing=checkpointing)
+    saved = saved_bytes(trainer, 4, 48)
+    num_bytes = 4 if compute == "float32" else 2
+    planned = fsdp2_activations(shape, tokens, num_bytes, checkpointing)
+    if checkpointing:
+        # The hooks see a forward: not the layer that its backward computes again, nor the cosines and sines that
+        # each layer is called with.
+        three, two = (
+            fsdp2_activations(shape, tokens, num_bytes, False)
+            for shape in (shape, read_shape(inspect_model(folder).config | {"num_hidden_layers": 2}))
+        )
+        planned -= three - two + 2 * tokens.total * shape.head_dim * num_bytes
+    assert saved == pytest.approx(planned, rel=0.1)
+
+
+def test_another_length_is_noticed(tmp_path: Path, world_of_one: None) -> None:
+    """Negative control: the tenth is tight enough to see a fifth more tokens."""
+    folder = make_model_folder("qwen3", tmp_path / "qwen3", **WIDTHS)
+    saved = saved_bytes(make_engine(folder), 4, 60)
+    assert saved != pytest.approx(fsdp2_activations(shape_of(folder), Tokens(192, 188, 48), 4, False), rel=0.1)

@@ -1,0 +1,144 @@
+"""How layers are dealt out to stages, and every size that a model or its ranks do not allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config, parse
+from hpcrl.config.schema import MegatronConfig
+from hpcrl.layout import RoleLayout
+from hpcrl.planner.parallel import Degrees, check_parallel, padded_vocabulary, split_layers
+from hpcrl.planner.shapes import read_shape
+from tests.planner.models import PUBLISHED
+
+COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+LARGEST: dict[str, Any] = {
+    "tensor_parallel": 4,
+    "sequence_parallel": True,
+    "pipeline_parallel": 8,
+    "virtual_pipeline": 6,
+    "expert_parallel": 8,
+    **COUNTED,
+}
+
+
+def run_of(ranks: int = 256, generator: int = 1, num_prompts: int = 128, **megatron: Any) -> Config:
+    layout = {"trainer": {"num_ranks": ranks}, "generator": {"colocate_with": "trainer", "tensor_parallel": generator}}
+    return parse(
+        {
+            "trainer": {"engine": "megatron", "megatron": megatron, "param_dtype": "bfloat16"},
+            "generator": {"engine": "vllm"},
+            "layout": layout,
+            "rollout": {"num_prompts": num_prompts},
+        }
+    )
+
+
+def problems(config: Config, model: str) -> list[str]:
+    layout = RoleLayout.from_config(config)
+    return [problem.text for problem in check_parallel(config, layout, read_shape(PUBLISHED[model][0]))]
+
+
+def test_94_layers_with_embedding_and_loss_over_eight_stages_of_six_chunks() -> None:
+    """Two places in each of 48 chunks; the first and the last give one up to the embedding and to the loss."""
+    stages = split_layers(94, MegatronConfig(**LARGEST))
+    assert stages is not None
+    assert [[len(chunk) for chunk in stage] for stage in stages] == [
+        [1, 2, 2, 2, 2, 2],
+        *([[2] * 6] * 6),
+        [2, 2, 2, 2, 2, 1],
+    ]
+    assert stages[0] == ((0,), (15, 16), (31, 32), (47, 48), (63, 64), (79, 80))
+    assert stages[7] == ((13, 14), (29, 30), (45, 46), (61, 62), (77, 78), (93,))
+    assert sorted(layer for stage in stages for chunk in stage for layer in chunk) == list(range(94))
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "counts"),
+    [
+        (28, {}, [28]),
+        (28, {"pipeline_parallel": 4}, [7, 7, 7, 7]),
+        (94, {"pipeline_parallel": 4, **COUNTED}, [23, 24, 24, 23]),
+        (31, {"pipeline_parallel": 4, "account_for_loss_in_pipeline_split": True}, [8, 8, 8, 7]),
+        (94, {"pipeline_parallel": 8}, None),
+        (94, {"pipeline_parallel": 8, "virtual_pipeline": 5, **COUNTED}, None),
+        (4, {"pipeline_parallel": 3, "virtual_pipeline": 2, **COUNTED}, [1, 2, 1]),
+    ],
+)
+def test_layers_of_each_stage(layers: int, sizes: dict[str, Any], counts: list[int] | None) -> None:
+    stages = split_layers(layers, MegatronConfig(**sizes))
+    assert counts == (None if stages is None else [sum(map(len, stage)) for stage in stages])
+
+
+def test_ranks_of_each_kind() -> None:
+    assert Degrees.of(MegatronConfig(**LARGEST), 256) == Degrees(data=8, expert_data=4, optimizer=8)
+    context = MegatronConfig(tensor_parallel=2, context_parallel=4)
+    assert Degrees.of(context, 16) == Degrees(data=2, expert_data=16, optimizer=8)
+    assert padded_vocabulary(151936, MegatronConfig(**LARGEST)) == 152064  # 297 x 512
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "change"),
+    [
+        ("Qwen3-235B-A22B", 256, LARGEST),
+        ("Qwen3-30B-A3B", 32, {"tensor_parallel": 4, "sequence_parallel": True, "expert_parallel": 8}),
+        ("Qwen2.5-7B", 8, {"tensor_parallel": 4, "pipeline_parallel": 2}),
+        ("Qwen2.5-7B", 8, {"context_parallel": 8}),
+    ],
+)
+def test_sizes_that_fit(model: str, ranks: int, change: dict[str, Any]) -> None:
+    assert problems(run_of(ranks, **change), model) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "change", "said"),
+    [
+        ("Qwen2.5-7B", 12, {"tensor_parallel": 4, "pipeline_parallel": 2}, "= 8 ranks hold the model, and the layout"),
+        ("Qwen2.5-7B", 8, {"tensor_parallel": 8}, "8 does not divide the 28 attention heads"),
+        ("Qwen3-8B", 48, {"tensor_parallel": 16, "pipeline_parallel": 3}, None),
+        ("Llama-3-8B", 12, {"tensor_parallel": 3}, "3 neither divides the 8 key and value heads"),
+        ("Qwen2.5-7B", 2, {"sequence_parallel": True}, "tensor_parallel is 1"),
+        ("Qwen2.5-7B", 8, {"expert_parallel": 2}, "qwen2 has no experts"),
+        ("Qwen2.5-7B", 8, {"expert_tensor_parallel": 2}, "qwen2 has no experts"),
+        ("Qwen3-30B-A3B", 8, {"tensor_parallel": 4}, "only with sequence_parallel=true"),
+        ("Qwen3-30B-A3B", 24, {"expert_parallel": 24}, "24 does not divide the 128 experts"),
+        ("Qwen3-30B-A3B", 5, {"expert_tensor_parallel": 5}, "5 does not divide the experts' width 768"),
+        ("Qwen3-235B-A22B", 256, LARGEST | {"expert_parallel": 64}, "x pipeline 8 = 512 ranks hold all experts"),
+        ("Qwen3-235B-A22B", 256, LARGEST | {"virtual_pipeline": 5}, "= 96 do not divide over 8 stages x 5 chunks = 40"),
+        ("Qwen3-235B-A22B", 8, {"pipeline_parallel": 8}, "account_for_embedding_in_pipeline_split=true"),
+        ("Qwen2.5-7B", 8, {"virtual_pipeline": 2}, "2 chunks need pipeline_parallel above 1"),
+    ],
+)
+def test_sizes_that_do_not_fit(model: str, ranks: int, change: dict[str, Any], said: str | None) -> None:
+    found = problems(run_of(ranks, **change), model)
+    if said is None:
+        assert found == []
+    else:
+        assert any(said in text for text in found), found
+        assert all(text.startswith("trainer.megatron.") for text in found)
+
+
+def test_too_few_samples() -> None:
+    """512 data parallel ranks and 128 responses; 8 data parallel ranks with 2 responses each and chunks of 8."""
+    few = problems(run_of(512, num_prompts=16), "Qwen2.5-7B")
+    assert "128 samples of an optimizer step leave some of 512 data parallel ranks without any" in few[0]
+    few = problems(run_of(256, num_prompts=2, **LARGEST), "Qwen3-235B-A22B")
+    assert "make at most 2; use virtual_pipeline=1 or larger batches" in few[0]
+    assert problems(run_of(256, num_prompts=8, **LARGEST), "Qwen3-235B-A22B") == []
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "said"),
+    [
+        ("Qwen3-235B-A22B", 8, None),  # 4 key and value heads, each on two ranks
+        ("Qwen2.5-7B", 7, "7 neither divides the 4 key and value heads nor"),
+        ("Qwen2.5-7B", 8, "8 does not divide the 28 attention heads"),
+        ("Qwen3-30B-A3B", 28, "28 does not divide the 768 numbers of an expert's width"),
+    ],
+)
+def test_tensor_parallel_generators(model: str, tensor: int, said: str | None) -> None:
+    config = run_of(tensor, generator=tensor)
+    found = [text for text in problems(config, model) if text.startswith("layout.generator.tensor_parallel")]
+    assert (found == []) if said is None else any(said in text for text in found), found
