@@ -89,7 +89,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     folder = write_model(tmp_path / "hub" / "models" / "org" / "tiny")
     for name in ("pytorch_model.bin", "original/params.json", "README.md", "merges.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("{}")
+        (folder / name).write_text(name)
     data = tmp_path / "hub" / "datasets" / "org" / "digits" / "main" / "train.jsonl"
     data.parent.mkdir(parents=True)
     data.write_text('{"prompt": "1", "answer": "1"}\n')
