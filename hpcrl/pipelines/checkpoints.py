@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import time
@@ -21,7 +22,7 @@ from hpcrl.dist.controller import Controller, RankFailed
 from hpcrl.dist.messages import Done, FinishSave, LoadState, SaveState
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
-from hpcrl.rundir import check_owner
+from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
 WRITTEN = "time/save_write"
@@ -208,7 +209,7 @@ class Checkpoints:
         warnings = {text for answer in answers.values() for text in answer.texts}
         if moved := _moved(latest.manifest.facts.world, _world(self._config, self._layout)):
             warnings.add(
-                f"{latest.path.name} was written by {moved}: from here on results are not the same in every bit"
+                f"{latest.path.name} was written with {moved}: from here on results are not the same in every bit"
             )
         for warning in sorted(warnings):
             print(f"hpcrl: {warning}", flush=True)
@@ -234,27 +235,23 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
-    """On what the bits of a deterministic run depend besides its configuration."""
-    ranks: dict[str, Any] = {role: list(ranks) for role, ranks in layout.ranks.items()}
-    tensor_parallel, threads = layout.generator_tensor_parallel, config.cluster.threads_per_rank
-    return {"ranks": ranks, "generator_tensor_parallel": tensor_parallel, "threads_per_rank": threads}
+    """On what the bits of a deterministic run depend beside what it computes, by key."""
+    values = config.model_dump(mode="json")
+    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *DIVISION)
+    ranks = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
+    return ranks | {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
 
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What is not as it was where a checkpoint was written, in words; empty where all is."""
-    parts = []
-    for role in now["ranks"]:
-        then, here = (world.get("ranks", {}).get(role, []) for world in (before, now))
-        if then != here:
-            parts.append(f"{role} ranks {_span(then)} (now {_span(here)})")
-    for name in ("generator_tensor_parallel", "threads_per_rank"):
-        if before.get(name) != now[name]:
-            parts.append(f"{name} {before.get(name)} (now {now[name]})")
-    return ", ".join(parts)
+    keys = [key for key in now if before.get(key) != now[key]]
+    return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
 
 
-def _span(ranks: list[int]) -> str:
-    return f"{ranks[0]}..{ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks)) or "none"
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 2:  # ranks, which follow each other
+        return f"{value[0]}..{value[-1]}"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def _hash(config: Config) -> str:

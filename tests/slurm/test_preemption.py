@@ -1,0 +1,65 @@
+"""Preempted, its node lost, its time over: the job goes on by itself, and its weights are as if nothing had been."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.jobs import Run, digest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+SAVE_EVERY = 4
+
+
+def losses(log: str) -> list[tuple[int, int]]:
+    """(last step trained, step gone on from) of every start after the first."""
+    starts = re.split(r"hpcrl: resumed from step_", log)
+    last = [max(map(int, re.findall(r"^step (\d+)/", text, re.MULTILINE)), default=-1) for text in starts]
+    return [(before, int(text[:6])) for before, text in zip(last, starts[1:], strict=False)]
+
+
+def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    words = [*tiny, "layout=colocated", "layout.trainer.num_ranks=1", f"save_every={SAVE_EVERY}", "max_steps=60"]
+    words += ["cluster.max_restarts=0"]  # none of these may count as a crash
+    (tmp_path / "a").mkdir()
+    run = Run(cluster, tmp_path / "a", *words)
+    run.wait_step(3)
+    run.preempt(1)
+    run.wait_said("resumed from", 1)
+    run.wait_step(14)
+    node = re.search(r"NodeList=(n\d)", cluster.run("scontrol", "--oneliner", "show", "job", str(run.job)))
+    assert node is not None
+    cluster.run("scontrol", "update", f"nodename={node[1]}", "state=down", "reason=test")
+    run.wait_restart(2)
+    cluster.run("scontrol", "update", f"nodename={node[1]}", "state=resume")
+    run.wait_said("resumed from", 2)
+    run.preempt(3)
+    run.preempt(4)  # before its first step
+    run.tell(pace=0)
+    said = run.wait_end()
+
+    print(said, losses(said))
+    assert run.restarts == 4
+    noticed, unnoticed, *_ = losses(said)
+    assert noticed[0] == noticed[1]
+    assert 0 <= unnoticed[0] - unnoticed[1] <= SAVE_EVERY
+
+    (tmp_path / "b").mkdir()
+    undisturbed = Run(cluster, tmp_path / "b", *words, pace=0)
+    undisturbed.wait_end()
+    assert digest(run.dir) == digest(undisturbed.dir)
+
+
+def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    # Slurm looks every 30 s whether the warning is due within the next 30: it comes in the first half minute.
+    run = Run(cluster, tmp_path, *tiny, "cluster.time=00:01:00", "cluster.signal_lead_s=30", "max_steps=500")
+    for number in (1, 2):
+        run.wait_restart(number)
+    run.tell(pace=0)
+    said = run.wait_end()
+    print(said, losses(said))
+    assert all(before == after for before, after in losses(said))
