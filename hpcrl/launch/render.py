@@ -9,15 +9,15 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from hpcrl.config import ClusterConfig, ComponentConfig, Config
+from hpcrl.exitcodes import ExitCode
 from hpcrl.placement import Component, Placement
 
 NOTHING_TO_DO = 3
 """Exit code of `hpcrl.launch.job begin` where the run is done or must not be started again."""
 
 BODY = """\
-set -u
+{setup}set -u
 words=({words} "$@")
-{setup}
 # A new attempt of the run: checks everything, makes the run folder, owns it. Not where the run is done.
 begun=$({python} -m hpcrl.launch.job begin "${{words[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
 read -r HPCRL_ATTEMPT HPCRL_JOB_END run_dir <<<"$begun"
@@ -26,7 +26,7 @@ export HPCRL_ATTEMPT HPCRL_JOB_END
 # Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it.
 trap : USR1 TERM
 srun {srun} \\
-    {python} -m hpcrl.run "$run_dir" &
+    {inside} -m hpcrl.run "$run_dir" &
 step=$!
 while wait $step; rc=$?; kill -0 $step 2>/dev/null; do :; done
 
@@ -49,8 +49,9 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
     srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
     body = BODY.format(
         words=shlex.join(words),
-        setup="\n".join(_setup(cluster)),
+        setup="".join(f"{line}\n" for line in _setup(cluster)),  # before set -u, which modules and conda do not stand
         python=python,
+        inside=python if cluster.container == "none" else "python",  # a container has its own
         nothing=NOTHING_TO_DO,
         srun=" ".join([*srun, *_container(cluster)]),
     )
@@ -67,7 +68,6 @@ def _job_options(cluster: ClusterConfig) -> Iterator[str]:
         "qos": cluster.qos,
         "reservation": cluster.reservation,
         "exclude": cluster.exclude,
-        "switches": cluster.switches,
     }
     yield from (f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)
     yield "#SBATCH --requeue" if cluster.after == "requeue" else "#SBATCH --no-requeue"
@@ -82,6 +82,7 @@ def _component_options(component: Component, cluster: ClusterConfig) -> Iterator
         yield f"--gres=gpu:{spec.gpu_type + ':' if spec.gpu_type else ''}{spec.gpus_per_node}"
     values = {"mem": spec.memory, "partition": _first(spec, cluster, "partition")}
     values["constraint"] = _first(spec, cluster, "constraint")
+    values["switches"] = cluster.switches  # sbatch hands the options of the whole job on to every component, but not it
     yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
 
 
@@ -92,18 +93,21 @@ def _first(spec: ComponentConfig, cluster: ClusterConfig, name: str) -> str | No
 
 def _setup(cluster: ClusterConfig) -> Iterator[str]:
     if cluster.modules:
-        yield f"module load {' '.join(cluster.modules)}"
+        yield f"module load {shlex.join(cluster.modules)} || exit {ExitCode.BAD_INPUT}"
     if cluster.prologue:
         yield cluster.prologue.rstrip()
     if cluster.network_interface is not None:
-        yield f"export GLOO_SOCKET_IFNAME={cluster.network_interface} NCCL_SOCKET_IFNAME={cluster.network_interface}"
+        name = shlex.quote(cluster.network_interface)
+        yield f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
 
 
 def _container(cluster: ClusterConfig) -> list[str]:
+    """The rest of srun's options, up to the program. Inside are the source tree, the run folder and the mounts."""
+    image = shlex.quote(cluster.image or "")
     if cluster.container == "pyxis":
-        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in ("$PWD", *cluster.mounts))
-        return [f"--container-image={cluster.image}", f'--container-mounts="{mounts}"', '--container-workdir="$PWD"']
+        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in ("$PWD", "$run_dir", *cluster.mounts))
+        return [f"--container-image={image}", f'--container-mounts="{mounts}"', '--container-workdir="$PWD"']
     if cluster.container == "apptainer":
-        binds = " ".join(f"--bind {m}" for m in ('"$PWD"', *cluster.mounts))
-        return [f"apptainer exec --nv {binds} {cluster.image}"]
+        binds = " ".join(f"--bind {m}" for m in ('"$PWD"', '"$run_dir"', *map(shlex.quote, cluster.mounts)))
+        return [f'apptainer exec --nv {binds} --pwd "$PWD" {image}']
     return []
