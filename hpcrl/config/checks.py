@@ -94,6 +94,9 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "a job that goes on is requeued"
+    if config.cluster.container == "none":
+        for key in ("image", "mounts"):
+            yield ("cluster", key), ("cluster", "container"), "the ranks run in no container"
     if config.trainer.engine != "megatron":
         yield ("trainer", "megatron"), ("trainer", "engine"), f"the engine is {config.trainer.engine}"
     if config.model.path is not None:

@@ -12,6 +12,7 @@ from hpcrl.config import Config, ConfigError, Problem, Reading, read
 from hpcrl.config.checks import check_built, check_family, check_length
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
+from hpcrl.launch.container import check_container
 from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
@@ -120,13 +121,14 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 
 def _check_inputs(reading: Reading, config: Config) -> None:
-    """Files of prompts, and how they are scored."""
+    """Files of prompts, how they are scored, and what the ranks run in."""
     from hpcrl.data import validate_sources
     from hpcrl.rewards.router import validate_rewards
 
     prompts = config.rollout.num_prompts if config.reinforces else None
     reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
     reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
+    reading.add(check_container(config.cluster))
 
 
 def _find_model(reading: Reading, config: Config) -> Config:

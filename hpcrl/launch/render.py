@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from hpcrl.config import ClusterConfig, ComponentConfig, Config
 from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.container import srun_options
 from hpcrl.placement import Component, Placement
 
 NOTHING_TO_DO = 3
@@ -53,7 +54,7 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
         python=python,
         inside=python if cluster.container == "none" else "python",  # a container has its own
         nothing=NOTHING_TO_DO,
-        srun=" ".join([*srun, *_container(cluster)]),
+        srun=" ".join([*srun, *srun_options(cluster)]),
     )
     return "\n".join(lines) + "\n" + body
 
@@ -99,15 +100,3 @@ def _setup(cluster: ClusterConfig) -> Iterator[str]:
     if cluster.network_interface is not None:
         name = shlex.quote(cluster.network_interface)
         yield f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-
-
-def _container(cluster: ClusterConfig) -> list[str]:
-    """The rest of srun's options, up to the program. Inside are the source tree, the run folder and the mounts."""
-    image = shlex.quote(cluster.image or "")
-    if cluster.container == "pyxis":
-        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in ("$PWD", "$run_dir", *cluster.mounts))
-        return [f"--container-image={image}", f'--container-mounts="{mounts}"', '--container-workdir="$PWD"']
-    if cluster.container == "apptainer":
-        binds = " ".join(f"--bind {m}" for m in ('"$PWD"', '"$run_dir"', *map(shlex.quote, cluster.mounts)))
-        return [f'apptainer exec --nv {binds} --pwd "$PWD" {image}']
-    return []

@@ -1,0 +1,49 @@
+"""The container that the ranks run in: what srun is told, and what can be wrong with it. None, Apptainer, or Pyxis.
+
+The batch script itself, with hpcrl's checks, runs outside. Inside are the source tree (the working directory), the run
+folder and cluster.mounts, each in its place; `python` is the image's.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcrl.config import ClusterConfig, Problem
+
+PULLED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+|[^/]+#.+")
+"""Images that are no file: docker://x, oras://x, registry#name:tag."""
+
+
+def srun_options(cluster: ClusterConfig) -> list[str]:
+    """The last of srun's words before the program, quoted for the shell."""
+    image = shlex.quote(cluster.image or "")
+    if cluster.container == "pyxis":
+        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in ("$PWD", "$run_dir", *cluster.mounts))
+        return [f"--container-image={image}", f'--container-mounts="{mounts}"', '--container-workdir="$PWD"']
+    if cluster.container == "apptainer":
+        binds = " ".join(f"--bind {m}" for m in ('"$PWD"', '"$run_dir"', *map(shlex.quote, cluster.mounts)))
+        return [f'apptainer exec --nv {binds} --pwd "$PWD" {image}']
+    return []
+
+
+def check_container(cluster: ClusterConfig) -> list[Problem]:
+    """An image that is missing, and files that are not there: also on the node where the job begins."""
+    return list(_check(cluster))
+
+
+def _check(cluster: ClusterConfig) -> Iterator[Problem]:
+    if cluster.container == "none":
+        return
+    if cluster.image is None:
+        text = f"cluster.image: missing; cluster.container={cluster.container} needs one"
+        yield Problem(("cluster", "image"), text, (("cluster", "container"),))
+    elif not PULLED.fullmatch(cluster.image) and not Path(cluster.image).exists():
+        yield Problem(("cluster", "image"), f"cluster.image: no file {cluster.image}")
+    for mount in cluster.mounts:
+        source = mount.partition(":")[0]
+        if not Path(source).is_absolute() or not Path(source).exists():
+            text = f"cluster.mounts: {source} is no absolute path of a folder that is there"
+            yield Problem(("cluster", "mounts"), text)
