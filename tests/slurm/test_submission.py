@@ -1,0 +1,220 @@
+"""From the command line into real jobs: who runs where, what Slurm refuses, who holds a folder, what stays secret."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.preflight import read_reports
+from hpcrl.rundir import world_folder
+from tests.conftest import ROOT
+from tests.slurm.jobs import (
+    COMPLETED,
+    PENDING,
+    RUNNING,
+    Run,
+    digest,
+    launch,
+    processes,
+    ranks,
+    show,
+    step_of,
+    submit,
+    wait_state,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SPREAD = "layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=2 layout.reward.num_ranks=1"
+COMPONENTS = """cluster.components={train: {roles: [controller, trainer]},
+gen: {roles: [generator], ranks_per_node: 1}, cpu: {roles: [reward]}}""".replace("\n", " ")
+
+
+@pytest.fixture
+def idle(cluster: Any) -> Iterator[Any]:
+    """The cluster with no job, and afterwards again."""
+    yield cluster
+    cluster.run("scancel", "--state=PENDING", "--user", str(os.getuid()), check=False)
+    cluster.run("scancel", "--user", str(os.getuid()), check=False)
+    wait_until(lambda: not cluster.run("squeue", "-h").strip(), lambda: cluster.run("squeue"))
+
+
+def places(run: Run) -> dict[int, str]:
+    """Rank -> the node that Slurm gave its process; the preflight must have told the same."""
+    there = {rank: process.environ()["SLURMD_NODENAME"] for rank, process in ranks(run.cluster, run.job).items()}
+    told = {rank: report.name for report in read_reports(world_folder(run.dir, 1)) for rank in report.ranks}
+    assert there == told
+    return there
+
+
+def test_plain_job_over_two_nodes(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    words = [*tiny, "max_steps=4", "layout=colocated"]
+    run = Run(idle, tmp_path, *words, "cluster.components={all: {roles: [trainer, controller], ranks_per_node: 1}}")
+    run.wait_step(1)
+    assert places(run) == {0: "n1", 1: "n1", 2: "n2"}
+    assert "HetJobId" not in show(idle, run.job) and show(idle, run.job)["NodeList"] == "n[1-2]"
+    run.wait_end()
+    assert step_of(run.dir) == 4 and digest(run.dir)
+
+
+def test_three_components_hold_their_roles(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    run = Run(idle, tmp_path, *tiny, "max_steps=4", *SPREAD.split(), COMPONENTS)
+    run.wait_step(1)
+    where = places(run)
+    parts = idle.run("scontrol", "--oneliner", "show", "job", str(run.job)).splitlines()
+    nodes = [re.findall(r" NodeList=(\S+)", part)[0] for part in parts if part]
+    assert len(nodes) == 3 and nodes[0] == where[0] == where[1] and nodes[2] == where[4]
+    assert len({where[0], where[2], where[3], where[4]}) == 4, "two generator nodes, and no node of two components"
+    run.wait_end()
+    assert step_of(run.dir) == 4 and digest(run.dir)
+
+
+@pytest.fixture(scope="module")
+def closed(cluster: Any) -> Any:
+    """The cluster with a partition for few: one account, one node, ten minutes."""
+    line = "PartitionName=closed Nodes=n[1-4] AllowAccounts=physics AllowQos=physics State=UP\n"
+    line += "PartitionName=small Nodes=n[1-4] MaxNodes=1 MaxTime=10 State=UP\n"
+    with cluster.conf.open("a") as conf:
+        conf.write(line)
+    cluster.run("scontrol", "reconfigure")
+    return cluster
+
+
+FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,controller],ranks_per_node:1}}"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("cluster.partition=nowhere", "invalid partition specified: nowhere"),
+        ("cluster.partition=closed cluster.account=chemistry", "Invalid account or account/partition combination"),
+        ("cluster.partition=small", "Requested time limit is invalid"),
+        (f"layout=colocated {FOUR} cluster.partition=small cluster.time=00:05:00", "Node count specification invalid"),
+        (f"layout=colocated {FOUR.replace('=4', '=9')}", "More processors requested than permitted"),
+        ("cluster.components={all:{roles:[trainer,controller],memory:900G}}", "Memory"),
+        ("cluster.components={all:{roles:[trainer,controller],gpus_per_node:9}}", "node configuration"),
+        ("cluster.constraint=purple", "Invalid feature specification"),
+        ("cluster.reservation=mine", "reservation"),
+        ("cluster.exclude=elsewhere", "Invalid node name specified"),
+        ("cluster.time=soon", "cluster.time"),
+        ("run_name=a;b", "run_name"),
+    ],
+)
+def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
+    run = tmp_path / "run"
+    done = launch(closed, run, *tiny, "max_steps=1", *words.split())
+    assert done.returncode == ExitCode.BAD_INPUT, done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1 and reason in done.stderr
+    assert not closed.run("squeue", "-h").strip()
+    left = {str(path.relative_to(run)) for path in run.rglob("*")} if run.exists() else set()
+    assert left <= {"slurm", "slurm/job.sbatch"}, "the script that Slurm refused is all there is"
+
+
+def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
+    run = tmp_path / "run"
+    wait_state(closed, run, submit(closed, run, *tiny, "max_steps=2"), [COMPLETED])
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "job.sbatch"}
+    done = launch(closed, run, *tiny, "max_steps=4", "cluster.partition=nowhere")
+    assert done.returncode == ExitCode.BAD_INPUT and "nowhere" in done.stderr
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "job.sbatch"}
+    assert after == before
+
+
+def test_a_held_run_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Pending, running and finished, by the same words."""
+    others = idle.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 60")
+    wait_until(lambda: "R" in idle.run("squeue", "-h", "-o", "%t"), lambda: idle.run("squeue"))
+    run = Run(idle, tmp_path, *tiny, "max_steps=50", "save_every=0", pace=0.2)
+    for state, word in ((PENDING, "pending"), (RUNNING, "running")):
+        wait_state(idle, run.dir, run.job, [state])
+        done = launch(idle, run.dir, *run.words)
+        assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"job {run.job}" in done.stderr and word in done.stderr and f"scancel {run.job}" in done.stderr
+        idle.run("scancel", others.strip(), check=False)
+    assert idle.run("squeue", "-h", "-o", "%i").split() == [str(run.job)]
+    run.tell(pace=0)
+    run.wait_end()
+    done = launch(idle, run.dir, *run.words)
+    assert done.returncode == 0 and "finished" in done.stdout and "is submitted" not in done.stdout
+    assert not idle.run("squeue", "-h").strip()
+
+
+def test_two_jobs_share_a_node(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    runs = [
+        Run(idle, folder, *tiny, "max_steps=1000", "save_every=0", "cluster.exclude='n[2-4]'") for folder in folders
+    ]
+    for run in runs:
+        run.wait_step(3)
+    assert [(show(idle, run.job)["JobState"], show(idle, run.job)["NodeList"]) for run in runs] == [(RUNNING, "n1")] * 2
+
+
+def test_the_key_is_shown_nowhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    run = Run(idle, tmp_path, *tiny, "max_steps=1000", "save_every=0", *SPREAD.split(), COMPONENTS)
+    run.wait_step(1)
+    (path,) = world_folder(run.dir, 1).glob("key_*")
+    assert path.stat().st_mode & 0o777 == 0o600
+    raw = path.read_bytes()
+    forms = [raw.hex(), base64.b64encode(raw).decode(), raw.decode("latin-1")]
+    shown = [idle.run("scontrol", "show", "job", str(run.job), "--details")]
+    idle.run("scontrol", "write", "batch_script", str(run.job), str(tmp_path / "stored.sh"))
+    shown += [(tmp_path / "stored.sh").read_text(), (run.dir / "slurm" / "job.sbatch").read_text(), run.log]
+    shown += [path.read_text(errors="replace") for path in (run.dir / "logs").rglob("*.log")]
+    started = processes(idle, run.job)
+    assert len(started) >= 5 + 4, "five ranks and four agents"
+    for process, environ in started.items():
+        shown += [" ".join(process.cmdline()), " ".join(f"{name}={value}" for name, value in environ.items())]
+    assert not [text for text in shown for form in forms if form in text]
+    assert str(run.dir) in " ".join(shown), "this search finds what is there"
+
+
+def test_nothing_is_written_elsewhere(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """The working directory and the home of both the command and the job stay empty."""
+    run, home, work = tmp_path / "run", tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    hidden = ("HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR")
+    environ = {name: value for name, value in idle.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.launch", "+cluster=slurm", f"run_dir={run}", *tiny, "max_steps=2"],
+        env=environ | {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    wait_state(idle, run, int(re.findall(r"job (\d+) is submitted", done.stdout)[0]), [COMPLETED])
+    assert (run / "plot.png").exists(), "the run went to its end"
+    assert [str(path) for folder in (home, work) for path in folder.rglob("*")] == []
+
+
+# Root may do all; without this capability it is a user like others.
+AS_A_USER = ["setpriv", "--bounding-set=-dac_override"] if os.getuid() == 0 else []
+
+
+def test_a_folder_of_another_user(cluster: Any, tmp_path: Path) -> None:
+    """A run folder that may be read but not written."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("run_name: theirs\n")
+    run.chmod(0o555)
+    command = [*AS_A_USER, sys.executable, "-m", "hpcrl.launch", "+cluster=slurm", "+experiment=demo", f"run_dir={run}"]
+    environ = {**cluster.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.BAD_INPUT, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and f"{run} cannot be written: no permission in {run}" in done.stderr
+    assert [path.name for path in run.iterdir()] == ["config.yaml"] and not cluster.run("squeue", "-h").strip()
