@@ -14,6 +14,7 @@ from hpcrl.rundir import RunState
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState) -> str:
     """The plan as lines of `what  how`."""
+    trains = config.pipeline != "convert"
     try:
         shape, unknown = plan_shape(config, model), ""
     except CannotPlanError as error:
@@ -21,19 +22,31 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
     rows = [
         ("run", f"{config.run_name}, {_kind(run)}, folder {run.run_dir}"),
         ("work", _work(config)),
-        ("model", _model(config, model, shape)),
-        *(("", f"note: {note}") for note in (model.notes if model is not None else ())),
-        ("data", f"train {_sources(config.data.train)}"),
-        *([("", f"held-out {_sources(config.data.val)}")] if config.data.val is not None else []),
-        ("batch", _batch(config, layout)),
-        *([("", _generation(config, layout))] if layout.replicas else []),
+        *(_inputs(config, layout, model, shape) if trains else ()),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
         *(node_rows(config, layout) if config.cluster.name == "slurm" else ()),
-        *(_resources(config, layout, shape) if shape is not None else [("memory", unknown)]),
-        ("files", "config.yaml metrics.jsonl tensorboard/ rollouts/ checkpoints/ hf/ plot.png logs/"),
     ]
+    if trains:
+        rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
+        rows.append(("files", "config.yaml metrics.jsonl tensorboard/ rollouts/ checkpoints/ hf/ plot.png logs/"))
     return "\n".join(f"{name:<8}{text}" for name, text in rows)
+
+
+def _inputs(
+    config: Config, layout: RoleLayout, model: ModelFolder | None, shape: ModelShape | None
+) -> Iterator[tuple[str, str]]:
+    yield "model", _model(config, model, shape)
+    yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
+    if config.pipeline == "agentic" and config.env is not None:
+        yield "data", f"environment {config.env.name}, episodes of up to {config.env.max_turns} turns"
+    else:
+        yield "data", f"train {_sources(config.data.train)}"
+    if config.data.val is not None:
+        yield "", f"held-out {_sources(config.data.val)}"
+    yield "batch", _batch(config, layout)
+    if layout.replicas:
+        yield "", _generation(config, layout)
 
 
 def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
@@ -52,6 +65,9 @@ def _kind(run: RunState) -> str:
 
 
 def _work(config: Config) -> str:
+    if config.pipeline == "convert":
+        source = config.convert.source
+        return f"convert: the newest checkpoint of {source} to {config.convert.target or f'{source}/hf'}"
     what = f"{config.pipeline}, {config.algorithm.name}" if config.reinforces else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"

@@ -121,10 +121,14 @@ def test_a_recipe_plans_without_weights_and_says_what_is_not_built(
     words = ["+cluster=slurm", f"+experiment={name}", *data]
     assert main([*words, "dry_run=true"]) == 0, capsys.readouterr().err
     plan = capsys.readouterr().out
-    missing = [problem.text for problem in check_built(load(words))]
+    config = load(words)
+    missing = [problem.text for problem in check_built(config)]
     assert bool(missing) is (name not in RUNNABLE)
     assert all(f"this version cannot run it: {text}\n" in plan for text in missing)
     assert not (tmp_path / "runs").exists()
+    if any(component.gpus_per_node for component in config.cluster.components.values()):
+        ranks = re.findall(r"^(?:memory  | {8})rank .+$", plan, re.M)
+        assert ranks and all("fits 80 GB" in line for line in ranks), plan
     text = (ROOT / "slurm" / "README.md").read_text()
     (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.M)
     assert ("| yes" in row) is (name in RUNNABLE)
