@@ -10,7 +10,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.dist.agent import VERDICT
 from hpcrl.dist.control import ControlError, StoreLost
 from hpcrl.dist.controller import Controller, RankFailed, RankLost, RankSilent
 from hpcrl.dist.messages import BuildRole, Failed
@@ -23,7 +22,7 @@ from hpcrl.pipelines.checkpoints import CheckpointError
 from hpcrl.pipelines.context import NoProgress, Run, Stopped
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.scheduler import RolloutExhausted
-from hpcrl.rundir import SupersededError, finish_run
+from hpcrl.rundir import VERDICT, SupersededError, finish_run
 from hpcrl.signals import STOPPING
 
 CODES: list[tuple[type[BaseException], ExitCode]] = [

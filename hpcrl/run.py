@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpcrl import slurm
 from hpcrl.config import Config
-from hpcrl.dist.agent import VERDICT, Agent, Verdict
+from hpcrl.dist.agent import Agent, Verdict
 from hpcrl.dist.bootstrap import Place, find_place
 from hpcrl.dist.devices import VISIBLE, bind_gpus, visible_gpus
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
@@ -25,7 +25,7 @@ from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.placement import Placement
 from hpcrl.preflight import meeting_folder, preflight, see_run
-from hpcrl.rundir import OUTCOME, close_run, open_run, stored_config, world_folder
+from hpcrl.rundir import OUTCOME, VERDICT, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import ignore_signals
 
 

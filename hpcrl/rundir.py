@@ -37,6 +37,8 @@ SLURM = "slurm"
 SUBMITTED = f"{SLURM}/submitted.json"
 OUTCOME = "outcome.json"
 """In the folder of an attempt's world, from the agent of rank 0: the exit code of the run."""
+VERDICT = "verdict.json"
+"""Beside it, from the controller for its agent: exit code and message of a run that did not end well."""
 
 DIVISION = (
     "trainer.megatron",

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from hpcrl.dist.bootstrap import ENDPOINT
 from hpcrl.dist.devices import VISIBLE
 from hpcrl.dist.trace import LEAVING, read_trace
+from hpcrl.rundir import VERDICT
 from hpcrl.signals import STOPPING, held_back
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ CHECK_EVERY_S = 1.0
 LISTENS_S = 3.0  # a controller that has beaten since then takes messages
 STUCK = 4  # times silent_s that the controller may do one thing
 KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
-VERDICT = "verdict.json"  # what the controller leaves for its agent
 PR_SET_PDEATHSIG = 1
 
 
