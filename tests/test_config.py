@@ -269,6 +269,10 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
             "cluster.components={a: {memory: 5G, roles: [trainer]}, b: {roles: [reward]}}",
             "cluster.components.b.memory: missing; Slurm would take another component's",
         ),
+        (
+            "cluster={name: slurm, time: '5', signal_lead_s: 300}",
+            "cluster.signal_lead_s: 300 s before its end a job of 300 s has not begun",
+        ),
         ("pipeline=convert", "convert.source: needs the run folder"),
     ],
 )

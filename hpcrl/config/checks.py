@@ -41,6 +41,7 @@ def check(config: Config) -> list[Problem]:
         *_user_code(config),
         *_convert(config),
         *_components(config),
+        *_warning(config),
     ]
 
 
@@ -266,3 +267,13 @@ def _components(config: Config) -> Iterator[Problem]:
             path = ("cluster", "components", name, "memory")
             text = f"{dotted(path)}: missing; Slurm would take another component's, so give it for all or none"
             yield Problem(path, text, (("cluster", "components"),))
+
+
+def _warning(config: Config) -> Iterator[Problem]:
+    """A job that is warned of its end from its beginning on would be requeued before its first step, for ever."""
+    cluster = config.cluster
+    if cluster.name == "slurm" and cluster.signal_lead_s >= cluster.time_s:
+        text = (
+            f"cluster.signal_lead_s: {cluster.signal_lead_s} s before its end a job of {cluster.time_s} s has not begun"
+        )
+        yield Problem(("cluster", "signal_lead_s"), text, (("cluster", "time"),))

@@ -523,6 +523,17 @@ class ClusterConfig(Section):
     storage_gb_per_s: PositiveFloat = 2.0
     """GB/s that all ranks together write to the run folder's file system; the plan's checkpoint time comes of it."""
 
+    @property
+    def time_s(self) -> int:
+        """The wall-time limit in seconds. sbatch reads MINUTES[:SECONDS], HH:MM:SS and DAYS-HH[:MM[:SS]]."""
+        days, dash, rest = self.time.rpartition("-")
+        numbers = [int(number) for number in rest.split(":")]
+        if dash or len(numbers) == 3:
+            hours, minutes, seconds = [*numbers, 0, 0][:3]
+        else:
+            hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+        return ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
+
 
 class Config(Section):
     """Everything about a run."""

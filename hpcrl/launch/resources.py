@@ -29,7 +29,7 @@ PHASE_WORDS: dict[Phase, str] = {
 def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
     """Role -> component -> nodes -> ranks, and what the job costs where it runs to its time limit."""
     components = Placement.from_config(config, layout).components
-    hours = wall_hours(config.cluster.time)
+    hours = config.cluster.time_s / 3600
     node_hours, gpu_hours = 0.0, 0.0
     for number, component in enumerate(components):
         ranks = [rank for node in component.nodes for rank in node]
@@ -42,17 +42,6 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
             f"{count * hours:,.6g} node-hours",
         )
     yield "cost", f"at most {node_hours:,.6g} node-hours, {gpu_hours:,.6g} GPU-hours ({config.cluster.time} a job)"
-
-
-def wall_hours(time: str) -> float:
-    """Hours of a wall-time limit as sbatch reads it: MINUTES[:SECONDS], HH:MM:SS, DAYS-HH[:MM[:SS]]."""
-    days, dash, rest = time.rpartition("-")
-    numbers = [int(number) for number in rest.split(":")]
-    if dash or len(numbers) == 3:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-    return 24 * int(days or 0) + hours + minutes / 60 + seconds / 3600
 
 
 def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
