@@ -64,7 +64,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-KillWait=3
+KillWait=6
 MinJobAge=300
 EnforcePartLimits=ALL
 InactiveLimit=0

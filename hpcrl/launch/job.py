@@ -85,7 +85,7 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     name = "lost" if code is None else code.name.lower()
     try:
         check_owner(run_dir, attempt)
-        goes_on, why = _goes_on(run_dir, code, job is not None and job.preempted)
+        goes_on, why = _goes_on(run_dir, code, _taken(job, own))
         close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
     except SupersededError as error:
         print(f"hpcrl: {error}", file=sys.stderr)
@@ -94,7 +94,8 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     if not goes_on:
         _end_chain(run_dir)
     elif own is not None and stored_config(run_dir).cluster.after == "requeue":
-        slurm.requeue(own[0])  # kills this process too
+        if job is None or job.restarts == own[1]:  # else Slurm has done it
+            slurm.requeue(own[0])  # kills this process too
     elif own is not None and [own[0]] == submitted_jobs(run_dir)[-1:]:
         print("hpcrl: this was the last link of the chain; launch again to go on", file=sys.stderr)
     return code if code is not None else ExitCode.RANK_KILLED
@@ -106,11 +107,23 @@ def _end_chain(run_dir: Path) -> None:
         slurm.cancel(jobs, ["PENDING"])
 
 
-def _goes_on(run_dir: Path, code: ExitCode | None, preempted: bool) -> tuple[bool, str]:
+def _taken(job: slurm.Job | None, own: tuple[int, int] | None) -> bool | None:
+    """Whether Slurm took the nodes (a preemption, a lost node, the time limit), or somebody cancelled the job: False.
+    None where the step ended by itself: a job whose batch script runs is not completing."""
+    if job is None or own is None:
+        return None
+    if job.preempted or job.restarts > own[1]:
+        return True
+    return job.reason == "TimeLimit" if job.state in ("COMPLETING", "CANCELLED", "TIMEOUT") else None
+
+
+def _goes_on(run_dir: Path, code: ExitCode | None, taken: bool | None) -> tuple[bool, str]:
     """Whether the run gets another attempt, and why."""
     if (run_dir / FINISHED).exists():
         return False, "the run is finished"
-    if code is ExitCode.REQUEUE or preempted:
+    if taken is False:
+        return False, "the job was cancelled"
+    if code is ExitCode.REQUEUE or taken:
         return True, "goes on from its checkpoint in the next job"
     if code is not None and code not in CRASHES:
         return False, "does not go on by itself"

@@ -20,18 +20,24 @@ BODY = """\
 {setup}set -u
 words=({words} "$@")
 # A new attempt of the run: checks everything, makes the run folder, owns it. Not where the run is done.
+trap '' USR1 TERM
 begun=$({python} -m hpcrl.launch.job begin "${{words[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
 read -r HPCRL_ATTEMPT HPCRL_JOB_END run_dir <<<"$begun"
 export HPCRL_ATTEMPT HPCRL_JOB_END
 
-# Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it.
-trap : USR1 TERM
+# Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it. Slurm ends the whole
+# job KillWait seconds after a SIGTERM: a step that takes longer is given up before, so that its end can be told.
+kill_wait=$(scontrol show config | awk '$1 == "KillWait" {{ print $3 }}')
+give_up() {{ trap : TERM; (sleep $((kill_wait > 10 ? kill_wait - 5 : kill_wait / 2)); kill -9 $step) & }}
+trap : USR1
+trap give_up TERM
 srun {srun} \\
     {inside} -m hpcrl.run "$run_dir" &
 step=$!
 while wait $step; rc=$?; kill -0 $step 2>/dev/null; do :; done
 
 # Decides from how the run ended whether it is requeued.
+trap '' USR1 TERM
 exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
 """
 
