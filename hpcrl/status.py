@@ -21,7 +21,6 @@ from typing import Any
 
 from hpcrl import slurm
 from hpcrl.config import Config, ConfigError
-from hpcrl.dist.agent import VERDICT
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step, step_name
 from hpcrl.layout import ROLES, RoleLayout
@@ -35,6 +34,7 @@ from hpcrl.rundir import (
     OWNERS,
     SLURM,
     SUBMITTED,
+    VERDICT,
     process_lives,
     stored_config,
     submitted_jobs,
@@ -156,6 +156,8 @@ def state(run: Run, job: slurm.Job | None) -> str:
             return f"running: {held}"
     if finished := run.finished:
         return f"finished: {finished['reason']}, {finished['at']}"
+    if job is not None and job.state == "UNKNOWN" and "ended" not in owner:
+        return f"unknown: job {job.id}: {job.reason}"
     says = f"job {job.id} is {job.state.lower()}" if job is not None else "Slurm knows no job of it"
     if not attempt:
         return f"never started: {says}" if (run.folder / SUBMITTED).exists() else "never started"
@@ -206,9 +208,15 @@ def find_run(name: str) -> Path:
 
 
 def find_job(run: Run) -> slurm.Job | None:
-    """The job that runs or will run this run, else its last; None if Slurm knows none. SlurmError if it cannot say."""
+    """The job that runs or will run this run, else its last; None if Slurm knows none.
+
+    Its state is UNKNOWN, and the reason why, where Slurm cannot be asked.
+    """
     numbers = [*([run.owner["job"]] if "job" in run.owner else []), *submitted_jobs(run.folder)]
-    known = [job for number in dict.fromkeys(numbers) if (job := slurm.find_job(number)) is not None]
+    try:
+        known = [job for number in dict.fromkeys(numbers) if (job := slurm.find_job(number)) is not None]
+    except slurm.SlurmError as error:
+        return slurm.Job(numbers[-1], "UNKNOWN", 0, False, str(error), None)
     living = [job for job in known if job.lives]
     if living or known:
         return min(living, key=lambda job: job.state == "PENDING") if living else known[-1]
@@ -328,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
         for folder in folders:
             show = describe if argv else line
             print(show(folder, find_job(Run(folder)), time.time()))
-    except (ConfigError, slurm.SlurmError, ValueError) as error:
+    except (ConfigError, ValueError) as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
     return ExitCode.DONE

@@ -1,0 +1,214 @@
+"""Status: the state of a run from its folder and its job, as a pure description and with real jobs in every state."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from hpcrl.config import Config
+from hpcrl.rundir import finish_run, record_submission
+from hpcrl.slurm import Job
+from hpcrl.status import Run as Folder
+from hpcrl.status import describe, last_error, line, state
+from tests.conftest import ROOT
+from tests.slurm.jobs import COMPLETED, PENDING, Run, wait_state, wait_until
+
+NOW = 1_800_000_000.0
+PENDING_JOB = Job(7, "PENDING", 0, False, "Priority", None)
+RUNNING_JOB = Job(7, "RUNNING", 0, False, "None", NOW + 3600)
+
+
+def make(folder: Path, *, steps: int = 0, step_s: float = 2.0, **owners: dict[str, Any]) -> Path:
+    """A run folder of ten steps in a job; owners: `a1={...}` for attempt 1."""
+    config = Config.model_validate(
+        {"run_name": "mine", "max_steps": 10, "eval_every": 0, "cluster": {"name": "slurm", "signal_lead_s": 10}}
+    )
+    (folder / "owners").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    for name, owner in owners.items():
+        (folder / "owners" / f"{int(name[1:]):04d}").write_text(json.dumps({"since": "then", "host": "h"} | owner))
+    rows = [
+        {"step": step, "time/step_total": step_s, "critic/rewards/mean": step / 10, "system/tps": 1000.0}
+        for step in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(folder / "metrics.jsonl", (NOW - 3, NOW - 3))
+    return folder
+
+
+def word(folder: Path, job: Job | None) -> str:
+    return state(Folder(folder), job).split(":")[0]
+
+
+def test_every_state(tmp_path: Path) -> None:
+    held = {"job": 7, "restarts": 0}
+    queued = tmp_path / "queued"
+    (queued / "slurm").mkdir(parents=True)
+    record_submission(queued, [7])
+    assert state(Folder(queued), PENDING_JOB) == "queued: job 7 waits (Priority)"
+    assert word(queued, RUNNING_JOB) == "starting"
+    assert state(Folder(queued), None) == "never started: Slurm knows no job of it"
+    assert state(Folder(queued), Job(7, "FAILED", 0, False, "", None)) == "never started: job 7 is failed"
+    run = make(tmp_path / "held", a1=held)
+    assert word(run, RUNNING_JOB) == "running"
+    assert word(run, Job(7, "COMPLETING", 0, False, "", None)) == "ending"
+    assert word(run, Job(7, "RUNNING", 1, False, "", None)) == "starting", "requeued, its attempt is not open yet"
+    assert word(run, Job(7, "PENDING", 1, False, "BeginTime", None)) == "requeued"
+    assert word(run, Job(7, "CANCELLED", 0, False, "", None)) == "lost"
+    assert word(run, None) == "lost"
+    ended = make(tmp_path / "ended", a1=held | {"ended": "later", "how": "rank_failed", "why": "crash 4"})
+    assert state(Folder(ended), None).startswith("stopped: attempt 1 ended later (rank_failed): crash 4")
+    finish_run(ended, 10, 10, "trained 10 steps")
+    assert state(Folder(ended), None).startswith("finished: trained 10 steps")
+
+
+def test_a_run_on_this_machine(tmp_path: Path) -> None:
+    process, host = psutil.Process(), os.uname().nodename
+    mine = {"host": host, "pid": process.pid, "process_start": process.create_time()}
+    assert word(make(tmp_path / "a", a1=mine), None) == "running"
+    assert word(make(tmp_path / "b", a1=mine | {"process_start": 0.0}), None) == "lost", "the number was given again"
+    assert word(make(tmp_path / "c", a1=mine | {"host": "elsewhere"}), None) == "unknown"
+
+
+def test_progress_and_the_time_limit(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
+    text = describe(run, RUNNING_JOB, NOW)
+    assert "step     4 of 10, 3 s ago  reward 0.400  tokens/s 1,000  1 steps/min" in text
+    assert "6 min 00 s to go, the job's time limit is in 1 h 00 min" in text and "not enough" not in text
+    short = Job(7, "RUNNING", 0, False, "", NOW + 130)
+    assert "not enough, around step 6 it is requeued and goes on" in describe(run, short, NOW)
+    assert "longer than a step" not in describe(run, short, NOW + 300)
+    assert "longer than a step" in describe(run, short, NOW + 1000)
+    assert "saved    no checkpoint yet" in text
+    folder = run / "checkpoints" / "step_000003"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    os.utime(folder / "manifest.json", (NOW - 90, NOW - 90))
+    assert "saved    step 3, 1 min 30 s ago" in describe(run, None, NOW)
+    assert " ".join(line(run, RUNNING_JOB, NOW).split()) == "run running step 4/10 reward 0.400 ETA 6 min 00 s"
+
+
+def test_restarts_and_the_last_error(tmp_path: Path) -> None:
+    first = {"job": 7, "restarts": 0, "ended": "x", "how": "requeue", "why": "goes on in the next job"}
+    second = {"job": 7, "restarts": 1}
+    run = make(tmp_path / "run", a1=first, a2=second, a3={"job": 7, "restarts": 2})
+    text = describe(run, Job(7, "RUNNING", 2, False, "", NOW + 60), NOW)
+    assert "restarts 2" in text and "attempt 1, job 7, then: requeue: goes on in the next job" in text
+    assert "attempt 2, job 7, then: lost without a word" in text
+    assert last_error(Folder(run)) == ""
+    for attempt, code, message in ((1, 10, "rank 3 failed"), (2, 75, "stopped by SIGUSR1")):
+        (run / "world" / f"attempt_{attempt:04d}").mkdir(parents=True)
+        told = {"code": code, "message": message}
+        (run / "world" / f"attempt_{attempt:04d}" / "verdict.json").write_text(json.dumps(told))
+    assert last_error(Folder(run)) == "attempt 1: rank 3 failed", "a stop that was asked for is none"
+
+
+def test_half_written_files(tmp_path: Path) -> None:
+    """A status is asked at any moment."""
+    run = make(tmp_path / "run", steps=2, a1={"job": 7, "restarts": 0})
+    (run / "owners" / "0002").touch()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "cri')
+    assert "step     2 of 10" in describe(run, RUNNING_JOB, NOW)
+    assert word(run, RUNNING_JOB) == "starting"
+
+
+def status(cluster: Any, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpcrl.status", *words],
+        env={**cluster.environ, "PYTHONPATH": str(ROOT)},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def says(cluster: Any, run: str | Path, *texts: str, timeout_s: float = 60.0) -> str:
+    """What status says of the run once it says all the texts."""
+    said = ""
+
+    def all_said() -> bool:
+        nonlocal said
+        done = status(cluster, str(run))
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+        return all(text in said for text in texts)
+
+    wait_until(all_said, lambda: f"{texts} not in\n{said}", timeout_s)
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_real_job_through_its_states(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Queued, running, requeued, running again, finished, and then forgotten by Slurm, which keeps no accounts here."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    others = cluster.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
+    wait_until(lambda: "R" in cluster.run("squeue", "-h", "-o", "%t"), lambda: cluster.run("squeue"))
+    run = Run(cluster, folder, *tiny, "max_steps=1000", "save_every=2", pace=0.3)
+    wait_state(cluster, run.dir, run.job, [PENDING])
+    says(cluster, run.dir, f"state    queued: job {run.job} waits (")
+    cluster.run("scancel", others.strip())
+    run.wait_step(3)
+    said = says(cluster, run.job, f"running: job {run.job}, attempt 1", "main: n", "time limit is in", "saved    step")
+    assert "controller 0, trainer 0, generator 0" in said and "steps/min" in said
+    assert " running " in status(cluster, cwd=tmp_path).stdout, "named by the folder runs/ of where it is asked"
+    cluster.run("scontrol", "requeue", str(run.job))
+    says(cluster, run.dir, f"requeued: job {run.job} waits")
+    cluster.run("scontrol", "update", f"jobid={run.job}", "StartTime=now", check=False)
+    said = says(cluster, run.dir, "attempt 2 since", "restarts 1", "attempt 1, job")
+    run.tell(pace=0)
+    cluster.run("scancel", str(run.job))
+    says(cluster, run.dir, "stopped: attempt 2 ended", "the same command goes on")
+
+
+@pytest.mark.slow
+def test_real_jobs_that_ended(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    run = Run(cluster, tmp_path, *tiny, "max_steps=2", pace=0)
+    wait_state(cluster, run.dir, run.job, [COMPLETED])
+    says(cluster, run.dir, "finished: trained 2 steps", "step     2 of 2")
+    # Its data goes away between submission and start: refused before an attempt begins.
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(Path(next(word for word in tiny if word.startswith("data.train="))[11:]).read_bytes())
+    words = [*(word for word in tiny if not word.startswith("data.train=")), f"data.train={data}"]
+    others = cluster.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
+    wait_until(lambda: "R" in cluster.run("squeue", "-h", "-o", "%t"), lambda: cluster.run("squeue"))
+    (tmp_path / "late").mkdir()
+    late = Run(cluster, tmp_path / "late", *words, "max_steps=2")
+    data.unlink()
+    cluster.run("scancel", others.strip())
+    said = says(cluster, late.dir, f"never started: job {late.job} is failed", "error", str(data))
+    assert "step" not in said.split("error")[0]
+
+
+def test_what_is_no_run(cluster: Any, tmp_path: Path) -> None:
+    done = status(cluster, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "no run in runs/\n")
+    for name, told in (("nothing", "is no run folder"), ("4711", "job 4711 belongs to no run in runs/")):
+        done = status(cluster, name, cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("owner", "told"),
+    [
+        ({"pid": 1, "process_start": 0.0, "ended": "then"}, "stopped: attempt 1 ended then"),
+        ({"job": 7, "restarts": 0}, "unknown: job 7: scontrol is not on this machine"),
+    ],
+)
+def test_where_slurm_is_not(tmp_path: Path, owner: dict[str, Any], told: str) -> None:
+    run = make(tmp_path / "run", steps=2, a1=owner)
+    command, environ = [sys.executable, "-m", "hpcrl.status", str(run)], {"PATH": "/none", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and told in done.stdout and "2 of 10" in done.stdout, done.stderr
