@@ -7,6 +7,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
+SLURM_ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
@@ -15,7 +16,7 @@ CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo test test-fast test-gpu soak lint fmt type bench docs recipes clean
+.PHONY: help setup demo test test-fast test-gpu soak lint fmt type bench docs recipes slurm-up slurm-down clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -65,6 +66,12 @@ docs: $(CORE) ## write docs/configuration.md from the schema
 
 recipes: $(CORE) ## write slurm/*.sbatch from conf/experiment
 	@$(PY) -m hpcrl.launch.recipes
+
+slurm-up: ## a Slurm on this machine, for trials: 4 nodes, without root (needs Debian's slurm-wlm)
+	@$(PYTHON) env/slurm/one_machine.py up $(SLURM_ARGS)
+
+slurm-down: ## stop it, with all its jobs
+	@$(PYTHON) env/slurm/one_machine.py down $(SLURM_ARGS)
 
 clean: ## remove caches (not .venv, not runs)
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
