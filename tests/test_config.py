@@ -117,6 +117,11 @@ def test_a_value_from_a_conf_file_is_traced_to_the_file() -> None:
     ]
 
 
+def test_a_value_of_an_experiment_that_others_build_on_is_traced_to_its_file() -> None:
+    (found,) = problems("+experiment=rlvr_200b_disaggregated", "rollout.filter_mean_high=0.05")
+    assert found.endswith("which is 0.05 (conf/experiment/rlvr_7b.yaml)")
+
+
 def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
     # With the default of 8 in its place the group size would be divisible, with 0 it would not.
     assert len(problems("rollout.group_size=none", "algorithm.num_mini_batches=7")) == 1

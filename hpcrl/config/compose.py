@@ -6,7 +6,7 @@ bad one does not hide the next. Hydra changes no folder and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path as FilePath
@@ -54,13 +54,11 @@ class Composition:
             shared = min(len(override.path), len(path))
             if shared and override.path[:shared] == path[:shared]:
                 return f"override {override.text!r}"
-        for group in ("experiment", *(g for g in self.choices if g != "experiment")):
-            if group in self.choices:
-                name = f"{group}/{self.choices[group]}.yaml"
-                inner = path if group == "experiment" else path[1:] if path and path[0] == group else None
-                if inner is not None and _holds(read_yaml(name), inner):
-                    return f"conf/{name}"
-        return ""
+        names = [(f"experiment/{name}.yaml", path) for name in _with_bases(self.choices.get("experiment"))]
+        names += [
+            (f"{group}/{option}.yaml", path[1:]) for group, option in self.choices.items() if path[:1] == (group,)
+        ]
+        return next((f"conf/{name}" for name, inner in names if _holds(read_yaml(name), inner)), "")
 
     def given(self) -> dict[Path, bool]:
         """Keys the user set explicitly: path -> whether on the command line (else in the experiment's file)."""
@@ -106,6 +104,15 @@ def read_yaml(name: str) -> dict[str, Any]:
         return OmegaConf.to_container(OmegaConf.load(conf_dir() / name), resolve=False) or {}  # type: ignore[return-value]
     except (OSError, YAMLError):
         return {}
+
+
+def _with_bases(experiment: str | None) -> Iterator[str]:
+    """An experiment, those that its defaults list names, theirs and so on: the nearest first."""
+    if experiment is not None:
+        yield experiment
+        for entry in reversed(read_yaml(f"experiment/{experiment}.yaml").get("defaults", [])):
+            if isinstance(entry, str) and entry != "_self_":
+                yield from _with_bases(entry)
 
 
 def _parse(words: Sequence[str], result: Composition) -> None:
