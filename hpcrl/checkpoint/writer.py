@@ -8,6 +8,7 @@ killed. The process imports no torch, so that it starts in a tenth of a second a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -75,21 +76,21 @@ def write_files(folder: Path, files: Mapping[str, bytes | SharedFile]) -> list[F
     """Write files into a folder, push them to the disk, and return their sizes and hashes."""
     entries = []
     for name, content in files.items():
-        entries.append(_write(folder, name, memoryview(content if isinstance(content, bytes) else content.buffer)))
+        entries.append(_write(folder / name, memoryview(content if isinstance(content, bytes) else content.buffer)))
     fsync_path(folder)
     return entries
 
 
-def _write(folder: Path, name: str, content: memoryview) -> FileEntry:
+def _write(path: Path, content: memoryview) -> FileEntry:
     digest = hashlib.sha256()
-    with open(folder / name, "xb", buffering=0) as file:
+    with open(path, "xb", buffering=0) as file:
         for start in range(0, len(content), CHUNK_BYTES):
             part = content[start : start + CHUNK_BYTES]
             digest.update(part)
             while part:  # the system may take less than it is given
                 part = part[file.write(part) :]
         os.fsync(file.fileno())
-    return FileEntry(name, len(content), digest.hexdigest())
+    return FileEntry(path.name, len(content), digest.hexdigest())
 
 
 class Writer:
@@ -105,7 +106,10 @@ class Writer:
         self.busy = False
 
     def start(self, folder: Path, files: Files) -> None:
-        """Let the files be written into `folder`. Shared ones must not change before result() gives the entries."""
+        """Let the files be written into `folder`. Shared ones must not change before result() gives the entries.
+
+        OSError where the process has been killed since the last files.
+        """
         assert not self.busy and len(files) < MAX_FILES, f"{self._folder} is still being written, or {len(files)} files"
         shared = [content for content in files.values() if isinstance(content, SharedFile)]
         numbers = {id(content): number for number, content in enumerate(shared)}
@@ -115,7 +119,10 @@ class Writer:
         request = SharedFile(len(body))
         request.buffer[:] = body
         self._folder, self._names, self._entries, self.busy = folder, list(files), [], True
-        socket.send_fds(self._channel(), [b"\0"], [request.fd, *(content.fd for content in shared)])
+        try:
+            socket.send_fds(self._channel(), [b"\0"], [request.fd, *(content.fd for content in shared)])
+        except BrokenPipeError as error:
+            raise self._ended() from error
 
     def result(self, wait: bool) -> Written | None:
         """What has been written, once all of it is on the disk; before that None, or `wait`.
@@ -126,8 +133,7 @@ class Writer:
         while True:
             if not select.select([self._socket], [], [], None if wait else 0)[0]:
                 return None
-            news = self._socket.recv(1 << 16)
-            if not news:
+            if not (news := self._receive()):
                 raise self._ended()
             *lines, self._received = (self._received + news).split(b"\n")
             for answer in (msgspec.json.decode(line, type=_Answer) for line in lines):
@@ -154,6 +160,12 @@ class Writer:
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
             theirs.close()
         return self._socket
+
+    def _receive(self) -> bytes:
+        assert self._socket is not None
+        with contextlib.suppress(ConnectionResetError):  # it ended before it had read the request
+            return self._socket.recv(1 << 16)
+        return b""
 
     def _ended(self) -> OSError:
         assert self._process is not None
@@ -182,14 +194,17 @@ def main() -> None:
 
 def _serve(channel: socket.socket, request: _Request, shared: Sequence[mmap.mmap]) -> None:
     folder, start = Path(request.folder), time.perf_counter()
+    path = folder
     try:
         for name, content in request.files.items():
-            entry = _write(folder, name, memoryview(content if isinstance(content, bytes) else shared[content]))
+            path = folder / name
+            entry = _write(path, memoryview(content if isinstance(content, bytes) else shared[content]))
             channel.sendall(_line(_Answer(entry)))
+        path = folder
         fsync_path(folder)
         answer = _Answer(seconds=time.perf_counter() - start)
-    except OSError as error:
-        answer = _Answer(error=str(error))
+    except OSError as error:  # one of write() names no file
+        answer = _Answer(error=f"{path} cannot be written: {error.strerror}")
     channel.sendall(_line(answer))
 
 

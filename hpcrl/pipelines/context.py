@@ -33,11 +33,15 @@ LOSSES = ("actor/total_loss", "sft/loss")
 
 
 class Stopped(Exception):
-    """The run ends early at a step boundary and has saved everything. signal_number: 0 where the time is over."""
+    """The run ends early at a step boundary. signal_number: 0 where the time is over. saved: the step of its newest
+    checkpoint, an earlier one where there was only the time to finish that."""
 
-    def __init__(self, step: int, signal_number: int, why: str):
+    def __init__(self, step: int, saved: int, signal_number: int, why: str):
         self.signal_number = signal_number
-        super().__init__(f"stopped by {why} after step {step}, everything is saved")
+        what = (
+            "everything is saved" if saved == step else f"saved up to step {saved}: there was no time for another save"
+        )
+        super().__init__(f"stopped by {why} after step {step}, {what}")
 
 
 class NoProgress(RuntimeError):
@@ -94,8 +98,8 @@ class Run:
             yield step
             self._deadline.record(time.perf_counter() - self._step_started)
             if step < self.config.max_steps and (why := self._must_stop()):
-                self.checkpoint.save(step)
-                raise Stopped(step, self.stop_signal, why)
+                saved = self.checkpoint.save_within(step, self._deadline.left_s())
+                raise Stopped(step, saved, self.stop_signal, why)
 
     def _must_stop(self) -> str:
         """Why no other step is to begin; empty where one is."""

@@ -83,6 +83,10 @@ class Start:
                 continue
         return found
 
+    def processes_of(self, module: str) -> list[psutil.Process]:
+        """Those of its processes that run this module."""
+        return [process for process in self.processes() if module in process.cmdline()]
+
     def kill(self, rng: random.Random | None = None) -> None:
         """SIGKILL to every process, in random order."""
         while found := self.processes():

@@ -217,6 +217,27 @@ def damage_and_finish(runs: Runs, name: str) -> None:
     assert differences(remains(runs.folder / name), runs.undisturbed) == []
 
 
+def test_training_goes_on_while_a_writer_is_stuck_and_nothing_is_lost_when_it_dies(runs: Runs) -> None:
+    """Until the next save is due: two are never under way."""
+    start = runs.start("stuck")
+    start.wait_until(lambda: start.step >= 2 and len(start.processes_of("hpcrl.checkpoint.writer")) == 2)
+    ranks = set(start.ranks.values())
+    writer = start.processes_of("hpcrl.checkpoint.writer")[0]
+    writer.suspend()
+    before = committed_step(runs.folder / "stuck")
+    due = before + 4 if before >= 2 else 4  # the save after the one that it holds up
+    start.wait_until(lambda: start.step >= min(due, NUM_STEPS))
+    start.sleep(1.0)
+    assert committed_step(runs.folder / "stuck") <= due - 2 and start.step <= due
+    assert start.process.poll() is None and ranks == set(start.ranks.values())
+    writer.kill()
+    assert start.wait() == ExitCode.CHECKPOINT, start.text
+    said = re.search(r"checkpoint of step (\d) not written to .* \(trainer, .*", start.text)
+    assert said and f"was ended by SIGKILL (pid {writer.pid})" in said[0], start.text
+    assert committed_step(runs.folder / "stuck") < int(said[1])
+    assert differences(remains(runs.finish("stuck")), runs.undisturbed) == []
+
+
 def test_a_signal_stops_at_a_step_boundary(runs: Runs) -> None:
     """And the next start goes on from there; one that comes before the first step ends the start at once."""
     stopped_at = 0

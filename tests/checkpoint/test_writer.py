@@ -1,0 +1,134 @@
+"""The process that writes a rank's files, against a full disk, kills and the death of its rank."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcrl.checkpoint.writer import SharedFile, Writer, Written, write_files
+
+DYING_RANK = """
+import os, signal, sys
+from pathlib import Path
+from hpcrl.checkpoint.writer import Writer
+writer = Writer()
+writer.start(Path(sys.argv[1]), {"file": b"x"})
+writer.result(wait=True)
+writer.start(Path(sys.argv[1]), {"other": b"x" * 10})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    made = Writer()
+    yield made
+    made.close()
+
+
+def process_of(writer: Writer) -> psutil.Process:
+    """The process, once it runs hpcrl's code: from then on it holds signals off."""
+    [process] = [p for p in psutil.Process().children() if "hpcrl.checkpoint.writer" in p.cmdline()]
+    return process
+
+
+def shared(content: bytes) -> SharedFile:
+    file = SharedFile(len(content))
+    file.buffer[:] = content
+    return file
+
+
+def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) -> None:
+    big = os.urandom((20 << 20) + 7)  # more than a chunk
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        image = shared(big)
+        writer.start(folder, {"small": b"abc", "big": image, "empty": b""})
+        with pytest.raises(AssertionError, match="still being written"):
+            writer.start(folder, {"small": b"abc"})
+        entries, seconds = writer.result(wait=True) or Written([], 0.0)
+        image.buffer[:3] = b"new"  # may be used again from here on
+        assert (folder / "big").read_bytes() == big and (folder / "small").read_bytes() == b"abc"
+        assert [(e.path, e.size) for e in entries] == [("small", 3), ("big", len(big)), ("empty", 0)]
+        assert [e.sha256 for e in entries[:2]] == [hashlib.sha256(content).hexdigest() for content in (b"abc", big)]
+        assert 0 < seconds < 60
+        (tmp_path / "here").mkdir(exist_ok=True)
+        if number == 1:
+            assert entries[0] == write_files(tmp_path / "here", {"small": b"abc"})[0], "the same without a process"
+
+
+def test_the_rank_is_not_held_up(tmp_path: Path, writer: Writer) -> None:
+    """Whatever the process does: here it is stopped altogether."""
+    writer.start(tmp_path, {"first": b"x"})
+    writer.result(wait=True)
+    process_of(writer).send_signal(signal.SIGSTOP)
+    start = time.perf_counter()
+    writer.start(tmp_path, {"second": os.urandom(8 << 20)})
+    assert writer.result(wait=False) is None and not (tmp_path / "second").exists()
+    assert time.perf_counter() - start < 1.0
+    process_of(writer).send_signal(signal.SIGCONT)
+    assert writer.result(wait=True) is not None and (tmp_path / "second").stat().st_size == 8 << 20
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, writer: Writer) -> None:
+    writer.start(tmp_path, {"first": b"x"})
+    writer.result(wait=True)
+    process_of(writer).rlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # as on a disk that is full
+    writer.start(tmp_path, {"fits": b"x", "does_not": bytes(2 << 20)})
+    with pytest.raises(OSError, match=rf"{tmp_path}/does_not cannot be written: File too large"):
+        writer.result(wait=True)
+
+
+def test_a_killed_process_is_named_with_its_file(tmp_path: Path, writer: Writer) -> None:
+    writer.start(tmp_path, {"first": b"x"})
+    writer.result(wait=True)
+    process = process_of(writer)
+    process.send_signal(signal.SIGSTOP)
+    writer.start(tmp_path, {"second": b"x"})
+    process.kill()
+    with pytest.raises(OSError, match=rf"writes {tmp_path}/second was ended by SIGKILL \(pid {process.pid}\)"):
+        writer.result(wait=True)
+
+
+def test_one_that_died_in_between_is_noticed_at_the_start(tmp_path: Path, writer: Writer) -> None:
+    writer.start(tmp_path, {"first": b"x"})
+    writer.result(wait=True)
+    process = process_of(writer)
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="was ended by SIGKILL"):
+        writer.start(tmp_path, {"second": b"x"})
+
+
+def test_signals_to_the_whole_job_leave_it_alone(tmp_path: Path, writer: Writer) -> None:
+    writer.start(tmp_path, {"first": b"x"})
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        process_of(writer).send_signal(number)  # the first while it starts
+    assert writer.result(wait=True) is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        process_of(writer).send_signal(number)
+    writer.start(tmp_path, {"second": b"x"})
+    assert writer.result(wait=True) is not None
+
+
+def test_it_dies_with_its_rank(tmp_path: Path) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", DYING_RANK, str(tmp_path)])
+    started = psutil.Process(rank.pid)
+    children: list[psutil.Process] = []
+    while not children:
+        children = started.children()
+        time.sleep(0.005)
+    assert rank.wait(30) == -signal.SIGKILL
+    assert not psutil.wait_procs(children, 5)[1], "it has outlived its rank"
