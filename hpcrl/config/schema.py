@@ -448,6 +448,7 @@ WALL_TIME = r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"
 MEMORY = r"^\d+[KMGT]?$"
 COMPONENT = r"^[a-z][a-z0-9_]*$"
 Word = Annotated[str, Field(pattern=WORD)]
+Image = Annotated[str, Field(pattern=WORD.replace("[", "[#", 1))]
 WallTime = Annotated[str, Field(pattern=WALL_TIME), BeforeValidator(_not_a_number)]
 Memory = Annotated[str, Field(pattern=MEMORY)]
 
@@ -516,7 +517,7 @@ class ClusterConfig(Section):
     """Interface for gloo and NCCL, such as ib0; null: theirs to choose."""
     container: Literal["none", "apptainer", "pyxis"] = "none"
     """What the ranks run in."""
-    image: Word | None = None
+    image: Image | None = None
     """Container image: a file, or what pyxis pulls."""
     mounts: list[Word] = []
     """Folders inside the container besides the run folder and the source tree, SOURCE or SOURCE:TARGET."""
