@@ -64,8 +64,9 @@ def start(argv: Sequence[str]) -> int:
     if config.cluster.name == "slurm":
         job, *links = submit(config, layout, argv)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
-        print(f"\njob {job} is submitted{f', and {len(links)} that follow it' if links else ''}")
-        print(f"  follow  tail -F {log}\n  stop    scancel {job}")
+        print(f"\njob {job} is submitted\n  follow  tail -F {log}\n  stop    scancel {job}")
+        if links:
+            print(f"  chain   {', '.join(map(str, links))} go on after it")
         return ExitCode.DONE
     from hpcrl.run import launch_local  # a dry run needs none of it
 

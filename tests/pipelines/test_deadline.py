@@ -1,0 +1,40 @@
+"""When no other step is begun."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpcrl.pipelines.deadline import SPARE_S, Deadline
+
+
+def at(now: float, end: float | None) -> Deadline:
+    return Deadline({"HPCRL_JOB_END": "" if end is None else str(end)}, clock=lambda: now)
+
+
+def test_without_a_job_there_is_no_end() -> None:
+    deadline = Deadline({}, clock=lambda: 1e9)
+    deadline.record(1e6)
+    assert deadline.left_s() == math.inf
+    assert not deadline.is_near(1e6)
+    assert at(1e9, 0).left_s() == math.inf  # a job without a limit
+
+
+def test_the_longest_recent_step_and_the_save_must_fit() -> None:
+    deadline = at(1000.0, 1100.0)
+    for seconds in (10.0, 40.0, 20.0):
+        deadline.record(seconds)
+    assert deadline.left_s() == 100.0
+    assert deadline.needed_s(30.0) == pytest.approx(1.2 * (40 + 30) + SPARE_S)
+    assert not deadline.is_near(30.0)  # 89 s of 100
+    assert deadline.is_near(40.0)  # 101 s
+
+
+def test_a_long_step_is_forgotten_after_some_more() -> None:
+    deadline = at(0.0, 100.0)
+    for seconds in (90.0, 1.0, 1.0, 1.0, 1.0):
+        deadline.record(seconds)
+    assert deadline.is_near(0.0)
+    deadline.record(1.0)
+    assert not deadline.is_near(0.0)
