@@ -84,7 +84,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == ExitCode.DONE, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == f"run     demo, new, folder {tmp_path}/runs/demo"
-    assert f"{model} (qwen2, 544 parameters)" in done.stdout
+    assert f"{model} (qwen2, 648 parameters)" in done.stdout
     assert "64 prompts x 8 = 512 responses a step; 4 optimizer step(s) of 128 over 2 trainer rank(s)" in done.stdout
     assert [line.split() for line in lines if line.split()[:1] in (["0"], ["1-2"], ["3-4"], ["5"])] == [
         ["0", "controller"],
