@@ -25,11 +25,10 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 
 from hpcrl import slurm
 from hpcrl.config import Config, ConfigError, read
-from hpcrl.dist.agent import VERDICT
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import prepare, submit
-from hpcrl.metrics import read_metrics
-from hpcrl.rundir import FINISHED, OWNERS, SLURM, submitted_jobs, world_folder
+from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
+from hpcrl.status import Run, last_error
 
 FORGOTTEN = "FORGOTTEN"
 """State of a job that Slurm no longer knows: it ended some minutes ago or more."""
@@ -140,14 +139,14 @@ class RunJob(Job[dict[str, Any]]):
         """
         if (error := self.exception()) is not None:
             raise error
-        finished = json.loads((self.run_dir / FINISHED).read_text())
+        run = Run(self.run_dir)
         return [
             {
                 "run_dir": str(self.run_dir),
                 "exit_code": int(ExitCode.DONE),
-                "step": finished["step"],
-                "reason": finished["reason"],
-                "metrics": (read_metrics(self.run_dir) or [{}])[-1],
+                "step": run.finished["step"],
+                "reason": run.finished["reason"],
+                "metrics": run.rows[-1] if run.rows else {},
                 "hf": str(self.run_dir / "hf"),
             }
         ]
@@ -172,12 +171,10 @@ class RunJob(Job[dict[str, Any]]):
         return RunPaths(self.run_dir / SLURM, job_id=link).stdout
 
     def _why(self) -> str:
-        """The verdict of the last attempt of these jobs, else the last line they printed."""
-        for owner in sorted((self.run_dir / OWNERS).glob("*"), reverse=True):
-            verdict = world_folder(self.run_dir, int(owner.name)) / VERDICT
-            if verdict.exists() and str(json.loads(owner.read_text() or "{}").get("job")) in self.links:
-                told = json.loads(verdict.read_text())
-                return f"{ExitCode(told['code']).name.lower()}: {told['message']}"
+        """What the last attempt of these jobs left, else the last line they printed."""
+        run = Run(self.run_dir)
+        if str(run.owner.get("job")) in self.links and (error := last_error(run)):
+            return f"{run.owner.get('how', 'lost')}: {error}"
         lines = (self.stdout() or "").split("\n")
         return next((line.removeprefix("hpcrl: ") for line in reversed(lines) if line.strip()), "it never started")
 

@@ -20,12 +20,12 @@ from hpcrl.config import ConfigError, read
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import prepare, start
 from hpcrl.launch.plan import describe
-from hpcrl.metrics import read_metrics
+from hpcrl.progress import SHOWN
 from hpcrl.rundir import CONFIG
+from hpcrl.status import Run
 
 MAX_NAME = 200
 """Bytes of a point's name; filesystems take 255 for a folder's."""
-SHOWN = (("critic/rewards/mean", "reward"), ("val/score/mean", "held-out"))
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,6 @@ def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[in
 def _table(points: Sequence[Point], folders: Sequence[Path], ends: Sequence[tuple[int, str]]) -> Iterator[str]:
     width = max(len(point.name) for point in points)
     for point, folder, (_, how) in zip(points, folders, ends, strict=True):
-        last = (read_metrics(folder) or [{"step": 0}])[-1]
-        shown = [
-            f"step {last['step']}",
-            *(f"{name} {last[key]:.3f}" for key, name in SHOWN if last.get(key) is not None),
-        ]
-        yield f"{point.name:<{width}}  {how:<20}  {'  '.join(shown)}"
+        run = Run(folder)
+        scores = [f"{name} {form.format(found[1])}" for key, name, form in SHOWN if (found := run.newest(key))]
+        yield f"{point.name:<{width}}  {how:<20}  {'  '.join([f'step {run.step}', *scores])}"

@@ -83,7 +83,7 @@ def test_a_failed_run_raises_with_its_reason(executor: HpcrlExecutor, tmp_path: 
     job = executor.submit(
         run, *without(tiny, "data.train"), f"data.train={data}", "max_steps=2", "rollout.filter_std=true"
     )
-    with pytest.raises(FailedJobError, match=r"starved: .*\(job \d+, failed; ") as caught:
+    with pytest.raises(FailedJobError, match=r"starved: attempt 1: .*\(job \d+, failed; ") as caught:
         job.result()
     assert "\n" not in str(caught.value) and str(job.exception()) == str(caught.value)
 

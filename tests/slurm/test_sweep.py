@@ -107,3 +107,11 @@ def test_here_one_run_follows_the_other(tmp_path: Path, tiny: list[str]) -> None
         [f"seed-{seed}", "done", "step", "1", *line.split()[4:]]
         for seed, line in zip((0, 1), done.stdout.splitlines()[-2:], strict=True)
     ]
+
+
+def test_what_submits_imports_no_torch() -> None:
+    modules = "hpcrl.launch.executor, hpcrl.launch.sweep, hpcrl.launch.sweep_launcher"
+    command = [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "False\n", done.stderr
