@@ -39,22 +39,33 @@ class Tokens:
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
     """Bytes kept for the backward of one micro-batch; num_bytes: of a number in the computation's type.
 
-    With activation checkpointing each layer keeps its input, and one layer at a time has all its tensors again.
+    With activation checkpointing each layer keeps its input alone.
     """
     hidden = shape.hidden_size
     outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
     outside += tokens.total * _norm(shape, hidden, num_bytes)
     outside += tokens.predicted * (hidden * num_bytes + INDEX + 2 * FP32)
-    layers = [_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers)]
     if checkpointing:
-        return outside + shape.num_layers * tokens.total * hidden * num_bytes + max(layers)
-    return outside + sum(layers)
+        return outside + shape.num_layers * tokens.total * hidden * num_bytes
+    return outside + sum(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
+
+
+def recomputed_layer(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
+    """Bytes of the layer that is computed again in its backward, and of gradients of two of its widest tensors."""
+    layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
+    return layer + 2 * tokens.total * _widest(shape) * num_bytes
 
 
 def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     """Bytes that one layer has at a time where nothing is kept for a backward."""
     layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
     return layer + 2 * tokens.total * shape.hidden_size * num_bytes
+
+
+def _widest(shape: ModelShape) -> int:
+    """Numbers per token of the widest tensor of a layer."""
+    dense = shape.intermediate_size if len(shape.expert_layers) < shape.num_layers else 0
+    return max(dense, shape.experts_per_token * max(shape.hidden_size, 2 * shape.expert_size), shape.query_size)
 
 
 def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:

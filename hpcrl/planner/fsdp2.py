@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hpcrl.config import Config
-from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes
+from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer
 from hpcrl.planner.parallel import samples_of_an_update
-from hpcrl.planner.parts import BYTES, PHASES, Part, largest_tensor
+from hpcrl.planner.parts import BYTES, PHASES, Part, Phase, largest_tensor
 from hpcrl.planner.shapes import ModelShape, Parameter
 
 SMALL_MODEL_BYTES = 4 << 30
@@ -57,19 +57,23 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     numbers, gathered = shard_size(shape, num_ranks), _gathered_numbers(shape, compute, True)
     offloaded = trainer.cpu_offload
     activations = fsdp2_activations(shape, tokens, compute, trainer.activation_checkpointing)
+    recomputed = recomputed_layer(shape, tokens, compute) if trainer.activation_checkpointing else 0
     entropy = config.reinforces and config.algorithm.entropy_loss_coef != 0
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, entropy)
     whole = _stays_gathered(shape, compute, True) and master == compute
     snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
+    # What stays gathered is reduced after the last backward, what does not after each.
+    reduced: tuple[Phase, ...] = ("update",) if _stays_gathered(shape, compute, True) else ("train", "update")
     return [
         Part("trainer", "weights", numbers * master, PHASES, offloaded),
         Part("trainer", "optimizer", optimizer_bytes(shape, numbers, master), PHASES, offloaded),
-        Part("trainer", "gradients", numbers * master, ("train", "update"), offloaded),
+        Part("trainer", "gradients", numbers * master, reduced, offloaded),
         Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
         Part("trainer", "gathered gradients", gathered * FP32, ("train", "update")),
         # What is reduced is copied into one buffer first; one rank alone has nothing to reduce.
         Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), ("update",)),
         Part("trainer", "activations", activations, ("train",)),
+        Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "logits", logits, ("train",)),
         Part("trainer", "snapshot", snapshot, on_host=True),  # from the first checkpoint on
         Part(

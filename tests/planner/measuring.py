@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from hpcrl.checkpoint.writer import SharedFile
 from hpcrl.config import TrainerConfig
+from hpcrl.engines.train import fsdp2
 from hpcrl.engines.train.fsdp2 import FSDP2Engine
 from tests.engines.worlds import make_batch, norms_of, weighted_loss
 
@@ -43,7 +47,7 @@ def held_bytes(folder: Path, dtype: str) -> dict[str, int]:
 def saved_bytes(trainer: FSDP2Engine, num_sequences: int, length: int) -> int:
     """Bytes that a forward of equal sequences keeps for its backward, every storage once, parameters not counted.
 
-    With activation checkpointing, the layer that keeps the most while it is recomputed comes on top.
+    With activation checkpointing, without the layer that is computed again in the backward pass.
     """
     batch = make_batch([length] * num_sequences, num_prompt_tokens=1)
     seen: dict[int, int] = {}
@@ -62,3 +66,22 @@ def saved_bytes(trainer: FSDP2Engine, num_sequences: int, length: int) -> int:
     }
     trainer.model.reshard()
     return sum(size for address, size in seen.items() if address not in shards)
+
+
+def step_peak(folder: Path, trace: Path, large: bool, num_rows: int, length: int, **config: Any) -> int:
+    """Most bytes that this rank's allocator held at once in a train step of two micro-batches beyond what it held
+    before. large: as a model that is too large to stay gathered."""
+    if large:
+        fsdp2.SMALL_MODEL_BYTES = 0
+    trainer = make_engine(folder, **config)
+    batch = make_batch([length] * 2 * num_rows, num_prompt_tokens=1)
+    plan = [list(range(num_rows)), list(range(num_rows, 2 * num_rows))]
+    args = (batch, plan, weighted_loss, norms_of(batch), 1.0, False)
+    trainer.train_step(*args)  # makes the optimizer's state
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer.train_step(*args)
+    file = trace / f"trace{dist.get_rank()}.json"
+    profiler.export_chrome_trace(str(file))
+    events = [e["args"] for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    before = events[0]["Total Allocated"] - events[0]["Bytes"]
+    return max(event["Total Allocated"] for event in events) - before
