@@ -94,10 +94,11 @@ def preflight(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes
     `meeting`: folder for the files, the same on all nodes and of no earlier start. DEADLINE where a node did not
     report, BAD_INPUT where one will not do. Only node 0 and a node that sees no other have a message.
     """
-    needs = needs_of(config)
-    if num_nodes not in (1, len(needs)):
-        return _first(node, f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}")
     meeting.mkdir(parents=True, exist_ok=True)
+    needs = needs_of(config)
+    if num_nodes != len(needs):
+        text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"
+        return Judgement(ExitCode.BAD_INPUT, text if node == 0 else "")
     start_s = config.timeouts.start_s
     if node == 0:
         _write(meeting / CANARY, Canary(secrets.token_hex(16)))
@@ -107,7 +108,7 @@ def preflight(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes
         return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
     _write(meeting / _report_name(node), examine(node, needs[node], run_dir, canary.nonce))
     if node == 0:
-        judgement = _judge_all(needs[:num_nodes], meeting, canary.nonce, start_s, run_dir)
+        judgement = _judge_all(needs, meeting, canary.nonce, start_s, run_dir)
         _write(meeting / VERDICT, judgement)
         return judgement
     judged = _await(lambda: _read(meeting / VERDICT, Judgement), start_s + 1.0)  # the first node waits start_s for all
@@ -121,8 +122,9 @@ def needs_of(config: Config) -> list[Needs]:
     layout = RoleLayout.from_config(config)
     open_files = FILES_OF_A_PROCESS + FILES_OF_A_PEER * layout.world_size
     cuda = config.cluster.device == "cuda"
+    with_model = {rank for role in ("trainer", "generator", "reference") for rank in layout.ranks[role]}
     return [
-        Needs(ranks, component.config.gpus_per_node, cuda, open_files)
+        Needs(ranks, max(component.config.gpus_per_node, cuda * len(with_model & {*ranks})), cuda, open_files)
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
     ]
@@ -176,8 +178,8 @@ def read_judgement(world: Path) -> Judgement | None:
 def meeting_folder(world: Path) -> Path:
     """Where the nodes of this start meet: named after the Slurm step, so that no earlier start has left anything."""
     job, step = slurm.own_job(os.environ), os.environ.get("SLURM_STEP_ID")
-    start = f"{job[0]}.{job[1]}.{step}" if job and step else f"{platform.node()}.{os.getpid()}"
-    return world / FOLDER / start
+    assert job is not None and step is not None, "in a Slurm step"
+    return world / FOLDER / f"{job[0]}.{job[1]}.{step}"
 
 
 def node_name() -> str:
@@ -201,7 +203,7 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         if report.versions.get(name, "") != version
     ]
     if report.gpus < need.gpus:
-        found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that its component asks for: cluster.exclude it")
+        found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run asks for: cluster.exclude it")
     if report.open_files < need.open_files:
         text = f"allows {report.open_files} open files, the run needs {need.open_files}"
         found.append(f"{text}: raise the hard limit there (ulimit -Hn)")
@@ -284,11 +286,6 @@ def _report_name(node: int) -> str:
     return f"node_{node:05d}.json"
 
 
-def _first(node: int, message: str) -> Judgement:
-    """What every node knows by itself and one must say."""
-    return Judgement(ExitCode.BAD_INPUT, message if node == 0 else "")
-
-
 def _most(values: Sequence[str]) -> str:
     return Counter(values).most_common(1)[0][0]
 
@@ -320,13 +317,20 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.BAD_INPUT
     config = stored_config(run_dir)
     place = find_place(os.environ, RoleLayout.from_config(config).world_size)
-    world = run_dir / "world"
-    judgement = preflight(config, run_dir, meeting_folder(world), place.node, place.num_nodes)
+    if place.launcher != "slurm":
+        needs = needs_of(config)[:1]
+        reports = [examine(0, needs[0], run_dir)]
+        message = judge(reports, needs)
+        judgement = Judgement(ExitCode.BAD_INPUT if message else ExitCode.DONE, message)
+    else:
+        world = run_dir / "world"
+        judgement = preflight(config, run_dir, meeting_folder(world), place.node, place.num_nodes)
+        reports = read_reports(world) if place.node == 0 else []
     if judgement.message:
         print(f"hpcrl: {judgement.message}", file=sys.stderr)
-    elif place.node == 0:
-        for report in read_reports(world):
-            print(f"{report.name}  ranks {report.ranks}  {report.gpus} GPU(s)  {report.open_files} open files")
+    for report in reports if judgement.code == ExitCode.DONE else []:
+        free = f"{_mib(report.run_free_bytes)} free in the run folder, {_mib(report.scratch_free_bytes)} in scratch"
+        print(f"{report.name}  ranks {report.ranks}  {report.gpus} GPU(s)  {report.open_files} open files  {free}")
     return judgement.code
 
 

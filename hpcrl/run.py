@@ -8,6 +8,7 @@ and in hpcrl/dist.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -94,7 +95,8 @@ def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes
     if node == 0 and judgement.code != ExitCode.DONE:
         write_durably(world / OUTCOME, json.dumps({"code": judgement.code}).encode())
         if judgement.code == ExitCode.DEADLINE and (own := slurm.own_job(os.environ)) is not None:
-            slurm.call("scancel", f"{own[0]}.{os.environ['SLURM_STEP_ID']}")  # the whole step, this process too
+            with contextlib.suppress(slurm.SlurmError):  # some of it may have ended
+                slurm.call("scancel", f"{own[0]}.{os.environ['SLURM_STEP_ID']}")  # the whole step, this process too
     return judgement.code
 
 

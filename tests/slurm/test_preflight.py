@@ -16,8 +16,8 @@ import pytest
 
 from hpcrl.config import read
 from hpcrl.exitcodes import ExitCode
-from hpcrl.preflight import RUN_FREE_BYTES, SCRATCH_FREE_BYTES, Needs, Report, judge, read_reports
-from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, world_folder
+from hpcrl.preflight import RUN_FREE_BYTES, SCRATCH_FREE_BYTES, Needs, Report, judge, needs_of, read_reports
+from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
 
 COMPONENTS = (
     "{first: {roles: [controller, trainer], ranks_per_node: 1}, rest: {roles: [generator, reward], ranks_per_node: 2}}"
@@ -99,7 +99,7 @@ def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
     assert srun(cluster, str(run), show)[0] == 0
     code, lines, _ = srun(cluster, str(run), show + "[ $SLURMD_NODENAME = n3 ] && export CUDA_VISIBLE_DEVICES=0")
     assert code == ExitCode.BAD_INPUT
-    assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that its component asks for: cluster.exclude it"]
+    assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that the run asks for: cluster.exclude it"]
 
 
 def test_a_node_that_never_reports(cluster: Any, tmp_path: Path) -> None:
@@ -152,6 +152,20 @@ def test_a_report_that_is_none(tmp_path: Path) -> None:
     (meeting / "node_00000.json").write_bytes(msgspec.json.encode({"nonce": 3}))
     with pytest.raises(msgspec.ValidationError):
         read_reports(tmp_path)
+
+
+def test_by_hand_on_this_machine(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    command = [sys.executable, "-m", "hpcrl.preflight", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0 and "ranks [0, 1]" in done.stdout, done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env={"TMPDIR": "/no"})
+    assert done.returncode == ExitCode.BAD_INPUT and "cannot write to its scratch /no" in done.stderr
+
+
+def test_a_gpu_for_each_rank_with_a_model(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cluster.device=cuda")
+    assert [need.gpus for need in needs_of(stored_config(run))] == [1, 2, 0], "a trainer; two generators; rewards"
 
 
 def test_by_hand_without_a_run(tmp_path: Path) -> None:
