@@ -53,7 +53,7 @@ def log(run_dir: Path) -> str:
     return "".join(path.read_text() for path in sorted((run_dir / "slurm").glob("job-*.log")))
 
 
-def wait_until(happened: Callable[[], bool], tell: Callable[[], str], timeout_s: float = 60.0) -> None:
+def wait_until(happened: Callable[[], bool], tell: Callable[[], str], timeout_s: float = 200.0) -> None:
     """Return when it happened; AssertionError with what `tell` says when it does not."""
     deadline = time.monotonic() + timeout_s
     while not happened():
@@ -61,7 +61,7 @@ def wait_until(happened: Callable[[], bool], tell: Callable[[], str], timeout_s:
         time.sleep(0.05)
 
 
-def wait_state(cluster: Any, run_dir: Path, job: int, states: Collection[str], timeout_s: float = 60.0) -> str:
+def wait_state(cluster: Any, run_dir: Path, job: int, states: Collection[str], timeout_s: float = 200.0) -> str:
     """The job's state once it is one of `states`. A state that is not asked for and final is an error at once."""
     state = ""
 
@@ -80,7 +80,7 @@ def step_of(run_dir: Path) -> int:
     return max((int(row["step"]) for row in read_metrics(run_dir)), default=-1)
 
 
-def wait_step(cluster: Any, run_dir: Path, job: int, step: int, timeout_s: float = 60.0) -> None:
+def wait_step(cluster: Any, run_dir: Path, job: int, step: int, timeout_s: float = 200.0) -> None:
     """Return when the run has logged `step`; AssertionError when its job ends before."""
 
     def reached() -> bool:
@@ -118,7 +118,7 @@ def ranks(cluster: Any, job: int) -> dict[int, psutil.Process]:
     return found
 
 
-def wait_gone(cluster: Any, job: int, timeout_s: float = 10.0) -> None:
+def wait_gone(cluster: Any, job: int, timeout_s: float = 20.0) -> None:
     """Return when no process of the job is left."""
     left: dict[psutil.Process, dict[str, str]] = {}
 
@@ -135,3 +135,64 @@ def digest(run_dir: Path) -> str:
     weights = sorted((run_dir / "hf").glob("*.safetensors"))
     assert weights, f"{run_dir} has no exported weights:\n{log(run_dir)}"
     return hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
+
+
+class Run:
+    """A run whose reward does what the test says, from its submission on."""
+
+    def __init__(self, cluster: Any, folder: Path, *words: str, pace: float = 0.1, **files: object):
+        self.cluster, self.folder, self.dir = cluster, folder, folder / "run"
+        function = f"reward.default.name=function reward.default.function={ROOT}/tests/slurm/user_code.py:reward"
+        self.words = [*words, *function.split(), f"+reward.default.options.folder={folder}"]
+        self.tell(pace=pace, **files)
+        self.job = submit(cluster, self.dir, *self.words)
+
+    def tell(self, **files: object) -> None:
+        """Contents for the files that the user's code reads; None: no such file."""
+        for name, content in files.items():
+            if content is None:
+                (self.folder / name).unlink(missing_ok=True)
+            else:
+                (self.folder / name).write_text(str(content))
+
+    @property
+    def log(self) -> str:
+        return log(self.dir)
+
+    @property
+    def restarts(self) -> int:
+        """How often the job was put back into the queue."""
+        return int(show(self.cluster, self.job)["Restarts"])
+
+    def wait_step(self, step: int) -> None:
+        """Return when it has logged the step."""
+        wait_step(self.cluster, self.dir, self.job, step)
+
+    def wait_said(self, text: str, times: int = 1, timeout_s: float = 200.0) -> None:
+        """Return when the job's log has this text so many times."""
+        wait_until(
+            lambda: self.log.count(text) >= times, lambda: f"{text} not said {times} times:\n{self.log}", timeout_s
+        )
+
+    def wait_restart(self, number: int, timeout_s: float = 200.0) -> None:
+        """Return when the job runs for the `number`-th time after its first, without the seconds that Slurm waits."""
+        wait_until(lambda: self.restarts >= number, lambda: f"no restart {number}:\n{self.log}", timeout_s)
+        wait_state(self.cluster, self.dir, self.job, [PENDING, RUNNING], timeout_s)
+        self.cluster.run(
+            "scontrol", "update", f"jobid={self.job}", "StartTime=now+2", check=False
+        )  # it may run already
+        wait_state(self.cluster, self.dir, self.job, [RUNNING], timeout_s)
+
+    def wait_end(self, state: str = COMPLETED, timeout_s: float = 200.0) -> str:
+        """The log of the job once it has ended in this state and nothing of it is left."""
+        wait_state(self.cluster, self.dir, self.job, [state], timeout_s)
+        wait_gone(self.cluster, self.job)
+        return self.log
+
+    def preempt(self, number: int) -> None:
+        """Let a job of a higher partition take all nodes for a moment; returns when the run's job runs again, for the
+        `number`-th time after its first."""
+        self.cluster.run(
+            "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+        )
+        self.wait_restart(number)
