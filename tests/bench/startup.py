@@ -22,6 +22,7 @@ COMMANDS = {
     "empty": ["-c", "pass"],
     "help": ["-c", ASSERT, "--help"],
     "validate": ["-c", ASSERT, "+experiment=demo", "cluster=local", "dry_run=true"],
+    "validate_256_gpus": ["-c", ASSERT, "+experiment=rlvr_200b", "dry_run=true"],
 }
 
 
