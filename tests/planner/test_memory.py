@@ -1,0 +1,164 @@
+"""Roles of a rank added up, the cards they fit, what to change; and the generator's parts against the real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.config import Config, parse
+from hpcrl.dist import weights as transport
+from hpcrl.engines.gen import native
+from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.launch.model_folder import inspect_model
+from hpcrl.layout import RoleLayout
+from hpcrl.planner import generator
+from hpcrl.planner.advice import advise
+from hpcrl.planner.memory import CARDS, RankMemory, memory, usable
+from hpcrl.planner.parts import Part
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+from tests.engines.worlds import make_model_folder
+from tests.planner.models import PUBLISHED
+from tests.planner.test_parallel import LARGEST, run_of
+
+GPU_NODES = {"components": {"all": {"roles": ["trainer"], "ranks_per_node": 8, "gpus_per_node": 8}}}
+
+
+def shape_of(name: str) -> ModelShape:
+    return read_shape(PUBLISHED[name][0])
+
+
+def run(num_ranks: int = 8, **changes: Any) -> Config:
+    layout = {"trainer": {"num_ranks": num_ranks}, "generator": {"colocate_with": "trainer"}}
+    bf16 = {"trainer": {"param_dtype": "bfloat16"}, "generator": {"dtype": "bfloat16", "max_slots": 32}}
+    return parse({"layout": layout, "cluster": GPU_NODES, **bf16, **changes})
+
+
+def kinds(config: Config, shape: ModelShape) -> dict[str, RankMemory]:
+    return {"+".join(kind.roles): kind for kind in memory(config, RoleLayout.from_config(config), shape)}
+
+
+def part(kind: RankMemory, role: str, name: str) -> Part:
+    return next(part for part in kind.parts if (part.role, part.name) == (role, name))
+
+
+def test_the_engine_has_the_constants_of_the_plan() -> None:
+    assert transport.BUCKET_BYTES == generator.BUCKET_BYTES
+    assert native.PREFILL_TOKENS == generator.PREFILL_TOKENS
+
+
+@pytest.mark.parametrize("lengths", [(5, 40), (9, 55), (31, 33), (2, 62)])
+def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], tmp_path: Path) -> None:
+    """Weights exactly, the cache up to its bound, whatever the lengths of prompt and response."""
+    prompt, response = lengths
+    folder = make_model_folder("qwen3", tmp_path / "qwen3")
+    shape = read_shape(inspect_model(folder).config)
+    config = parse(
+        {
+            "data": {"max_prompt_tokens": prompt},
+            "rollout": {"max_new_tokens": response},
+            "generator": {"max_slots": 3, "kv_bucket": 4},
+        }
+    )
+    engine = native.NativeEngine(folder, max_slots=3, max_length=prompt + response, dtype=torch.float32, kv_bucket=4)
+    engine.add([Request(i, list(range(prompt)), SamplingParams(response, ignore_eos=True), i) for i in range(3)])
+    while engine.progress():
+        engine.step(8)
+    cache = sum(layer.numel() * layer.element_size() for layer in engine._cache._layers)
+    assert engine._weights is not None
+    own = [engine._weights.embedding, engine._weights.norm]
+    for layer in engine._weights.layers:
+        own += [getattr(layer, name) for name in ("attention_norm", "qkv", "qk_norm", "out", "mlp_norm")]
+        own += [layer.mlp.gate_up, layer.mlp.down]
+    planned = {p.name: p.num_bytes for p in generator.generator_parts(config, shape, (), ())}
+    repeated = shape.num_layers * (shape.num_heads + shape.num_kv_heads - 2) * shape.head_dim * 4  # norms of each head
+    assert planned["weights"] + repeated == sum(t.numel() * t.element_size() for t in own if t is not None)
+    assert planned["KV cache"] / 2 < cache <= planned["KV cache"]
+    assert cache == 3 * engine.cache_capacity * generator.token_bytes(config, shape)
+
+
+def test_roles_of_one_rank_add_up() -> None:
+    """FSDP2 and the native generator keep what they have while the other works."""
+    shape = shape_of("Qwen2.5-7B")
+    kind = kinds(run(), shape)["trainer+generator"]
+    assert part(kind, "trainer", "weights").num_bytes == pytest.approx(4 * shape.num_parameters / 8, rel=1e-3)
+    assert part(kind, "generator", "weights").num_bytes == 2 * shape.num_parameters
+    resident = sum(part(kind, *names).num_bytes for names in (("trainer", "weights"), ("generator", "KV cache")))
+    assert kind.total("train") > kind.total("generate") > resident
+    apart = run(layout={"trainer": {"num_ranks": 8}, "generator": {"num_ranks": 8, "colocate_with": None}}, cluster={})
+    trainer, decoder = (kinds(apart, shape)[role] for role in ("trainer", "generator"))
+    assert not trainer.on_gpu
+    alone = trainer.total("train", on_host=True) + decoder.total("train", on_host=True)
+    assert kind.total("train") + kind.total("train", on_host=True) == alone
+
+
+def test_engines_that_take_turns_do_not_add_up() -> None:
+    """Qwen3-235B-A22B by hand: a rank's eighth of the weights in bf16 is 55 GiB, its training state 32."""
+    config = run_of(256, generator=8, **LARGEST | {"recompute": "full"})
+    cluster = config.cluster.model_copy(update={"device": "cuda"})
+    kind = kinds(config.model_copy(update={"cluster": cluster}), shape_of("Qwen3-235B-A22B"))["trainer+generator"]
+    training, generating = kind.total("train"), kind.total("generate", least=True)
+    assert part(kind, "trainer", "optimizer").during == ("train", "update", "reference")
+    assert generating < part(kind, "generator", "weights").num_bytes * 2
+    assert kind.peak(least=True)[1] < training + generating
+    assert kind.total("generate", on_host=True) >= part(kind, "trainer", "gradients").num_bytes
+
+
+def test_a_paged_cache_takes_what_is_left() -> None:
+    parts = (
+        Part("generator", "weights", 10),
+        Part("generator", "KV cache", 100, ("generate",), least=5),
+        Part("trainer", "activations", 30, ("train",)),
+    )
+    kind = RankMemory((1,), ("trainer", "generator"), parts, True, cache_bytes=5)
+    assert kind.peak(least=True) == ("train", 40)
+    assert usable(100) == 90
+    assert kind.responses(100) == 16  # (90 - 10) / 5
+    assert kind.responses(1000) == 20  # all slots
+    assert not kind.fits(40)
+    assert kind.responses(40) == 0
+
+
+def test_offload_moves_the_state_to_the_host() -> None:
+    shape = shape_of("Qwen2.5-7B")
+    offloaded = run(trainer={"param_dtype": "bfloat16", "cpu_offload": True})
+    here, there = (kinds(config, shape)["trainer+generator"] for config in (run(), offloaded))
+    state = 4 * (shape.num_parameters // 8) * 3
+    assert here.total("train") - there.total("train") > state
+    assert there.total("train", on_host=True) - here.total("train", on_host=True) > state
+
+
+def test_what_to_change_is_enough() -> None:
+    """The words that advise gives make a run that fits, and without the last of them it does not."""
+    config, shape = run(), shape_of("Qwen2.5-7B")
+    card = CARDS["80 GB"]
+    assert not all(kind.fits(card) for kind in memory(config, RoleLayout.from_config(config), shape))
+    advice = advise(config, shape, card)
+    assert advice is not None
+    words, changed = advice
+    assert all(kind.fits(card) for kind in memory(changed, RoleLayout.from_config(changed), shape))
+    assert any(word.startswith("trainer.max_tokens_per_micro_batch=") for word in words)
+    assert "trainer.param_dtype=bfloat16" not in words  # it is that already
+    again = advise(changed, shape, card)
+    assert again is not None
+    assert again[0] == []
+
+
+def test_no_change_is_enough() -> None:
+    """The native generator has a whole copy of 235 billion numbers on every rank."""
+    assert advise(run(), shape_of("Qwen3-235B-A22B"), CARDS["141 GB"]) is None
+
+
+def test_an_engine_whose_memory_is_not_known() -> None:
+    config = run(trainer={"engine": "deepspeed"})
+    with pytest.raises(CannotPlanError, match="deepspeed"):
+        memory(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
+
+
+def test_heads_are_repeated_where_ranks_outnumber_them() -> None:
+    """Qwen3-235B-A22B has 4 key and value heads: on 8 ranks each holds one of them."""
+    shape = shape_of("Qwen3-235B-A22B")
+    four, eight = (run_of(8, generator=size) for size in (4, 8))
+    assert generator.token_bytes(four, shape) == generator.token_bytes(eight, shape) == 2 * 94 * 128 * 4
