@@ -88,6 +88,7 @@ class TrainerRole(_EngineRole):
         self._staged_version = -1
         self._num_pulls = 0  # of the staged version, still to come
         self._writer = Writer()
+        self.engine.snapshot()  # lays the files out: lacking memory shows now, and the first save waits for a copy only
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
