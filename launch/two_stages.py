@@ -1,9 +1,10 @@
 """A supervised warm-up, then reinforcement learning from it: two jobs, the second submitted when the first is done.
 
-    python launch/two_stages.py [KEY=VALUE ...]
+    python launch/two_stages.py [KEY=VALUE ...] [--warm-up KEY=VALUE ...]
 
 Stopped and started again it goes on: a stage that is finished is not run again, one that is in the queue or runs is
-waited for, one that was broken off resumes from its checkpoint. Words go to both stages.
+waited for, one that was broken off resumes from its checkpoint. Words go to the second stage, those after --warm-up to
+the first.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def stage(executor: HpcrlExecutor, name: str, *words: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
-    words = parser.parse_args().words
+    parser.add_argument("--warm-up", nargs="+", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
     executor = HpcrlExecutor("runs")
     executor.update_parameters(**CLUSTER)
-    warm = stage(executor, "warm_up", *WARM_UP, *words)
-    done = stage(executor, "train", *TRAIN, *words, f"model.path={warm['hf']}")
+    warm = stage(executor, "warm_up", *WARM_UP, *options.warm_up)
+    done = stage(executor, "train", *TRAIN, *options.words, f"model.path={warm['hf']}")
     print(f"step {done['step']}: {done['reason']}; policy in {done['hf']}")
 
 
