@@ -10,7 +10,7 @@ import pytest
 
 from tests.slurm.jobs import Run, digest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAVE_EVERY = 4
 
@@ -42,7 +42,6 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
     run.tell(pace=0)
     said = run.wait_end()
 
-    print(said, losses(said))
     assert run.restarts == 4
     noticed, unnoticed, *_ = losses(said)
     assert noticed[0] == noticed[1]
@@ -56,10 +55,17 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
 
 def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     # Slurm looks every 30 s whether the warning is due within the next 30: it comes in the first half minute.
-    run = Run(cluster, tmp_path, *tiny, "cluster.time=00:01:00", "cluster.signal_lead_s=30", "max_steps=500")
-    for number in (1, 2):
-        run.wait_restart(number)
+    words = [*tiny, "cluster.time=00:01:00", "cluster.signal_lead_s=30", "cluster.max_restarts=0", "max_steps=500"]
+    run = Run(cluster, tmp_path, *words, "reward.default.timeout_s=500", f"save_every={SAVE_EVERY}")
+    run.wait_restart(1)
+    run.wait_said("resumed from", 1)
+    run.tell(pace=400)  # a step that outlasts the job
+    run.wait_restart(2)
     run.tell(pace=0)
     said = run.wait_end()
-    print(said, losses(said))
-    assert all(before == after for before, after in losses(said))
+    assert run.restarts == 2
+    (noticed, unnoticed) = losses(said)
+    assert noticed[0] == noticed[1]
+    assert 0 <= unnoticed[0] - unnoticed[1] <= SAVE_EVERY
+    assert "DUE TO TIME LIMIT" in said
+    assert re.search(r"attempt 1 ended \(requeue\)", said) and re.search(r"attempt 2 ended \(lost\): goes on", said)

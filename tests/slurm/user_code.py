@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.files import committed_step
 from hpcrl.rewards.base import RewardItem
 
-_num_calls = 0
+_first_commit: int | None = None
 
 
 def reward(items: Sequence[RewardItem], folder: str) -> list[float]:
-    """As exact_match, a step's responses at a time. pace: seconds it takes; die_at: the call, counted in this process,
-    that kills its rank."""
-    global _num_calls  # noqa: PLW0603 - counts over all calls
-    _num_calls += 1
-    if read(folder, "die_at") == _num_calls:
+    """As exact_match, a step's responses at a time. Files: `pace`, the seconds that it takes; `commits`, 0 or 1: its
+    rank is killed once the run has committed so many checkpoints since the first call."""
+    global _first_commit  # noqa: PLW0603 - counts over all calls
+    committed = committed_step(Path(folder) / "run")
+    _first_commit = committed if _first_commit is None else _first_commit
+    if (Path(folder) / "commits").exists() and (committed > _first_commit) >= read(folder, "commits"):
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     time.sleep(read(folder, "pace"))
