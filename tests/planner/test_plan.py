@@ -1,0 +1,119 @@
+"""What `python -m hpcrl.launch ... dry_run=true` says of resources, from a folder with nothing but config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import main
+from hpcrl.launch.resources import size
+from tests.planner.models import PUBLISHED
+
+SHORT = ("data.max_prompt_tokens=2048", "rollout.max_new_tokens=16384", "eval.max_new_tokens=16384")
+COMPONENTS = (
+    "cluster.components={train: {roles: [controller, trainer], ranks_per_node: 8, gpus_per_node: 8}, "
+    "cpu: {roles: [reward], ranks_per_node: 2}}"
+)
+LARGEST = (
+    "+cluster=slurm",
+    "cluster.time=1-12",
+    COMPONENTS,
+    "trainer.engine=megatron",
+    "trainer.megatron.tensor_parallel=4",
+    "trainer.megatron.sequence_parallel=true",
+    "trainer.megatron.pipeline_parallel=8",
+    "trainer.megatron.virtual_pipeline=6",
+    "trainer.megatron.expert_parallel=8",
+    "trainer.megatron.account_for_embedding_in_pipeline_split=true",
+    "trainer.megatron.account_for_loss_in_pipeline_split=true",
+    "trainer.megatron.recompute=full",
+    "trainer.param_dtype=bfloat16",
+    "generator.engine=vllm",
+    "generator.dtype=bfloat16",
+    "layout.trainer.num_ranks=256",
+    "layout.generator.num_ranks=200",
+    "layout.generator.tensor_parallel=8",
+    "layout.reward={num_ranks: 4, colocate_with: null}",
+    "rollout.num_prompts=128",
+)
+
+
+def write_config(folder: Path, name: str, **changes: Any) -> Path:
+    folder.mkdir()
+    config = PUBLISHED[name][0] | {"max_position_embeddings": 40960} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def words(model: Path, *more: str) -> list[str]:
+    return ["+experiment=demo", f"model.path={model}", f"run_dir={model.parent}/run", *SHORT, *more]
+
+
+def test_the_plan_of_256_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "model", "Qwen3-235B-A22B")
+    assert main([*words(model, *LARGEST), "dry_run=true"]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    for line in (
+        "(qwen3_moe, 235B parameters, 22.2B active)",
+        "train: controller, trainer, generator; 32 node(s) with 8 GPU(s), ranks 0-256, 1,152 node-hours",
+        "cpu: reward; 2 node(s) with 0 GPU(s), ranks 257-260, 72 node-hours",
+        "at most 1,224 node-hours, 9,216 GPU-hours (1-12 a job)",
+        "tensor 4 x pipeline 8 x context 1 x data 8 = 256 ranks; experts 8 x expert tensor 1 x expert data 4",
+        "layers of each stage 11 | 12 | 12 | 12 | 12 | 12 | 12 | 11 (1+2+2+2+2+2; 2+2+2+2+2+2; 2+2+2+2+2+1 by chunk)",
+        "vocabulary padded to 152064",
+        "rank 1-200 (trainer, generator): ",
+        "rank 201-256 (trainer): ",
+        "2.99 TiB a checkpoint, 27 min at 2 GB/s (cluster.storage_gb_per_s)",
+    ):
+        assert line in said, (line, said)
+    assert "fits 80 GB (KV cache of " in said
+    assert "to fit" not in said
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_what_does_not_fit_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "model", "Qwen3-235B-A22B")
+    largest = [word for word in LARGEST if "recompute" not in word]
+    assert main([*words(model, *largest), "dry_run=true"]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "fits none of 80 GB, 94 GB, 141 GB (10% kept free)" in said
+    assert "to fit 80 GB cards: trainer.megatron.recompute=full\n" in said
+
+
+def test_wrong_sizes_are_refused_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "model", "Qwen3-235B-A22B")
+    wrong = ("trainer.megatron.virtual_pipeline=5", "layout.trainer.num_ranks=250", "layout.generator.num_ranks=240")
+    assert main([*words(model, *LARGEST, *wrong), "dry_run=true"]) == ExitCode.BAD_INPUT
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "94 layers + 2 for embedding and loss = 96 do not divide over 8 stages x 5 chunks = 40" in said.err
+    assert (
+        "tensor 4 x pipeline 8 x context 1 = 32 ranks hold the model, and the layout gives the trainer 250" in said.err
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_may_be_missing_for_a_plan_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
+    assert main([*words(model, "generator.max_slots=4"), "dry_run=true"]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert f"note: model.path: no weights in {model}" in said
+    assert "494M parameters" in said
+    assert "memory  rank 1-2 (trainer, generator): " in said
+    assert "GPU" not in said
+    assert main(words(model, "generator.max_slots=4")) == ExitCode.BAD_INPUT
+    assert f"model.path: no weights in {model}" in capsys.readouterr().err
+
+
+def test_an_unknown_family_is_said_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_config(tmp_path / "model", "Qwen2.5-0.5B", model_type="mamba")
+    assert main([*words(model, "generator.engine=vllm"), "dry_run=true"]) == ExitCode.DONE
+    assert "memory  cannot be planned: its parameters are not known for model_type 'mamba'" in capsys.readouterr().out
+
+
+def test_bytes_for_people() -> None:
+    assert [size(n) for n in (512, 3 << 20, 5 << 30, 3 << 40)] == ["0.5 KiB", "3 MiB", "5 GiB", "3 TiB"]
