@@ -41,8 +41,8 @@ FOLDER = "preflight"
 CANARY, VERDICT = "canary.json", "verdict.json"
 PACKAGES = ("hpcrl", "torch", "transformers")
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 64, 8
-"""Open files of a rank in a world of N: measured on eight ranks it is 12 + 3.5 N on the controller, which serves two or
-three sockets to every rank, and 18 + 2 N on a generator."""
+"""Open files of a rank in a world of N: in worlds of 8 and of 66 ranks the controller, which serves two or three
+sockets to every rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more roles."""
 RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
 """Least free space of the run folder, which gets the checkpoints, and of the node's own scratch, which gets the files
 of sandboxes."""

@@ -64,7 +64,8 @@ def start(argv: Sequence[str]) -> int:
     if config.cluster.name == "slurm":
         job, *links = submit(config, layout, argv)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
-        print(f"\njob {job} is submitted\n  follow  tail -F {log}\n  stop    scancel {job}")
+        print(f"\njob {job} is submitted\n  follow  tail -F {log}")
+        print(f"  status  python -m hpcrl.status {config.run_dir}\n  stop    scancel {job}")
         if links:
             print(f"  chain   {', '.join(map(str, links))} go on after it")
         return ExitCode.DONE
