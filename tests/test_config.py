@@ -90,7 +90,7 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
     )
     expected = [
         "algorithm=grop: no such algorithm; there are: grpo, reinforce, reinforce_plus_plus; did you mean grpo?",
-        "a=1,2: several values; write a list as key=[a,b]",
+        "a=1,2: several values; write a list as key=[a,b], or give -m for a run with each",
         "what: expected key=value",
         "--dry-run: unknown option; settings are written key=value, --help shows them",
         "run_name: expected letters, digits, '.', '_' and '-' only, got 'a/b' (override 'run_name=a/b')",

@@ -137,7 +137,7 @@ def _parse(words: Sequence[str], result: Composition) -> None:
             continue
         key, value = override.key_or_group, override.value()
         if override.is_sweep_override():
-            _refuse(result, word, "several values; write a list as key=[a,b]")
+            _refuse(result, word, "several values; write a list as key=[a,b], or give -m for a run with each")
         elif key in known and not override.is_delete() and isinstance(value, str | int):
             if str(value) in known[key]:
                 result.choices[key] = str(value)

@@ -13,6 +13,7 @@ from hpcrl.exitcodes import ExitCode
 
 USAGE = """\
 usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=value ...]
+       python -m hpcrl.launch -m ... key=a,b         a sweep: a run with each value
        python -m hpcrl.launch --help [SECTION]
 
 Checks a run, prints its plan and starts it. Every setting is a key=value; lists are [a,b], a key is unset by ~key.
@@ -28,6 +29,8 @@ examples
       check everything and print the plan, start nothing
   python -m hpcrl.launch +experiment=demo
       the same command again resumes a run that was stopped
+  python -m hpcrl.launch -m +cluster=slurm +experiment=rlvr_7b trainer.lr=1e-6,5e-6 seed=0,1
+      four jobs in the queue, each with a run folder of its own; waits for them and prints a table
 """
 
 IMPORTANT = (
