@@ -1,0 +1,152 @@
+"""When a save begins, goes on and is committed; the ranks here are writers without engines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+
+from hpcrl.checkpoint.commit import find_latest
+from hpcrl.checkpoint.state import read_state
+from hpcrl.checkpoint.writer import Writer
+from hpcrl.config import Config
+from hpcrl.dist.controller import Controller
+from hpcrl.dist.messages import Command, Done, FinishSave, SaveState
+from hpcrl.files import steps_in
+from hpcrl.layout import RoleLayout
+from hpcrl.pipelines.checkpoints import CheckpointError, Checkpoints
+from hpcrl.rundir import OWNERS, SupersededError, open_run
+from hpcrl.stats import scalar
+
+
+class Ranks:
+    """Two trainer ranks, as far as the controller's saves see them, and the place in the data."""
+
+    def __init__(self) -> None:
+        self.writers = {1: Writer(), 2: Writer()}
+        self.cursor = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": {"next": self.cursor}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.cursor = state["cursor"]["next"]
+
+    def call(self, commands: Mapping[int, Command]) -> dict[int, Done]:
+        return {rank: self._answer(self.writers[rank], rank, command) for rank, command in commands.items()}
+
+    def _answer(self, writer: Writer, rank: int, command: Command) -> Done:
+        match command:
+            case SaveState():
+                writer.start(Path(command.folder), {f"shard_{rank}": b"weights"})
+            case FinishSave() if (written := writer.result(command.wait)) is not None:
+                files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
+                return Done(0, {"time/save_write": scalar(written.seconds)}, files)
+        return Done(0)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    for writer in made.writers.values():
+        writer.close()
+
+
+def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
+    config = Config.model_validate({"save_every": 2, "layout": {"trainer": {"num_ranks": 2}}})
+    attempt = open_run(config.model_dump(mode="json"), tmp_path, "auto").attempt
+    controller = cast(Controller, ranks)
+    return Checkpoints(controller, RoleLayout.from_config(config), config, tmp_path, attempt, ranks)
+
+
+def last_writer() -> psutil.Process:
+    """The process of the rank that the controller asks last."""
+    return [p for p in psutil.Process().children() if "hpcrl.checkpoint.writer" in p.cmdline()][-1]
+
+
+def test_a_save_is_of_its_step_and_committed_when_it_is_written(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
+    assert checkpoints.expected_save_s() == 0
+    checkpoints.maybe_save(1)
+    assert not root.exists() and checkpoints.take_stats() == {}
+    ranks.cursor = 20
+    checkpoints.maybe_save(2)
+    stats = checkpoints.take_stats()
+    assert list(stats) == ["time/save"] and 0 < stats["time/save"].total < 60
+    last_writer().suspend()
+    ranks.cursor = 30
+    start = time.perf_counter()
+    checkpoints.maybe_save(3)
+    assert time.perf_counter() - start < 5 and steps_in(root) == []
+    last_writer().resume()
+    while steps_in(root) == []:
+        checkpoints.maybe_save(3)
+    while not (stats := checkpoints.take_stats()):
+        checkpoints.maybe_save(3)
+    assert list(stats) == ["time/save_drain"]
+    path, manifest, _ = find_latest(root)
+    assert path is not None and manifest is not None and manifest.step == 2
+    assert [entry.path for entry in manifest.files] == ["shard_1", "shard_2", "state.json"]
+    assert read_state(path)["cursor"] == {"next": 20}, "the state of the step at which it began"
+    assert checkpoints.expected_save_s() > 0
+
+
+def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
+    checkpoints.maybe_save(2)
+    last_writer().suspend()
+    seen: list[int] = []
+    threading.Timer(0.5, lambda: (seen.extend(steps_in(root)), last_writer().resume())).start()
+    checkpoints.maybe_save(4)
+    assert seen == [] and steps_in(root) == [2]
+    checkpoints.save(4)
+    checkpoints.save(4)
+    assert steps_in(root) == [2, 4]
+    checkpoints.save(5)
+    assert steps_in(root) == [4, 5], "two are kept"
+
+
+@pytest.mark.parametrize(("seconds", "saved"), [(0.0, 4), (3600.0, 5)])
+def test_where_time_is_short_the_save_under_way_is_finished(
+    tmp_path: Path, ranks: Ranks, seconds: float, saved: int
+) -> None:
+    checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
+    checkpoints.save(2)
+    full = checkpoints.expected_save_s()
+    last_writer().suspend()
+    checkpoints.maybe_save(4)
+    assert 0 < full <= checkpoints.expected_save_s(), "what is under way comes first"
+    threading.Timer(0.2, last_writer().resume).start()
+    assert checkpoints.save_within(5, seconds) == saved and steps_in(root)[-1] == saved
+
+
+def test_without_one_under_way_time_changes_nothing(tmp_path: Path, ranks: Ranks) -> None:
+    assert make(tmp_path, ranks).save_within(5, 0.0) == 5
+
+
+def test_a_failure_while_training_goes_on_comes_up_at_the_next_boundary(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
+    checkpoints.save(2)
+    last_writer().suspend()
+    checkpoints.maybe_save(4)
+    last_writer().kill()
+    with pytest.raises(CheckpointError, match=rf"of step 4 not written to {root}: .*shard_2 was ended by SIGKILL"):
+        for _ in range(1000):
+            checkpoints.maybe_save(5)
+            time.sleep(0.01)
+    assert find_latest(root).path == root / "step_000002"
+
+
+def test_a_superseded_attempt_commits_nothing(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
+    checkpoints.maybe_save(2)
+    (tmp_path / OWNERS / "0002").write_text("{}")
+    with pytest.raises(SupersededError):
+        checkpoints.save(2)
+    assert steps_in(root) == []
