@@ -89,8 +89,8 @@ class Checkpoints:
         return self._full_save_s + max(0.0, self._full_save_s - (time.perf_counter() - self._snapshot.began))
 
     def take_stats(self) -> Stats:
-        """Of saves since the last call: time/save (seconds that training stood still), time/save_drain (from then to
-        the commit)."""
+        """Of saves since the last call: time/save (seconds that training stood still, also for the one before, where
+        that was still under way), time/save_drain (from the copy to the commit)."""
         stats, self._stats = self._stats, {}
         return stats
 
@@ -101,9 +101,11 @@ class Checkpoints:
     def maybe_save(self, step: int) -> None:
         """Begin a save where save_every asks for it, and commit the one before when it is written; errors as save()."""
         due = bool(self._config.save_every) and step % self._config.save_every == 0
+        start = time.perf_counter()
         self._drain(wait=due)
         if due and step > self._saved_step:
             self._begin(step)
+            self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
 
     def save(self, step: int) -> None:
         """Commit a checkpoint of `step` and return when it is there (idempotent).
@@ -135,9 +137,7 @@ class Checkpoints:
             self._started = time.time()
             state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
             content = encode_state({**state, "counters": {**self.counters, "step": step}})
-        stall_s = time.perf_counter() - began
-        self._snapshot = _Snapshot(step, folder, content, began, stall_s)
-        self._stats = merge([self._stats, {"time/save": scalar(stall_s)}])
+        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began)
 
     def _drain(self, wait: bool) -> None:
         """Bring the save under way as far as it goes; `wait`: to its end."""
