@@ -21,6 +21,8 @@ OWN_FILE_ONLY = {
     "vllm": ("hpcrl/engines/gen/vllm",),
     "sglang": ("hpcrl/engines/gen/sglang",),
     "mpi4py": ("hpcrl/dist/bootstrap",),
+    "submitit": ("hpcrl/launch/executor", "hpcrl/launch/sweep"),
+    "hydra_plugins": ("hpcrl/launch/sweep_launcher",),
 }
 """Library -> how the files that may import it begin."""
 

@@ -116,6 +116,14 @@ def test_a_cancelled_run_raises_and_another_process_can_follow_it(
     assert not isinstance(caught.value, FailedJobError) and job.state == "CANCELLED"
 
 
+def test_a_chain_is_one_job_to_its_user(executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    executor.update_parameters(after="chain", num_links=3)
+    job = executor.submit(run, *tiny, "max_steps=1", "run_name=chain")
+    assert isinstance(job, RunJob) and job.links[0] == job.job_id and len(job.links) == 3
+    assert job.result()["step"] == 1 and job.state == "COMPLETED"
+    assert job.done(force_check=True) and queue(cluster) == ""  # the links that were not needed are gone
+
+
 def test_all_are_submitted_or_none(executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     def submit(*runs: list[str]) -> None:
         executor.submit_array([partial(run, *tiny, "max_steps=2", *words) for words in runs])
