@@ -33,7 +33,8 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
     run.wait_step(14)
     node = re.search(r"NodeList=(n\d)", cluster.run("scontrol", "--oneliner", "show", "job", str(run.job)))
     assert node is not None
-    cluster.run("scontrol", "update", f"nodename={node[1]}", "state=down", "reason=test")
+    for state in ("drain", "down"):  # drained, it stays away when its slurmd, which has not gone, reports
+        cluster.run("scontrol", "update", f"nodename={node[1]}", f"state={state}", "reason=test")
     run.wait_restart(2)
     cluster.run("scontrol", "update", f"nodename={node[1]}", "state=resume")
     run.wait_said("resumed from", 2)
