@@ -28,13 +28,15 @@ export HPCRL_ATTEMPT HPCRL_JOB_END
 # Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it. Slurm ends the whole
 # job KillWait seconds after a SIGTERM: a step that takes longer is given up before, so that its end can be told.
 kill_wait=$(scontrol show config | awk '$1 == "KillWait" {{ print $3 }}')
-give_up() {{ trap : TERM; (sleep $((kill_wait > 10 ? kill_wait - 5 : kill_wait / 2)); kill -9 $step) & }}
+give_up() {{ trap : TERM; (sleep $((kill_wait > 10 ? kill_wait - 5 : kill_wait / 2)); kill -9 $step) & timer=$!; }}
+timer=
 trap : USR1
 trap give_up TERM
 srun {srun} \\
     {inside} -m hpcrl.run "$run_dir" &
 step=$!
 while wait $step; rc=$?; kill -0 $step 2>/dev/null; do :; done
+[ -z "$timer" ] || kill "$timer" 2>/dev/null # else it might kill another process of the same number
 
 # Decides from how the run ended whether it is requeued.
 trap '' USR1 TERM
