@@ -99,7 +99,7 @@ FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,contr
         ("cluster.partition=nowhere", "invalid partition specified: nowhere"),
         ("cluster.partition=closed cluster.account=chemistry", "Invalid account or account/partition combination"),
         ("cluster.partition=small", "Requested time limit is invalid"),
-        (f"layout=colocated {FOUR} cluster.partition=small cluster.time=00:05:00", "Node count specification invalid"),
+        (f"layout=colocated {FOUR} cluster.partition=small cluster.time=00:08:00", "Node count specification invalid"),
         (f"layout=colocated {FOUR.replace('=4', '=9')}", "More processors requested than permitted"),
         ("cluster.components={all:{roles:[trainer,controller],memory:900G}}", "Memory"),
         ("cluster.components={all:{roles:[trainer,controller],gpus_per_node:9}}", "node configuration"),
