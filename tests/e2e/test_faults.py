@@ -47,9 +47,10 @@ class Runs:
         return Start(self.folder / name, [*self.words, *words], {"PYTHONPATH": str(ROOT)})
 
     def running(self, name: str, *more: str, past: int = 0) -> Start:
-        """A start that has logged the third step after `past`, so that the second one's checkpoint is committed."""
+        """A start that has logged the fourth step after `past`, so that the second one's checkpoint is there: a save
+        waits for the one before."""
         start = self.start(name, *more)
-        start.wait_until(lambda: start.step >= past + 3)
+        start.wait_until(lambda: start.step >= past + 4)
         assert start.process.poll() is None, start.text
         return start
 
