@@ -102,7 +102,7 @@ def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Ru
     _check_place(folder)
     if not (folder / CONFIG).exists():
         return RunState(folder, "fresh", _check_free(folder))
-    changes = _differences(_stored_config(folder), _effective(config, folder))
+    changes = _differences(*_complete(_stored_config(folder), _effective(config, folder)))
     refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if refused:
         head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
@@ -243,7 +243,7 @@ def _check_free(folder: Path) -> int:
     """The newest attempt, 0 without one; ConfigError naming its owner if that may still run."""
     jobs, own = submitted_jobs(folder), slurm.own_job(os.environ)
     for job in [] if own is not None and own[0] in jobs else jobs:  # this job may be a link of the chain
-        _check_job_gone(f"{folder} waits for job {job}", folder / SUBMITTED, job, -1)
+        _check_job_gone(f"{folder} belongs to job {job}", folder / SUBMITTED, job, -1)
     attempt = _newest_attempt(folder)
     if not attempt:
         return 0
@@ -325,6 +325,14 @@ def _stored_config(folder: Path) -> dict[str, Any]:
 def _effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The configuration as it reads after being stored (tuples become lists), with the folder it is used in."""
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False)) | {"run_dir": str(folder)}
+
+
+def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With the keys that the version which stored the old one had not; as they are where it had others."""
+    try:
+        return parse(old).model_dump(mode="json"), parse(new).model_dump(mode="json")
+    except ConfigError:
+        return old, new
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:

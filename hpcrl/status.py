@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -326,6 +327,7 @@ def _outcome(owner: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Command line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     if len(argv) > 1 or any(word.startswith("-") for word in argv):
         print(__doc__)
         return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT

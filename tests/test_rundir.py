@@ -22,6 +22,7 @@ CONFIG = {
     "save_every": 5,
     "rollout": {"group_size": 8, "stop": ["\n"]},
     "trainer": {"betas": (0.9, 0.999), "lr": 1e-6},
+    "reward": {"maths": {"name": "math", "options": {"precision": 4}}},
     "timeouts": {"start_s": 300.0},
     "eval": {},
 }
@@ -87,15 +88,20 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) ->
     run = tmp_path / "demo"
     close_run(run, open_run(CONFIG, run, "auto").attempt)
     other = changed(
-        rollout={"group_size": 16, "stop": ["\n"]}, trainer={"lr": 2e-6}, max_steps=99, timeouts={"start_s": 5.0}
+        rollout={"group_size": 16, "stop": ["\n"]},
+        trainer={"lr": 2e-6},
+        reward={"maths": {"name": "math"}},
+        max_steps=99,
+        timeouts={"start_s": 5.0},
     )
     with pytest.raises(ConfigError) as refused:
         open_run(other, run, "auto")
     assert refused.value.problems[0].startswith(f"{run} holds a run of another configuration")
     assert refused.value.problems[1:] == [
         "  rollout.group_size: 8 -> 16",
+        "  reward.maths.options: (not set) -> {}",
         "  trainer.lr: 1e-06 -> 2e-06",
-        "  trainer.betas: [0.9, 0.999] -> (not set)",
+        "  reward.maths.options.precision: 4 -> (not set)",
     ]
     # Negative control: the permitted part of the same difference resumes.
     state = open_run(changed(max_steps=99, timeouts={"start_s": 5.0}), run, "auto")
@@ -221,8 +227,21 @@ def test_a_key_below_one_that_may_change_may_change(tmp_path: Path) -> None:
     config = CONFIG | {"layout": {"trainer": {"num_ranks": 2}}, "generator": {"max_slots": 8, "dtype": "float32"}}
     close_run(run, open_run(config, run, "auto").attempt)
     moved = config | {"layout": {"trainer": {"num_ranks": 4}}, "generator": {"max_slots": 4, "dtype": "float32"}}
-    assert check_run(moved, run, "auto").changes == ["layout.trainer.num_ranks: 2 -> 4", "generator.max_slots: 8 -> 4"]
+    assert check_run(moved, run, "auto").changes == ["generator.max_slots: 8 -> 4", "layout.trainer.num_ranks: 2 -> 4"]
     other = config | {"generator": {"max_slots": 8, "max_slots_2": 1, "dtype": "bfloat16"}}
     with pytest.raises(ConfigError) as refused:
         check_run(other, run, "auto")
     assert len(refused.value.problems) == 3, refused.value.problems
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """A key that its configuration does not have yet has its default; one that this version has no more is named."""
+    run = tmp_path / "demo"
+    close_run(run, open_run(CONFIG, run, "auto").attempt)
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    del stored["rollout"]["stop"], stored["eval"]
+    (run / "config.yaml").write_text(yaml.safe_dump(stored))
+    assert check_run(changed(rollout={"group_size": 8}), run, "auto").kind == "resume"
+    (run / "config.yaml").write_text(yaml.safe_dump(stored | {"gone": 1}))
+    with pytest.raises(ConfigError, match="gone: 1 -> "):
+        check_run(changed(rollout={"group_size": 8}), run, "auto")

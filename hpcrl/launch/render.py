@@ -28,7 +28,11 @@ export HPCRL_ATTEMPT HPCRL_JOB_END
 # Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it. Slurm ends the whole
 # job KillWait seconds after a SIGTERM: a step that takes longer is given up before, so that its end can be told.
 kill_wait=$(scontrol show config | awk '$1 == "KillWait" {{ print $3 }}')
-give_up() {{ trap : TERM; (sleep $((kill_wait > 10 ? kill_wait - 5 : kill_wait / 2)); kill -9 $step 2>/dev/null) & timer=$!; }}
+give_up() {{
+    trap : TERM
+    (sleep $((kill_wait > 10 ? kill_wait - 5 : kill_wait / 2)) && kill -9 $step 2>/dev/null) &
+    timer=$!
+}}
 timer=
 trap : USR1
 trap give_up TERM
