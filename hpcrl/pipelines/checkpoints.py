@@ -75,18 +75,19 @@ class Checkpoints:
         self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
         self._owner = owner
         self._saved_step = self.restored_step = -1
-        self.counters: dict[str, float] = {"seconds": 0.0}
+        self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
         self._started = time.time()
         self._snapshot: _Snapshot | None = None
         self._thread = ThreadPoolExecutor(1, "commit")
-        self._full_save_s = 0.0
         self._stats: Stats = {}
 
     def expected_save_s(self) -> float:
-        """Seconds until a save that begins now is committed, as measured with the last one; 0 before the first."""
+        """Seconds until a save that begins now is committed, as measured with the last one, also of an earlier attempt;
+        0 before the first."""
+        whole = self.counters["save_seconds"]
         if self._snapshot is None:
-            return self._full_save_s
-        return self._full_save_s + max(0.0, self._full_save_s - (time.perf_counter() - self._snapshot.began))
+            return whole
+        return whole + max(0.0, whole - (time.perf_counter() - self._snapshot.began))
 
     def take_stats(self) -> Stats:
         """Of saves since the last call: time/save (seconds that training stood still, also for the one before, where
@@ -152,7 +153,7 @@ class Checkpoints:
                 return
             commit_s = snapshot.committing.result()
         write_s = max(answer.stats[WRITTEN][0] for answer in snapshot.written.values())
-        self._full_save_s = snapshot.stall_s + write_s + commit_s
+        self.counters["save_seconds"] = snapshot.stall_s + write_s + commit_s
         drain_s = time.perf_counter() - snapshot.began - snapshot.stall_s
         self._stats = merge([self._stats, {"time/save_drain": scalar(drain_s)}])
         self._saved_step, self._snapshot = snapshot.step, None

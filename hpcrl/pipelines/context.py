@@ -69,10 +69,14 @@ class Run:
         self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self._data)
         self.first_step = self.checkpoint.restore()
         self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps, config.eval_every)
-        self.last_logged: dict[str, float | None] = (read_metrics(run_dir) or [{}])[-1]
+        rows = read_metrics(run_dir)
+        self.last_logged: dict[str, float | None] = rows[-1] if rows else {}
         self._step_started = time.perf_counter()
         self._num_fruitless = 0
         self._deadline = Deadline()
+        for row in rows[1:]:
+            self._deadline.record((row.get("time/step_total") or 0.0) + (row.get("time/val_step") or 0.0))
+        self._told_notice = False
 
     @property
     def rollouts(self) -> Rollouts:
@@ -93,6 +97,7 @@ class Run:
         another step is trained and saved.
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
+            self._tell_notice()
             self.checkpoint.check_owner()
             self._step_started = time.perf_counter()
             yield step
@@ -100,6 +105,13 @@ class Run:
             if step < self.config.max_steps and (why := self._must_stop()):
                 saved = self.checkpoint.save_within(step, self._deadline.left_s())
                 raise Stopped(step, saved, self.stop_signal, why)
+
+    def _tell_notice(self) -> None:
+        """Say once, as soon as it is known, whether a warning comes early enough."""
+        notice = self._deadline.notice(self.checkpoint.expected_save_s(), self.config.cluster.signal_lead_s)
+        if notice and not self._told_notice:
+            print(f"hpcrl: {notice}", flush=True)
+            self._told_notice = True
 
     def _must_stop(self) -> str:
         """Why no other step is to begin; empty where one is."""

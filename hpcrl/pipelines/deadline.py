@@ -48,6 +48,16 @@ class Deadline:
         """Seconds that another step and a save of `save_s` take, by the longest of the recent steps."""
         return MARGIN * (max(self._steps, default=0.0) + save_s) + SPARE_S
 
+    def notice(self, save_s: float, lead_s: float) -> str:
+        """What a warning of `lead_s` before the end is worth, for people; empty before a step and a save were measured,
+        and outside Slurm."""
+        if self._own is None or not self._steps or not save_s:
+            return ""
+        rates = f"a step takes up to {max(self._steps):.1f} s and a save {save_s:.1f} s"
+        if self.needed_s(save_s) <= lead_s:
+            return f"{rates}: with {lead_s:g} s of notice (cluster.signal_lead_s) no step is lost"
+        return f"{rates}: {lead_s:g} s of notice (cluster.signal_lead_s) may cost what came after the last checkpoint"
+
     def is_near(self, save_s: float) -> bool:
         """Whether the job would end before another step is trained and saved."""
         return self.left_s() < self.needed_s(save_s)

@@ -38,3 +38,15 @@ def test_a_long_step_is_forgotten_after_some_more() -> None:
     assert deadline.is_near(0.0)
     deadline.record(1.0)
     assert not deadline.is_near(0.0)
+
+
+def test_the_notice_is_judged_by_measured_rates() -> None:
+    deadline = Deadline({"SLURM_JOB_ID": "7"}, clock=lambda: 0.0)
+    assert deadline.notice(10.0, 300) == ""  # no step yet
+    deadline.record(100.0)
+    assert deadline.notice(0.0, 300) == ""  # no save yet
+    assert deadline.notice(20.0, 300) == (
+        "a step takes up to 100.0 s and a save 20.0 s: with 300 s of notice (cluster.signal_lead_s) no step is lost"
+    )
+    assert "100 s of notice (cluster.signal_lead_s) may cost" in deadline.notice(20.0, 100)
+    assert at(0.0, 1000.0).notice(20.0, 100) == ""  # not in a job
