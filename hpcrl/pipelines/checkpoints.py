@@ -131,6 +131,7 @@ class Checkpoints:
     def _begin(self, step: int) -> None:
         """Let every rank copy its state, and keep the small state of the same boundary."""
         began = time.perf_counter()
+        self.check_owner()  # begin() removes what others left of this step, which may be a newer attempt's
         with self._explained(step):
             folder = begin(self._root, step, self._attempt)
             self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
@@ -198,6 +199,7 @@ class Checkpoints:
             print(f"hpcrl: checkpoints: {problem}", flush=True)
         step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
         self.restored_step = step
+        self.check_owner()  # reading takes long; since then it may have become a newer attempt's
         abandoned = abandon_after(self._run_dir, step, self._attempt)
         if abandoned:
             print(f"hpcrl: {len(abandoned)} item(s) written after step {step} moved to abandoned/", flush=True)

@@ -150,3 +150,23 @@ def test_a_superseded_attempt_commits_nothing(tmp_path: Path, ranks: Ranks) -> N
     with pytest.raises(SupersededError):
         checkpoints.save(2)
     assert steps_in(root) == []
+
+
+def test_a_superseded_attempt_leaves_a_save_of_the_newer_one_alone(tmp_path: Path, ranks: Ranks) -> None:
+    """Both are at the same step: what the newer attempt is writing is no leftover."""
+    checkpoints, newer = make(tmp_path, ranks), tmp_path / "checkpoints" / "step_000002.tmp-2"
+    newer.mkdir(parents=True)
+    (tmp_path / OWNERS / "0002").write_text("{}")
+    with pytest.raises(SupersededError):
+        checkpoints.maybe_save(2)
+    assert newer.is_dir()
+
+
+def test_a_superseded_attempt_sets_nothing_aside(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = make(tmp_path, ranks)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1}\n')
+    (tmp_path / OWNERS / "0002").write_text("{}")
+    with pytest.raises(SupersededError):
+        checkpoints.restore()
+    assert metrics.read_text() == '{"step": 1}\n'
