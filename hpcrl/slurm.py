@@ -5,17 +5,31 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 CALL_S = 30.0
+AGAIN_S = 5.0  # between two calls while the controller is silent
+NO_ANSWER = re.compile(
+    "unable to contact slurm controller|timed out on send/recv|zero bytes were transmitted|in standby mode",
+    re.IGNORECASE,
+)
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # words in English, times as seconds since the epoch
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
 
 
+T = TypeVar("T")
+
+
 class SlurmError(RuntimeError):
     """Slurm refused, or cannot be asked; the text is its own, on one line."""
+
+
+class SlurmSilent(SlurmError):
+    """Slurm's controller gave no answer: it is down, restarted, or has too much to do. It may answer later."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,18 @@ def requeue(job_id: int) -> None:
     call("scontrol", "requeue", str(job_id))
 
 
+def insist(ask: Callable[[], T], seconds: float) -> T:
+    """What `ask` returns, asked again for so long while the controller is silent; then SlurmSilent."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ask()
+        except SlurmSilent:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(AGAIN_S)
+
+
 def own_job(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """(job id, restart count) of the job this process is in; of a heterogeneous job the leader's."""
     name = environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID", "")
@@ -99,8 +125,9 @@ def call(*command: str) -> str:
     except FileNotFoundError:
         raise SlurmError(f"{command[0]} is not on this machine; run this where Slurm's commands are") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} gave no answer within {CALL_S:g} s") from None
+        raise SlurmSilent(f"{command[0]} gave no answer within {CALL_S:g} s") from None
     if done.returncode != 0:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise SlurmError("; ".join(dict.fromkeys(lines)) or f"{command[0]} ended with code {done.returncode}")
+        text = "; ".join(dict.fromkeys(lines)) or f"{command[0]} ended with code {done.returncode}"
+        raise SlurmSilent(text) if NO_ANSWER.search(text) else SlurmError(text)
     return done.stdout

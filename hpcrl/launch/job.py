@@ -38,6 +38,8 @@ from hpcrl.rundir import (
 )
 
 RESTARTS = "restarts.json"
+PATIENCE_S = 600.0
+"""How long the end of a job waits for a Slurm controller that is silent: without its word the run would stop."""
 CRASHES = (ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.DEADLINE, ExitCode.STORE_LOST)
 """Ends that may not come again; all others than these and REQUEUE would."""
 
@@ -47,6 +49,8 @@ def begin(words: Sequence[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # the script reads ours, and a library may print
         config, layout, _, run = prepare(words)
     own = slurm.own_job(os.environ)
+    if own is not None and config.resume == "fresh":
+        raise ConfigError(["resume: fresh would start over whenever the job is requeued; give another run_dir instead"])
     if own is not None:
         _check_nodes(config, layout, slurm.own_nodes(os.environ))
     why = f"finished: {run.finished['reason']}" if run.kind == "finished" else ""
@@ -57,9 +61,11 @@ def begin(words: Sequence[str]) -> int:
         _end_chain(run.run_dir)
         return NOTHING_TO_DO
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
-    job = slurm.find_job(own[0]) if own is not None else None
-    if job is not None:
-        print(f"hpcrl: attempt {opened.attempt} in job {job.id}, restart {job.restarts}", file=sys.stderr)
+    job = None
+    if own is not None:
+        print(f"hpcrl: attempt {opened.attempt} in job {own[0]}, restart {own[1]}", file=sys.stderr)
+        with contextlib.suppress(slurm.SlurmSilent):  # rank 0 asks again
+            job = slurm.find_job(own[0])
     print(opened.attempt, int(job.end) if job is not None and job.end else 0, opened.run_dir)
     return ExitCode.DONE
 
@@ -79,7 +85,7 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     outcome = world_folder(run_dir, attempt) / OUTCOME
     # No word from the first node: it was lost, or the step never started.
     code = ExitCode(json.loads(outcome.read_text())["code"]) if outcome.exists() else None
-    job = slurm.find_job(own[0]) if own else None
+    job = slurm.insist(lambda: slurm.find_job(own[0]), PATIENCE_S) if own else None
     if code is None and step_code == ExitCode.BAD_INPUT:
         code = ExitCode.BAD_INPUT
     name = "lost" if code is None else code.name.lower()
@@ -95,7 +101,7 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         _end_chain(run_dir)
     elif own is not None and stored_config(run_dir).cluster.after == "requeue":
         if job is None or job.restarts == own[1]:  # else Slurm has done it
-            slurm.requeue(own[0])  # kills this process too
+            slurm.insist(lambda: slurm.requeue(own[0]), PATIENCE_S)  # kills this process too
     elif own is not None and [own[0]] == submitted_jobs(run_dir)[-1:]:
         print("hpcrl: this was the last link of the chain; launch again to go on", file=sys.stderr)
     return code if code is not None else ExitCode.RANK_KILLED

@@ -1,13 +1,17 @@
-"""What the batch script reads of `hpcrl.launch.job begin`."""
+"""What the batch script reads of `hpcrl.launch.job begin`, and how a job ends."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from hpcrl import slurm
+from hpcrl.config import Config
 from hpcrl.exitcodes import ExitCode
-from hpcrl.launch.job import begin, main
+from hpcrl.launch.job import begin, end, main
+from hpcrl.rundir import OUTCOME, last_end, open_run, world_folder
 
 
 def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +30,63 @@ def test_a_job_with_other_nodes_than_the_layout_opens_no_attempt(
     assert main(["begin", f"run_dir={tmp_path / 'run'}"]) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.startswith("the job has 2 nodes, the layout needs 1; submit with")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_start_over_in_a_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requeued, it would begin in another folder every time."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert main(["begin", f"run_dir={tmp_path / 'run'}", "resume=fresh"]) == ExitCode.BAD_INPUT
+    assert capsys.readouterr().err.startswith("resume: fresh would start over")
+    assert not (tmp_path / "run").exists()
+
+
+SCONTROL = """\
+#!/bin/sh
+echo "$*" >> {folder}/calls
+if [ "$(wc -l < {folder}/calls)" -le {silent} ]; then
+    echo "slurm_load_jobs error: {error}" >&2; exit 1
+fi
+echo "JobId=7 JobState=RUNNING Restarts=0 PreemptTime=None Reason=None EndTime=Unknown"
+"""
+
+
+def make_scontrol(folder: Path, silent: int, error: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in that fails so many times; returns the file with its calls."""
+    program = folder / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(SCONTROL.format(folder=folder, silent=silent, error=error))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "AGAIN_S", 0.0)
+    return folder / "calls"
+
+
+def stopped_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run in job 7 that its agent has stopped to be requeued."""
+    config = Config.model_validate({"cluster": {"name": "slurm"}}).model_dump(mode="json")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = open_run(config, folder / "run", "auto")
+    world = world_folder(run.run_dir, run.attempt)
+    world.mkdir(parents=True)
+    (world / OUTCOME).write_text('{"code": 75}')
+    return run.run_dir
+
+
+def test_the_end_of_a_job_waits_for_a_silent_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = stopped_run(tmp_path, monkeypatch)
+    calls = make_scontrol(tmp_path, 2, "Unable to contact slurm controller (connect failure)", monkeypatch)
+    assert end(run_dir, 1, 75) == ExitCode.REQUEUE
+    assert calls.read_text().splitlines() == [*["--oneliner show job 7"] * 3, "requeue 7"]
+    assert last_end(run_dir)["goes_on"] is True
+
+
+def test_the_end_of_a_job_asks_once_where_slurm_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    run_dir = stopped_run(tmp_path, monkeypatch)
+    calls = make_scontrol(tmp_path, 2, "Access/permission denied", monkeypatch)
+    with pytest.raises(slurm.SlurmError, match="denied"):
+        end(run_dir, 1, 75)
+    assert len(calls.read_text().splitlines()) == 1
