@@ -27,7 +27,8 @@ export HPCRL_ATTEMPT HPCRL_JOB_END
 
 # Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it. Slurm ends the whole
 # job KillWait seconds after a SIGTERM: a step that takes longer is given up before, so that its end can be told.
-kill_wait=$(scontrol show config | awk '$1 == "KillWait" {{ print $3 }}')
+kill_wait=$(timeout 30 scontrol show config | awk '$1 == "KillWait" {{ print $3 }}')
+kill_wait=${{kill_wait:-30}} # Slurm's default, where it does not answer: 0 would give up at once
 give_up() {{
     trap : TERM
     (sleep $((kill_wait > 10 ? kill_wait - 5 : kill_wait / 2)) && kill -9 $step 2>/dev/null) &
