@@ -65,7 +65,8 @@ def start(argv: Sequence[str]) -> int:
         job, *links = submit(config, layout, argv)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
         print(f"\njob {job} is submitted\n  follow  tail -F {log}")
-        print(f"  status  python -m hpcrl.status {config.run_dir}\n  stop    scancel {job}")
+        print(f"  status  python -m hpcrl.status {config.run_dir}")
+        print(f"  stop    scancel {' '.join(map(str, [job, *links]))}")
         if links:
             print(f"  chain   {', '.join(map(str, links))} go on after it")
         return ExitCode.DONE
@@ -83,13 +84,17 @@ def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> list[int]
     words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
     script = run_dir / SLURM / "job.sbatch"
     script.parent.mkdir(parents=True, exist_ok=True)
-    text = render(config, Placement.from_config(config, layout), [*words, f"run_dir={run_dir}"], sys.executable)
+    words += [f"run_dir={run_dir}", *(["resume=auto"] if config.resume == "fresh" else [])]  # fresh is done with
+    text = render(config, Placement.from_config(config, layout), words, sys.executable)
     write_durably(script, text.encode())
     jobs: list[int] = []
     try:
         for _ in range(config.cluster.num_links if config.cluster.after == "chain" else 1):
             jobs.append(slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None))
             record_submission(run_dir, jobs)
+    except OSError:  # no note of a job that is in the queue
+        slurm.cancel(jobs)
+        raise
     except slurm.SlurmError as error:
         slurm.cancel(jobs)
         raise slurm.SlurmError(f"Slurm refuses the job: {error} (script: {script})") from error
