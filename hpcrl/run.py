@@ -26,7 +26,7 @@ from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.placement import Placement
 from hpcrl.preflight import meeting_folder, preflight, see_run
-from hpcrl.rundir import OUTCOME, VERDICT, close_run, open_run, stored_config, world_folder
+from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import ignore_signals
 
 
@@ -36,7 +36,8 @@ def launch_local(config: Config) -> int:
     try:
         return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1)
     finally:
-        close_run(opened.run_dir, opened.attempt)
+        with contextlib.suppress(SupersededError):  # as the exit code says
+            close_run(opened.run_dir, opened.attempt)
 
 
 def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
