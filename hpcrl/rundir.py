@@ -102,13 +102,14 @@ def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Ru
     _check_place(folder)
     if not (folder / CONFIG).exists():
         return RunState(folder, "fresh", _check_free(folder))
+    _attempts(folder)  # the job will add one
     changes = _differences(*_complete(_stored_config(folder), _effective(config, folder)))
     refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if refused:
         head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
         raise ConfigError([head, *(f"  {line}" for line in refused)])
     permitted = [line for _, line in changes]
-    finished = _read_json(folder / FINISHED)
+    finished = read_finished(folder)
     if finished and int(config.get("max_steps", 0)) <= finished["max_steps"]:
         return RunState(folder, "finished", _newest_attempt(folder), permitted, finished)
     return RunState(folder, "resume", _check_free(folder), permitted)
@@ -135,8 +136,12 @@ def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Run
 
 
 def stored_config(run_dir: Path) -> Config:
-    """The configuration of a run folder."""
-    return parse(yaml.safe_load((run_dir / CONFIG).read_text()))
+    """The configuration of a run folder. ConfigError where it is damaged or another version's."""
+    stored = _stored_config(run_dir)
+    try:
+        return parse(stored)
+    except ConfigError as error:
+        raise ConfigError([f"{run_dir / CONFIG}: {line}" for line in error.problems]) from error
 
 
 def world_folder(run_dir: Path, attempt: int) -> Path:
@@ -151,13 +156,55 @@ def record_submission(run_dir: Path, jobs: Sequence[int]) -> None:
 
 def submitted_jobs(run_dir: Path) -> list[int]:
     """The jobs of the newest submission; none for a run that was not submitted by hpcrl.launch."""
-    return _read_json(run_dir / SUBMITTED).get("jobs", [])
+    path = run_dir / SUBMITTED
+    jobs = read_record(path, jobs=list).get("jobs", [])
+    if not all(isinstance(job, int) for job in jobs):
+        raise _damaged(path, f"jobs are numbers, not {jobs}")
+    return jobs
+
+
+def read_owner(run_dir: Path, attempt: int) -> dict[str, Any]:
+    """Who holds or held an attempt, and how it ended; empty where the record was made and never written."""
+    path = _record(run_dir, attempt)
+    owner = read_record(path, since=str)
+    if "job" in owner:
+        return read_record(path, job=int, restarts=int)
+    return owner if "ended" in owner else read_record(path, pid=int, host=str, process_start=float)
+
+
+def read_finished(run_dir: Path) -> dict[str, Any]:
+    """What finish_run noted; empty for a run that has not reached its end."""
+    return read_record(run_dir / FINISHED, step=int, max_steps=int, reason=str, at=str)
+
+
+def read_record(path: Path, **needs: type) -> dict[str, Any]:
+    """The object in a file of the run folder; empty when there is no file or nothing in it yet.
+
+    ConfigError where it is damaged: no object, or a value that is needed is missing or of another type.
+    """
+    try:
+        text = path.read_text()
+        found = json.loads(text) if text else {}
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        for name, kind in needs.items() if found else ():
+            if not isinstance(found.get(name), kind):
+                raise ValueError(f"{name} is {found.get(name, 'missing')!r}")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return found
+
+
+def _damaged(path: Path, why: object) -> ConfigError:
+    return ConfigError([f"{path} cannot be read: {why}; if no job of the run lives, remove it"])
 
 
 def last_end(run_dir: Path) -> dict[str, Any]:
     """What close_run was told about the newest attempt; empty if that one was not closed."""
     attempt = _newest_attempt(run_dir)
-    owner = _read_json(_record(run_dir, attempt)) if attempt else {}
+    owner = read_owner(run_dir, attempt) if attempt else {}
     return owner if "ended" in owner else {}
 
 
@@ -171,7 +218,7 @@ def finish_run(run_dir: Path, step: int, max_steps: int, reason: str) -> None:
 def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
     """Give the run up, so that the next launch need not ask whether its owner lives. `told`: how it ended."""
     check_owner(run_dir, attempt)
-    owner = _read_json(_record(run_dir, attempt))
+    owner = read_owner(run_dir, attempt)
     write_durably(_record(run_dir, attempt), json.dumps(owner | {"ended": _now(), **told}).encode())
 
 
@@ -232,7 +279,7 @@ def _claim(run: RunState) -> bool:
 def _describe(config: Mapping[str, Any], run: RunState) -> None:
     """Let config.yaml and facts.json tell of the attempt that begins."""
     folder = run.run_dir
-    attempts = _read_json(folder / FACTS).get("attempts", [])
+    attempts = _attempts(folder)
     attempts.append({"attempt": run.attempt, "kind": run.kind, "changes": run.changes, **_facts()})
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     write_durably(folder / CONFIG, yaml.safe_dump(_effective(config, folder), sort_keys=False).encode())
@@ -249,7 +296,7 @@ def _check_free(folder: Path) -> int:
         return 0
     path = _record(folder, attempt)
     deadline = time.monotonic() + 1.0
-    while not (owner := _read_json(path)) and time.monotonic() < deadline:
+    while not (owner := read_owner(folder, attempt)) and time.monotonic() < deadline:
         time.sleep(0.02)  # made, not yet written
     # One that stays empty died right there; were it only stopped, its number is no longer the highest when it goes on.
     if not owner or "ended" in owner:
@@ -300,16 +347,9 @@ def _record(folder: Path, attempt: int) -> Path:
     return folder / OWNERS / f"{attempt:04d}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty when there is no file or nothing in it yet."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return {}
-    try:
-        return json.loads(text) if text else {}
-    except ValueError as error:
-        raise ConfigError([f"{path} cannot be read: {error}"]) from error
+def _attempts(folder: Path) -> list[dict[str, Any]]:
+    """What earlier attempts ran on."""
+    return read_record(folder / FACTS, attempts=list).get("attempts", [])
 
 
 def _stored_config(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ where Slurm has forgotten the job or keeps no accounts. It writes nothing and im
 
 from __future__ import annotations
 
-import json
+import contextlib
 import platform
 import re
 import signal
@@ -31,12 +31,14 @@ from hpcrl.preflight import read_judgement, read_reports
 from hpcrl.progress import RECENT_STEPS, SHOWN, duration, evaluations_left
 from hpcrl.rundir import (
     CONFIG,
-    FINISHED,
     OWNERS,
     SLURM,
     SUBMITTED,
     VERDICT,
     process_lives,
+    read_finished,
+    read_owner,
+    read_record,
     stored_config,
     submitted_jobs,
     world_folder,
@@ -63,7 +65,7 @@ class Run:
     def owners(self) -> dict[int, dict[str, Any]]:
         """Attempt -> who held it and how it ended."""
         found = sorted((self.folder / OWNERS).glob("[0-9]*"))
-        return {int(path.name): json.loads(path.read_text() or "{}") for path in found if path.name.isdigit()}
+        return {int(path.name): read_owner(self.folder, int(path.name)) for path in found if path.name.isdigit()}
 
     @property
     def attempt(self) -> int:
@@ -83,8 +85,7 @@ class Run:
 
     @property
     def finished(self) -> dict[str, Any]:
-        path = self.folder / FINISHED
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_finished(self.folder)
 
     @cached_property
     def step_s(self) -> float | None:
@@ -173,7 +174,7 @@ def last_error(run: Run) -> str:
     """The newest message of an attempt that did not end as it should; empty without one."""
     for attempt in sorted(run.owners, reverse=True):
         world = world_folder(run.folder, attempt)
-        told = json.loads((world / VERDICT).read_text()) if (world / VERDICT).exists() else {}
+        told = read_record(world / VERDICT, code=int, message=str)
         judged = read_judgement(world)
         if told and told["code"] not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED, ExitCode.TERMINATED):
             return f"attempt {attempt}: {told['message']}"
@@ -189,7 +190,7 @@ def last_error(run: Run) -> str:
 def find_run(name: str) -> Path:
     """Folder of a run given as a folder, a name under runs/ or a job. ConfigError if there is none."""
     for folder in (Path(name), RUNS / name):
-        if (folder / CONFIG).exists() or (folder / SLURM).is_dir():
+        if (folder / CONFIG).exists() or (folder / SUBMITTED).exists():
             return folder
     if not name.isdigit():
         raise ConfigError([f"{name} is no run folder (no {CONFIG}), no run in {RUNS}/ and no job"])
@@ -202,9 +203,9 @@ def find_run(name: str) -> Path:
     if found := re.search(r"StdOut=(.*?)/slurm/job-\d+\.log", text):
         return Path(found[1])
     for folder in _runs_here():
-        run = Run(folder)
-        if int(name) in {*submitted_jobs(folder), *(owner.get("job") for owner in run.owners.values())}:
-            return folder
+        with contextlib.suppress(ConfigError):  # another run's folder may be damaged
+            if int(name) in {*submitted_jobs(folder), *(owner.get("job") for owner in Run(folder).owners.values())}:
+                return folder
     raise ConfigError([f"job {name} belongs to no run in {RUNS}/, and Slurm does not name its folder: {why}"])
 
 
@@ -335,13 +336,17 @@ def main(argv: Sequence[str]) -> int:
         folders = [find_run(argv[0])] if argv else _runs_here()
         if not folders:
             print(f"no run in {RUNS}/")
-        for folder in folders:
-            show = describe if argv else line
-            print(show(folder, find_job(Run(folder)), time.time()))
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, OSError) as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
-    return ExitCode.DONE
+    code = ExitCode.DONE
+    for folder in folders:
+        try:
+            print((describe if argv else line)(folder, find_job(Run(folder)), time.time()))
+        except (ConfigError, OSError) as error:  # of the others there is still something to say
+            print(f"hpcrl: {error}", file=sys.stderr)
+            code = ExitCode.BAD_INPUT
+    return code
 
 
 if __name__ == "__main__":

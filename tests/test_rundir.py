@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hpcrl import status
 from hpcrl.config import Config, ConfigError
+from hpcrl.exitcodes import ExitCode
 from hpcrl.rundir import MAY_CHANGE, SupersededError, check_owner, check_run, close_run, finish_run, open_run
 
 CONFIG = {
@@ -144,6 +146,33 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, make: str) -> Non
         open_run(CONFIG, run, "auto")
     assert len(refused.value.problems) == 1 and "\n" not in refused.value.problems[0]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["finished.json", "facts.json", "owners/0001", "slurm/submitted.json"])
+@pytest.mark.parametrize(
+    "content",
+    [b'{"since": "to', b"\xff\xfe", b"[1]", b"null", b'{"jobs": [null], "attempts": 3, "since": "today"}', None],
+)
+def test_a_damaged_record_is_named_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
+) -> None:
+    run = tmp_path / "demo"
+    opened = open_run(CONFIG, run, "auto")
+    finish_run(run, 10, 10, "done")
+    close_run(run, opened.attempt)
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.write_bytes(content) if content is not None else path.mkdir()
+    before = {entry: entry.read_bytes() for entry in run.rglob("*") if entry.is_file()}
+    with pytest.raises(ConfigError) as refused:
+        open_run(changed(max_steps=20), run, "auto")
+    (line,) = refused.value.problems
+    assert line.startswith(f"{path} cannot be read: ") and "\n" not in line and "remove it" in line
+    assert {entry: entry.read_bytes() for entry in run.rglob("*") if entry.is_file()} == before
+    code = status.main([str(run)])
+    assert code == (0 if name == "facts.json" else ExitCode.BAD_INPUT)  # of which status says nothing
+    assert capsys.readouterr().err in ("", f"hpcrl: {line}\n")
 
 
 def test_an_unwritable_place_is_named() -> None:

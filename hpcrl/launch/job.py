@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hpcrl import slurm
 from hpcrl.config import Config, ConfigError
@@ -32,6 +31,7 @@ from hpcrl.rundir import (
     close_run,
     last_end,
     open_run,
+    read_record,
     stored_config,
     submitted_jobs,
     world_folder,
@@ -82,9 +82,9 @@ def _check_nodes(config: Config, layout: RoleLayout, given: list[int]) -> None:
 def end(run_dir: Path, attempt: int, step_code: int) -> int:
     """Close the attempt; requeue the job where the run is to go on. Returns the job's exit code."""
     own = slurm.own_job(os.environ)
-    outcome = world_folder(run_dir, attempt) / OUTCOME
+    outcome = read_record(world_folder(run_dir, attempt) / OUTCOME, code=int)
     # No word from the first node: it was lost, or the step never started.
-    code = ExitCode(json.loads(outcome.read_text())["code"]) if outcome.exists() else None
+    code = ExitCode(outcome["code"]) if outcome else None
     job = slurm.insist(lambda: slurm.find_job(own[0]), PATIENCE_S) if own else None
     if code is None and step_code == ExitCode.BAD_INPUT:
         code = ExitCode.BAD_INPUT
@@ -135,7 +135,7 @@ def _goes_on(run_dir: Path, code: ExitCode | None, taken: bool | None) -> tuple[
         return False, "does not go on by itself"
     limit = stored_config(run_dir).cluster.max_restarts
     path = run_dir / RESTARTS
-    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"crashes": 0, "checkpoint": ""}
+    before = read_record(path, crashes=int, checkpoint=str) or {"crashes": 0, "checkpoint": ""}
     latest = run_dir / "checkpoints" / "LATEST"
     checkpoint = latest.read_text().strip() if latest.exists() else ""
     crashes = before["crashes"] + 1 if before["checkpoint"] == checkpoint else 1
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return ExitCode.BAD_INPUT
-    except slurm.SlurmError as error:
+    except (slurm.SlurmError, OSError) as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.FAILED
     print(__doc__)
