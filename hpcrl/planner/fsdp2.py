@@ -78,7 +78,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", snapshot, on_host=True),  # from the first checkpoint on
+        Part("trainer", "snapshot", snapshot, on_host=True),  # from the start on
         Part(
             "trainer",
             "gathered weights",
