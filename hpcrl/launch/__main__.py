@@ -17,7 +17,7 @@ from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import describe, plan_shape
-from hpcrl.launch.render import render
+from hpcrl.launch.render import check_words, render
 from hpcrl.layout import RoleLayout, check_layout
 from hpcrl.placement import Placement, check_placement
 from hpcrl.planner.parallel import check_parallel
@@ -78,15 +78,18 @@ def start(argv: Sequence[str]) -> int:
 def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> list[int]:
     """Write the batch script into the run folder and submit it; returns the job's id, of a chain those of all links.
 
-    SlurmError with Slurm's reason; then nothing is left in the queue.
+    SlurmError with Slurm's reason, ConfigError where the script cannot be written; then nothing is left in the queue.
     """
     run_dir = Path(config.run_dir)
     words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
     script = run_dir / SLURM / "job.sbatch"
-    script.parent.mkdir(parents=True, exist_ok=True)
     words += [f"run_dir={run_dir}", *(["resume=auto"] if config.resume == "fresh" else [])]  # fresh is done with
     text = render(config, Placement.from_config(config, layout), words, sys.executable)
-    write_durably(script, text.encode())
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(script, text.encode())
+    except OSError as error:
+        raise ConfigError([f"run folder {run_dir} cannot be written: {error}"]) from error
     jobs: list[int] = []
     try:
         for _ in range(config.cluster.num_links if config.cluster.after == "chain" else 1):
@@ -121,6 +124,8 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         if not layout_problems:
             _check_parallel(reading, config, model)
         run = _check_run(reading, config)
+        if run is not None and config.cluster.name == "slurm":
+            reading.add([Problem((), line, (("run_dir",),)) for line in check_words(argv, run.run_dir)])
     if reading.problems or config is None or run is None:
         raise ConfigError(reading.lines())
     config = config.model_copy(update={"run_dir": str(run.run_dir)})

@@ -5,8 +5,10 @@ It composes the configuration again inside the job from the same words, so it ca
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hpcrl.config import ClusterConfig, ComponentConfig, Config
 from hpcrl.exitcodes import ExitCode
@@ -15,6 +17,8 @@ from hpcrl.placement import Component, Placement
 
 NOTHING_TO_DO = 3
 """Exit code of `hpcrl.launch.job begin` where the run is done or must not be started again."""
+
+RUN_DIR = re.compile(r"[A-Za-z0-9/._+@-]([A-Za-z0-9/._+@ -]*[A-Za-z0-9/._+@-])?")
 
 BODY = """\
 {setup}set -u
@@ -70,6 +74,17 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
         srun=" ".join([*srun, *srun_options(cluster)]),
     )
     return "\n".join(lines) + "\n" + body
+
+
+def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
+    """What cannot stand in a script: the job reads its words again, and sbatch expands what is in its log's path."""
+    if not RUN_DIR.fullmatch(str(run_dir)):
+        text = "a batch script takes letters, digits, spaces and . _ + @ - in a path; choose another run_dir"
+        yield f"run folder {str(run_dir)!r}: {text}"
+    try:
+        "".join(words).encode()
+    except UnicodeEncodeError as error:
+        yield f"the command line is no UTF-8: {error.object[max(error.start - 20, 0) : error.end]!r}"
 
 
 def _job_options(cluster: ClusterConfig) -> Iterator[str]:

@@ -108,6 +108,10 @@ FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,contr
         ("cluster.exclude=elsewhere", "Invalid node name specified"),
         ("cluster.time=soon", "cluster.time"),
         ("run_name=a;b", "run_name"),
+        ("run_dir=/tmp/hpcrl%j", "run folder '/tmp/hpcrl%j': a batch script takes letters"),
+        ("run_dir='/tmp/hpcrl,2'", "run folder '/tmp/hpcrl,2': a batch script takes letters"),
+        ("run_dir=/proc/hpcrl", "run folder /proc/hpcrl cannot be written"),
+        ("data.system_prompt='\udcff'", "the command line is no UTF-8"),
     ],
 )
 def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:
