@@ -149,9 +149,10 @@ def world_folder(run_dir: Path, attempt: int) -> Path:
     return run_dir / "world" / f"attempt_{attempt:04d}"
 
 
-def record_submission(run_dir: Path, jobs: Sequence[int]) -> None:
-    """Note the jobs that will run the next attempts, in their order."""
-    write_durably(run_dir / SUBMITTED, json.dumps({"jobs": list(jobs), "at": _now()}).encode())
+def record_submission(run_dir: Path, jobs: Sequence[int], cluster: str = "") -> None:
+    """Note the jobs that will run the next attempts, in their order, and the name of their cluster."""
+    told = {"jobs": list(jobs), "cluster": cluster, "at": _now()}
+    write_durably(run_dir / SUBMITTED, json.dumps(told).encode())
 
 
 def submitted_jobs(run_dir: Path) -> list[int]:
@@ -262,7 +263,7 @@ def _claim(run: RunState) -> bool:
     process = psutil.Process()
     owner: dict[str, Any] = {"since": _now(), "host": platform.node()}
     if (own := slurm.own_job(os.environ)) is not None:
-        owner |= {"job": own[0], "restarts": own[1]}
+        owner |= {"job": own[0], "restarts": own[1], "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
     else:
         owner |= {"pid": process.pid, "process_start": process.create_time()}
     try:
@@ -290,7 +291,8 @@ def _check_free(folder: Path) -> int:
     """The newest attempt, 0 without one; ConfigError naming its owner if that may still run."""
     jobs, own = submitted_jobs(folder), slurm.own_job(os.environ)
     for job in [] if own is not None and own[0] in jobs else jobs:  # this job may be a link of the chain
-        _check_job_gone(f"{folder} belongs to job {job}", folder / SUBMITTED, job, -1)
+        cluster = read_record(folder / SUBMITTED).get("cluster", "")
+        _check_job_gone(f"{folder} belongs to job {job}", folder / SUBMITTED, job, -1, cluster)
     attempt = _newest_attempt(folder)
     if not attempt:
         return 0
@@ -303,7 +305,7 @@ def _check_free(folder: Path) -> int:
         return attempt
     if "job" in owner:
         held = f"{folder} is held by job {owner['job']} since {owner['since']} (attempt {attempt})"
-        _check_job_gone(held, path, owner["job"], owner["restarts"])
+        _check_job_gone(held, path, owner["job"], owner["restarts"], owner.get("cluster", ""))
         return attempt
     held = f"{folder} is held by pid {owner['pid']} on host {owner['host']} since {owner['since']} (attempt {attempt})"
     if owner["host"] != platform.node():
@@ -313,11 +315,18 @@ def _check_free(folder: Path) -> int:
     return attempt
 
 
-def _check_job_gone(held: str, record: Path, number: int, restarts: int) -> None:
-    """ConfigError if the job may still run, or will. This very job, if it was requeued since, may take over."""
+def _check_job_gone(held: str, record: Path, number: int, restarts: int, cluster: str) -> None:
+    """ConfigError if the job may still run, or will. This very job, if it was requeued since, may take over.
+
+    `cluster`: of the job, empty where it is not known. Another one's jobs cannot be asked for here."""
     if (own := slurm.own_job(os.environ)) is not None and own[0] == number and own[1] > restarts:
         return
     try:
+        here = slurm.cluster_name() if cluster else ""
+        if here != cluster:
+            raise ConfigError(
+                [f"{held}, on cluster {cluster}, and this is {here}; if it is gone there, remove {record}"]
+            )
         job = slurm.find_job(number)
     except slurm.SlurmError as error:
         raise ConfigError(

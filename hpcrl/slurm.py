@@ -109,6 +109,12 @@ def own_job(environ: Mapping[str, str]) -> tuple[int, int] | None:
     return (int(name), int(environ.get("SLURM_RESTART_COUNT") or 0)) if name.isdigit() else None
 
 
+def cluster_name() -> str:
+    """Name of the cluster that Slurm's commands talk to; a job's number means nothing on another."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config"), re.MULTILINE)
+    return found[1] if found else ""
+
+
 def own_nodes(environ: Mapping[str, str]) -> list[int]:
     """Nodes of each component of the job whose batch script this process is in; of a plain job of the one."""
     num = int(environ.get("SLURM_HET_SIZE") or 0)

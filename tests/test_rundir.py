@@ -274,3 +274,24 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(stored | {"gone": 1}))
     with pytest.raises(ConfigError, match="gone: 1 -> "):
         check_run(changed(rollout={"group_size": 8}), run, "auto")
+
+
+@pytest.mark.parametrize("record", ["owners/0001", "slurm/submitted.json"])
+def test_a_job_of_another_cluster_may_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
+    """Here its number is unknown, or another job's."""
+    run, program = tmp_path / "demo", tmp_path / "bin" / "scontrol"
+    close_run(run, open_run(CONFIG, run, "auto").attempt)
+    program.parent.mkdir()
+    answers = 'echo "ClusterName = here"', 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
+    program.write_text(f'#!/bin/sh\nif [ "$2" = config ]; then {answers[0]}; else {answers[1]}; fi\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    (run / "slurm").mkdir()
+    for cluster in ("here", "there"):
+        told = {"job": 7, "restarts": 0, "since": "then", "jobs": [7], "cluster": cluster}
+        (run / record).write_text(json.dumps(told))
+        if cluster == "here":
+            assert check_run(CONFIG, run, "auto").kind == "resume"
+        else:
+            with pytest.raises(ConfigError, match=f"job 7.*, on cluster there, and this is here; .* remove {run}"):
+                check_run(CONFIG, run, "auto")

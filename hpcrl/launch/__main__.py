@@ -91,10 +91,11 @@ def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> list[int]
     except OSError as error:
         raise ConfigError([f"run folder {run_dir} cannot be written: {error}"]) from error
     jobs: list[int] = []
+    cluster = slurm.cluster_name()
     try:
         for _ in range(config.cluster.num_links if config.cluster.after == "chain" else 1):
             jobs.append(slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None))
-            record_submission(run_dir, jobs)
+            record_submission(run_dir, jobs, cluster)
     except OSError:  # no note of a job that is in the queue
         slurm.cancel(jobs)
         raise

@@ -230,7 +230,7 @@ def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
             continue
         try:
             jobs.append(RunJob(state.run_dir, str(submit(config, layout, words)[0])))
-        except slurm.SlurmError:
+        except (slurm.SlurmError, OSError):
             for job in jobs:
                 job.cancel(check=False)
             raise
