@@ -14,7 +14,8 @@ from typing import TypeVar
 CALL_S = 30.0
 AGAIN_S = 5.0  # between two calls while the controller is silent
 NO_ANSWER = re.compile(
-    "unable to contact slurm controller|timed out on send/recv|zero bytes were transmitted|in standby mode",
+    "unable to contact slurm controller|timed out on send/recv|zero bytes were transmitted|in standby mode"
+    "|unexpected message received",  # what scontrol requeue says when nobody answers (22.05)
     re.IGNORECASE,
 )
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # words in English, times as seconds since the epoch
