@@ -65,6 +65,10 @@ def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
             if role in places:
                 yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {role} is in {places[role]} too")
             places[role] = name
+    for name, spec in config.cluster.components.items():
+        if not any(layout.ranks.get(role) for role in spec.roles) and (places or len(config.cluster.components) > 1):
+            what = f"no rank of this run plays {' or '.join(spec.roles)}" if spec.roles else "missing"
+            yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {what}; leave the component out")
     if not places:
         return
     homes: dict[int, str] = {}

@@ -276,8 +276,13 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ),
         (
             "cluster={name: slurm, time: '5', signal_lead_s: 300}",
-            "cluster.signal_lead_s: 300 s before its end a job of 300 s has not begun",
+            "cluster.signal_lead_s: 300 s before its end a job of 300 s has not begun; give less",
         ),
+        ("cluster=null", "cluster: expected a section of keys, got None"),
+        ("cluster.components={A: {}}", "cluster.components.A: expected a name of small letters"),
+        ("cluster={container: pyxis, image: a b}", "cluster.image: expected a file or an image's address"),
+        ("cluster={after: chain, num_links: 1000}", "cluster.num_links: expected at most 100"),
+        ("cluster.components={a: {gpu_type: h100}}", "cluster.components.a.gpu_type: not read here, the component"),
         ("pipeline=convert", "convert.source: needs the run folder"),
     ],
 )

@@ -98,6 +98,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if config.cluster.container == "none":
         for key in ("image", "mounts"):
             yield ("cluster", key), ("cluster", "container"), "the ranks run in no container"
+    for name, spec in config.cluster.components.items():
+        if not spec.gpus_per_node:
+            at = ("cluster", "components", name)
+            yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component asks for no GPUs"
     if config.trainer.engine != "megatron":
         yield ("trainer", "megatron"), ("trainer", "engine"), f"the engine is {config.trainer.engine}"
     if config.model.path is not None:
@@ -275,5 +279,6 @@ def _warning(config: Config) -> Iterator[Problem]:
     if cluster.name == "slurm" and cluster.signal_lead_s >= cluster.time_s:
         text = (
             f"cluster.signal_lead_s: {cluster.signal_lead_s} s before its end a job of {cluster.time_s} s has not begun"
+            "; give less, or more cluster.time"
         )
         yield Problem(("cluster", "signal_lead_s"), text, (("cluster", "time"),))

@@ -13,12 +13,11 @@ from pydantic import BaseModel, ValidationError
 from hpcrl.config.checks import check, check_placeholders, check_unread
 from hpcrl.config.compose import Composition, compose
 from hpcrl.config.problems import ConfigError, Path, Problem, dotted
-from hpcrl.config.schema import COMPONENT, MEMORY, WALL_TIME, WORD, Config
+from hpcrl.config.schema import COMPONENT, IMAGE, MEMORY, WALL_TIME, WORD, Config
 
 PLAIN_WORDS = {
     "Value error, ": "",
     "Input should be ": "",
-    "a valid dictionary or instance of ": "a section of keys: ",
     "a valid dictionary": "a section of keys",
     "a valid ": "a ",
     "a string": "text",
@@ -33,6 +32,7 @@ PATTERNS = {
     WALL_TIME: "a wall time: MINUTES, HH:MM:SS or D-HH:MM:SS",
     MEMORY: "memory as sbatch reads it: a number and K, M, G or T, such as 500G",
     WORD: "one word as sbatch reads it, without spaces and quotes",
+    IMAGE: "a file or an image's address, without spaces and quotes",
     COMPONENT: "a name of small letters, digits and '_'",
 }
 """Pattern of the schema -> what a user reads about a value that does not follow it."""
@@ -146,7 +146,7 @@ def _explain(path: Path, detail: Any) -> str:
     if kind == "string_pattern_mismatch":
         expected = PATTERNS.get(detail["ctx"]["pattern"], "letters, digits, '.', '_' and '-' only")
         return f"{name}: expected {expected}, got {_short(detail['input'])}"
-    message = detail["msg"].split(", unable to parse")[0]
+    message = detail["msg"].split(", unable to parse")[0].split(" or instance of")[0]
     for phrase, plain in PLAIN_WORDS.items():
         message = message.replace(phrase, plain)
     return f"{name}: expected {message.removeprefix('expected ')}, got {_short(detail['input'])}"
@@ -158,8 +158,8 @@ def _short(value: Any) -> str:
 
 
 def _key_path(loc: tuple[int | str, ...]) -> Path:
-    """The path of keys in an error's location, which also holds the branches of unions."""
-    parts = [part for part in loc if not (isinstance(part, str) and part.startswith("<"))]
+    """The path of keys in an error's location, which also holds the branches of unions and marks of bad keys."""
+    parts = [part for part in loc if not (isinstance(part, str) and (part.startswith("<") or part == "[key]"))]
     if parts[0] == "algorithm" and len(parts) > 1 and parts[1] in _algorithms():
         del parts[1]
     return tuple(parts)

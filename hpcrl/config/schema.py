@@ -444,11 +444,12 @@ class Timeouts(Section):
 
 # What Slurm reads as one word; a line break or a space in it would be another option.
 WORD = r"^[A-Za-z0-9_.,:=/@%+\[\]()|&*!-]+$"
+IMAGE = WORD.replace("[", "[#", 1)
 WALL_TIME = r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"
 MEMORY = r"^\d+[KMGT]?$"
 COMPONENT = r"^[a-z][a-z0-9_]*$"
 Word = Annotated[str, Field(pattern=WORD)]
-Image = Annotated[str, Field(pattern=WORD.replace("[", "[#", 1))]
+Image = Annotated[str, Field(pattern=IMAGE)]
 WallTime = Annotated[str, Field(pattern=WALL_TIME), BeforeValidator(_not_a_number)]
 Memory = Annotated[str, Field(pattern=MEMORY)]
 
@@ -505,7 +506,7 @@ class ClusterConfig(Section):
     """Warning before the wall-time limit or a preemption, seconds (Slurm may be up to 60 s early)."""
     after: Literal["requeue", "chain"] = "requeue"
     """How an unfinished run gets its next job: the same job requeued, or a queue of dependent jobs."""
-    num_links: Positive = 4
+    num_links: Annotated[int, Field(ge=1, le=100), _number] = 4
     """Jobs of a chain, the first included."""
     max_restarts: Natural = 3
     """Restarts in a row after crashes and hangs without a new checkpoint in between; others do not count."""

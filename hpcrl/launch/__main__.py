@@ -17,7 +17,7 @@ from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import describe, plan_shape
-from hpcrl.launch.render import check_words, render
+from hpcrl.launch.render import check_prologue, check_words, render
 from hpcrl.layout import RoleLayout, check_layout
 from hpcrl.placement import Placement, check_placement
 from hpcrl.planner.parallel import check_parallel
@@ -142,6 +142,7 @@ def _check_inputs(reading: Reading, config: Config) -> None:
     reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
     reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
     reading.add(check_container(config.cluster))
+    reading.add(check_prologue(config.cluster))
 
 
 def _find_model(reading: Reading, config: Config) -> Config:

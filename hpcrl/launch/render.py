@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpcrl.config import ClusterConfig, ComponentConfig, Config
+from hpcrl.config import ClusterConfig, ComponentConfig, Config, Problem
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.container import srun_options
 from hpcrl.placement import Component, Placement
@@ -85,6 +86,19 @@ def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
         "".join(words).encode()
     except UnicodeEncodeError as error:
         yield f"the command line is no UTF-8: {error.object[max(error.start - 20, 0) : error.end]!r}"
+
+
+def check_prologue(cluster: ClusterConfig) -> list[Problem]:
+    """A prologue that would not end where its last line does, or that sbatch would read."""
+    text = cluster.prologue.rstrip()
+    if re.search(r"^\s*#SBATCH", text, re.MULTILINE):
+        said = "an #SBATCH line is no shell line; what sbatch is told has keys of its own"
+    elif text.endswith("\\"):
+        said = "its last line goes on"
+    else:
+        done = subprocess.run(["bash", "-n"], input=text.encode(errors="replace"), capture_output=True, check=False)
+        said = done.stderr.decode(errors="replace")
+    return [Problem(("cluster", "prologue"), f"cluster.prologue: {said}")] if said else []
 
 
 def _job_options(cluster: ClusterConfig) -> Iterator[str]:

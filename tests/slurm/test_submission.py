@@ -110,6 +110,11 @@ FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,contr
         ("run_name=a;b", "run_name"),
         ("run_dir=/tmp/hpcrl%j", "run folder '/tmp/hpcrl%j': a batch script takes letters"),
         ("run_dir='/tmp/hpcrl,2'", "run folder '/tmp/hpcrl,2': a batch script takes letters"),
+        ("cluster.prologue=fi", "cluster.prologue: bash: line 1: syntax error near unexpected token"),
+        (
+            "cluster.components={all:{roles:[trainer,controller]},spare:{roles:[env]}}",
+            "cluster.components.spare.roles: no rank of this run plays env; leave the component out",
+        ),
         ("run_dir=/proc/hpcrl", "run folder /proc/hpcrl cannot be written"),
         ("data.system_prompt='\udcff'", "the command line is no UTF-8"),
     ],
