@@ -20,7 +20,11 @@ NO_ANSWER = re.compile(
 )
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # words in English, times as seconds since the epoch
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
-
+DECIDED = (
+    *(f"SBATCH_{name}" for name in ("ARRAY_INX", "NO_REQUEUE", "OPEN_MODE", "REQUEUE", "SIGNAL", "TIMELIMIT", "WAIT")),
+    "HPCRL_RANK",
+)
+"""Variables that would win over the lines of a script of hpcrl.launch, and one that makes a process a rank."""
 
 T = TypeVar("T")
 
@@ -77,7 +81,17 @@ def submit(script: Path, output: Path, *, after: int | None = None) -> int:
     `after`: a job that must have ended before, however it did.
     """
     options = [f"--output={output}", *([f"--dependency=afterany:{after}"] if after is not None else [])]
-    return int(call("sbatch", "--parsable", *options, str(script)).strip().split(";")[0])
+    said = call("sbatch", "--parsable", *options, str(script), environ=_of_no_job(os.environ))
+    if (found := re.match(r"(\d+)(;|$)", said.strip())) is None:
+        raise SlurmError(f"sbatch gave no job's number, but {' '.join(said.split())!r}")
+    return int(found[1])
+
+
+def _of_no_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what a job hands on to one that is submitted from inside it, and would tell that one's srun."""
+    inside = "SLURM_JOB_ID" in environ
+    foreign = {name for name in environ if inside and name.startswith("SLURM_") and name != "SLURM_CONF"}
+    return {name: value for name, value in environ.items() if name not in foreign and name not in DECIDED}
 
 
 def cancel(jobs: Collection[int], states: Collection[str] = LIVE) -> None:
@@ -107,7 +121,8 @@ def insist(ask: Callable[[], T], seconds: float) -> T:
 def own_job(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """(job id, restart count) of the job this process is in; of a heterogeneous job the leader's."""
     name = environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID", "")
-    return (int(name), int(environ.get("SLURM_RESTART_COUNT") or 0)) if name.isdigit() else None
+    restarts = environ.get("SLURM_RESTART_COUNT", "")
+    return (int(name), int(restarts) if restarts.isdigit() else 0) if name.isdigit() else None
 
 
 def cluster_name() -> str:
@@ -123,11 +138,11 @@ def own_nodes(environ: Mapping[str, str]) -> list[int]:
     return [int(environ[name]) for name in names]
 
 
-def call(*command: str) -> str:
+def call(*command: str, environ: Mapping[str, str] = os.environ) -> str:
     """Output of a Slurm command. SlurmError with the first of its words about what is wrong."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=CALL_S, check=False, env={**os.environ, **ENVIRON}
+            command, capture_output=True, text=True, timeout=CALL_S, check=False, env={**environ, **ENVIRON}
         )
     except FileNotFoundError:
         raise SlurmError(f"{command[0]} is not on this machine; run this where Slurm's commands are") from None

@@ -158,6 +158,28 @@ def test_a_held_run_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> No
     assert not idle.run("squeue", "-h").strip()
 
 
+def test_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Neither that job's variables nor options in the environment, which would win over the script's, reach the new."""
+    run = tmp_path / "run"
+    words = [*tiny, "max_steps=1", "cluster.components={all: {roles: [trainer, controller], memory: 1G}}"]
+    outer = {"SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-2", "SBATCH_TIMELIMIT": "7", "SBATCH_NO_REQUEUE": "1"}
+    command = [sys.executable, "-m", "hpcrl.launch", "+cluster=slurm", f"run_dir={run}", *words]
+    done = subprocess.run(
+        ["salloc", "--quiet", "--mem-per-cpu=100", *command],
+        env={**idle.environ, **outer, "HPCRL_RANK": "7", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = int(re.findall(r"job (\d+) is submitted", done.stdout)[0])
+    told = show(idle, job)
+    assert (told["TimeLimit"], told["Requeue"], "ArrayJobId" in told) == ("00:30:00", "1", False)
+    wait_state(idle, run, job, [COMPLETED])
+    assert step_of(run) == 1
+
+
 def test_two_jobs_share_a_node(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
