@@ -55,10 +55,10 @@ class Job:
         return self.state in LIVE
 
 
-def find_job(job_id: int) -> Job | None:
-    """The job; None where Slurm knows it no more. SlurmError where Slurm cannot be asked."""
+def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
+    """The job; None where Slurm knows it no more. SlurmError where Slurm cannot be asked, or not within timeout_s."""
     try:
-        text = call("scontrol", "--oneliner", "show", "job", str(job_id))
+        text = call("scontrol", "--oneliner", "show", "job", str(job_id), timeout_s=timeout_s)
     except SlurmError as error:
         if "invalid job id" in str(error).lower():
             return None
@@ -138,16 +138,16 @@ def own_nodes(environ: Mapping[str, str]) -> list[int]:
     return [int(environ[name]) for name in names]
 
 
-def call(*command: str, environ: Mapping[str, str] = os.environ) -> str:
+def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: float = CALL_S) -> str:
     """Output of a Slurm command. SlurmError with the first of its words about what is wrong."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=CALL_S, check=False, env={**environ, **ENVIRON}
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env={**environ, **ENVIRON}
         )
     except FileNotFoundError:
         raise SlurmError(f"{command[0]} is not on this machine; run this where Slurm's commands are") from None
     except subprocess.TimeoutExpired:
-        raise SlurmSilent(f"{command[0]} gave no answer within {CALL_S:g} s") from None
+        raise SlurmSilent(f"{command[0]} gave no answer within {timeout_s:g} s") from None
     if done.returncode != 0:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         text = "; ".join(dict.fromkeys(lines)) or f"{command[0]} ended with code {done.returncode}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from hpcrl import slurm
 
 ASK_EVERY_S = 60.0  # a time limit can be changed while the job runs
+ASK_S = 2.0  # training stands still meanwhile, and the end that was known will do
 RECENT = 5  # steps; the longest of them counts
 MARGIN = 1.2
 SPARE_S = 5.0  # to leave the world and write the outcome
@@ -34,7 +35,7 @@ class Deadline:
         if self._own is not None and self._clock() - self._asked > ASK_EVERY_S:
             self._asked = self._clock()
             try:
-                job = slurm.find_job(self._own[0])
+                job = slurm.find_job(self._own[0], timeout_s=ASK_S)
             except slurm.SlurmError:
                 job = None  # the end that was known still counts
             self._end = job.end if job is not None and job.end is not None else self._end

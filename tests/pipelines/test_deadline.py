@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 
 import pytest
 
-from hpcrl.pipelines.deadline import SPARE_S, Deadline
+from hpcrl.pipelines.deadline import ASK_S, SPARE_S, Deadline
 
 
 def at(now: float, end: float | None) -> Deadline:
@@ -50,3 +52,20 @@ def test_the_notice_is_judged_by_measured_rates() -> None:
     )
     assert "100 s of notice (cluster.signal_lead_s) may cost" in deadline.notice(20.0, 100)
     assert at(0.0, 1000.0).notice(20.0, 100) == ""  # not in a job
+
+
+def test_a_silent_slurm_holds_training_up_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol, now = tmp_path / "scontrol", 0.0
+    scontrol.write_text("#!/bin/sh\nexec sleep 60\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    deadline = Deadline({"SLURM_JOB_ID": "7", "HPCRL_JOB_END": "1000"}, clock=lambda: now)
+    now = 100.0
+    start = time.perf_counter()
+    assert deadline.left_s() == 900, "the end that was known"
+    assert ASK_S <= time.perf_counter() - start < ASK_S + 3
+    start = time.perf_counter()
+    assert deadline.left_s() == 900 and time.perf_counter() - start < 1, "not asked again at once"
+    scontrol.write_text("#!/bin/sh\necho JobId=7 JobState=RUNNING EndTime=2000\n")
+    now = 200.0
+    assert deadline.left_s() == 1800, "asked again, a minute later"
