@@ -128,7 +128,7 @@ def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Run
             return found
         opened = replace(found, attempt=found.attempt + 1)
         try:
-            if _claim(opened):
+            if _claim(opened, lasts=config.get("cluster", {}).get("name", "local") == "local"):
                 _describe(config, opened)
                 return opened
         except OSError as error:
@@ -169,8 +169,15 @@ def read_owner(run_dir: Path, attempt: int) -> dict[str, Any]:
     path = _record(run_dir, attempt)
     owner = read_record(path, since=str)
     if "job" in owner:
-        return read_record(path, job=int, restarts=int)
-    return owner if "ended" in owner else read_record(path, pid=int, host=str, process_start=float)
+        owner = read_record(path, job=int, restarts=int)
+    if "pid" in owner or not ("job" in owner or "ended" in owner):
+        owner = read_record(path, pid=int, host=str, process_start=float)
+    return owner
+
+
+def lives_as_job(owner: Mapping[str, Any]) -> bool:
+    """Whether Slurm is to be asked for a run's owner: not where it is a process in a job, and that can be looked at."""
+    return "job" in owner and not ("pid" in owner and ("ended" in owner or owner["host"] == platform.node()))
 
 
 def read_finished(run_dir: Path) -> dict[str, Any]:
@@ -257,14 +264,17 @@ def _fresh_name(folder: Path) -> Path:
     return free
 
 
-def _claim(run: RunState) -> bool:
-    """Make the record of the attempt; False when another launch was faster."""
+def _claim(run: RunState, lasts: bool) -> bool:
+    """Make the record of the attempt; False when another launch was faster.
+
+    `lasts`: this process is there as long as the run, so its end is the run's, also where the job it is in goes on.
+    """
     (run.run_dir / OWNERS).mkdir(parents=True, exist_ok=True)
-    process = psutil.Process()
+    own, process = slurm.own_job(os.environ), psutil.Process()
     owner: dict[str, Any] = {"since": _now(), "host": platform.node()}
-    if (own := slurm.own_job(os.environ)) is not None:
+    if own is not None:
         owner |= {"job": own[0], "restarts": own[1], "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
-    else:
+    if own is None or lasts:
         owner |= {"pid": process.pid, "process_start": process.create_time()}
     try:
         descriptor = os.open(_record(run.run_dir, run.attempt), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -303,7 +313,7 @@ def _check_free(folder: Path) -> int:
     # One that stays empty died right there; were it only stopped, its number is no longer the highest when it goes on.
     if not owner or "ended" in owner:
         return attempt
-    if "job" in owner:
+    if lives_as_job(owner):
         held = f"{folder} is held by job {owner['job']} since {owner['since']} (attempt {attempt})"
         _check_job_gone(held, path, owner["job"], owner["restarts"], owner.get("cluster", ""))
         return attempt

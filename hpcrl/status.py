@@ -35,6 +35,7 @@ from hpcrl.rundir import (
     SLURM,
     SUBMITTED,
     VERDICT,
+    lives_as_job,
     process_lives,
     read_finished,
     read_owner,
@@ -150,7 +151,7 @@ def state(run: Run, job: slurm.Job | None) -> str:
             word = "running" if job.state == "RUNNING" else "ending" if job.state == "COMPLETING" else job.state.lower()
             return f"{word}: job {job.id}, attempt {attempt} since {owner['since']}"
         return f"{'ending' if mine else 'starting'}: job {job.id} is {job.state.lower()}"
-    if "ended" not in owner and "pid" in owner:
+    if "ended" not in owner and "pid" in owner and not lives_as_job(owner):
         held = f"pid {owner['pid']} on {owner['host']}, attempt {attempt} since {owner['since']}"
         if owner["host"] != platform.node():
             return f"unknown: {held}; ask there"
@@ -166,7 +167,7 @@ def state(run: Run, job: slurm.Job | None) -> str:
     if "ended" in owner:
         how = f" ({owner['how']}): {owner['why']}" if "how" in owner else ""
         return f"stopped: attempt {attempt} ended {owner['ended']}{how}; the same command goes on"
-    holder = says if "job" in owner else f"pid {owner.get('pid')} on {owner.get('host')} is gone"
+    holder = says if lives_as_job(owner) else f"pid {owner.get('pid')} on {owner.get('host')} is gone"
     return f"lost: attempt {attempt} said nothing at its end, {holder}; the same command goes on"
 
 
@@ -214,7 +215,7 @@ def find_job(run: Run) -> slurm.Job | None:
 
     Its state is UNKNOWN, and the reason why, where Slurm cannot be asked.
     """
-    numbers = [*([run.owner["job"]] if "job" in run.owner else []), *submitted_jobs(run.folder)]
+    numbers = [*([run.owner["job"]] if lives_as_job(run.owner) else []), *submitted_jobs(run.folder)]
     try:
         known = [job for number in dict.fromkeys(numbers) if (job := slurm.find_job(number)) is not None]
     except slurm.SlurmError as error:

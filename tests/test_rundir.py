@@ -118,6 +118,23 @@ def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
+def test_a_run_killed_in_an_interactive_job_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job lives on, so only the process can tell; a batch job's process tells nothing."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", "")  # Slurm cannot be asked
+    for name, config in (("local", CONFIG), ("slurm", changed(cluster={"name": "slurm"}))):
+        process = launch(tmp_path / name, config)
+        assert said_by(process) == "got 1"
+        if name == "local":
+            with pytest.raises(ConfigError, match=rf"is held by pid {process.pid} on host"):
+                open_run(config, tmp_path / name, "auto")
+        process.kill()
+        end(process)
+    assert open_run(CONFIG, tmp_path / "local", "auto").attempt == 2
+    with pytest.raises(ConfigError, match=r"is held by job 7 .*Slurm cannot say whether it lives"):
+        open_run(config, tmp_path / "slurm", "auto")
+
+
 def test_check_run_writes_nothing(tmp_path: Path) -> None:
     assert check_run(CONFIG, tmp_path / "a" / "b", "auto").kind == "fresh"
     assert list(tmp_path.iterdir()) == []
