@@ -1,6 +1,6 @@
 """A real Slurm on one machine, for trials and tests: slurmctld and any number of slurmd, in one folder, without root.
 
-    python env/slurm/one_machine.py up [--folder FOLDER] [--nodes 4] [--gpus 0]
+    python env/slurm/one_machine.py up [--folder FOLDER] [--nodes 4] [--gpus 0] [--accounting]
     export SLURM_CONF=FOLDER/slurm.conf
     python env/slurm/one_machine.py down [--folder FOLDER]
 
@@ -8,6 +8,9 @@ Needs Debian's slurm-wlm and slurm-client (22.05 or later). Partitions: low (def
 needs the nodes), high, and low and high's nodes without preemption as solo. The nodes share this machine's cores and
 memory, whatever they claim; GPUs are claimed too, with terminals as their device files, so that a program sees a
 CUDA_VISIBLE_DEVICES but finds no GPU. Neither a password nor munge: anybody on this machine can use it.
+
+With --accounting it keeps accounts and enforces them: slurmdbd on a mariadbd of its own, the account physics, the qos
+fast. Needs Debian's slurmdbd, slurm-wlm-mysql-plugin and mariadb-server too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +53,6 @@ TmpFS={folder}/tmp/%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/log/jobcomp.txt
 SwitchType=switch/none
@@ -65,7 +67,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 KillWait=6
-MinJobAge=300
+MinJobAge={min_job_age_s}
 EnforcePartLimits=ALL
 InactiveLimit=0
 Waittime=0
@@ -77,6 +79,26 @@ UnkillableStepTimeout=30
 DefMemPerCPU=256
 GresTypes=gpu
 """
+NO_ACCOUNTS = "AccountingStorageType=accounting_storage/none\n"
+ACCOUNTS = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStorageEnforce=associations,qos,limits
+"""
+DBD_CONF = """\
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser={user}
+AuthType=auth/none
+PidFile={folder}/run/slurmdbd.pid
+LogFile={folder}/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+"""
+ACCOUNT, QOS = "physics", "fast"
 
 
 @dataclass(frozen=True)
@@ -95,10 +117,17 @@ class Nodes:
 
 
 class Cluster:
-    """A cluster that lives in `folder`; a context manager starts and stops it."""
+    """A cluster that lives in `folder`; a context manager starts and stops it.
 
-    def __init__(self, folder: Path, nodes: Sequence[Nodes] = (Nodes(),)):
+    accounting: keeps accounts, knows the account ACCOUNT of this user and the qos QOS, and refuses all others.
+    min_job_age_s: how long scontrol knows a job that has ended, 2 at least.
+    """
+
+    def __init__(
+        self, folder: Path, nodes: Sequence[Nodes] = (Nodes(),), *, accounting: bool = False, min_job_age_s: int = 300
+    ):
         self.folder, self.nodes = folder.resolve(), nodes
+        self.accounting, self.min_job_age_s = accounting, min_job_age_s
         self.conf = self.folder / "slurm.conf"
 
     def __enter__(self) -> Cluster:
@@ -124,13 +153,19 @@ class Cluster:
 
     def start(self) -> None:
         """Write the configuration, start the daemons, wait until every node is idle. RuntimeError if one is not."""
-        if missing := [name for name in ("slurmctld", "slurmd", "sbatch", "srun") if _find(name) is None]:
-            raise RuntimeError(f"{', '.join(missing)} not found: apt-get install slurm-wlm slurm-client")
+        needed, packages = ["slurmctld", "slurmd", "sbatch", "srun"], "slurm-wlm slurm-client"
+        if self.accounting:
+            needed += ["slurmdbd", "mariadbd", "mariadb-install-db"]
+            packages += " slurmdbd slurm-wlm-mysql-plugin mariadb-server"
+        if missing := [name for name in needed if _find(name) is None]:
+            raise RuntimeError(f"{', '.join(missing)} not found: apt-get install {packages}")
         if self._pids():
             raise RuntimeError(f"a cluster runs in {self.folder}; stop it first (make slurm-down)")
         for name in ("run", "state", "spool", "log", *(f"tmp/{node}" for node in self.names)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._configure()
+        if self.accounting:
+            self._start_accounts()
         self._daemon("slurmctld", "-f", str(self.conf))
         for name in self.names:
             self.start_node(name)
@@ -154,14 +189,22 @@ class Cluster:
                 self.run("scancel", "--full", "--user", _user(), check=False)
                 self.run("scancel", "--user", _user(), check=False)
                 _until(lambda: not self.run("squeue", "-h", check=False).strip(), STOP_S, lambda: "jobs remain")
-        for pid in pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        with suppress(RuntimeError):
-            _until(lambda: not self._pids(), STOP_S, lambda: "")
-        for pid in self._pids().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        storage = ("slurmdbd", "mariadbd")
+        for names in (set(pids) - {*storage}, *({name} for name in storage)):  # each after those that write to it
+            self._end(names)
+
+    def _end(self, names: Collection[str]) -> None:
+        """End these daemons, without mercy where they take too long."""
+
+        def living() -> list[int]:
+            return [pid for name, pid in self._pids().items() if name in names]
+
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in living():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            with suppress(RuntimeError):
+                _until(lambda: not living(), STOP_S, lambda: "")
 
     def run(self, *command: str, check: bool = True, timeout_s: float = 30) -> str:
         """Output of one of Slurm's commands against this cluster; RuntimeError with its words if it fails."""
@@ -173,12 +216,14 @@ class Cluster:
     def _configure(self) -> None:
         names = self.names
         with ExitStack() as held:
-            sockets = [held.enter_context(socket.socket()) for _ in range(len(names) + 1)]
+            sockets = [held.enter_context(socket.socket()) for _ in range(len(names) + 2)]
             for sock in sockets:
                 sock.bind(("127.0.0.1", 0))
             ports = [sock.getsockname()[1] for sock in sockets]
-        lines = [CONF.format(user=_user(), port=ports[0], folder=self.folder)]
-        at, devices = 1, []
+        where = {"user": _user(), "folder": self.folder}
+        lines = [CONF.format(port=ports[0], min_job_age_s=self.min_job_age_s, **where)]
+        lines.append(ACCOUNTS.format(port=ports[1]) if self.accounting else NO_ACCOUNTS)
+        at, devices = 2, []
         for nodes in self.nodes:
             gres = f" Gres=gpu:{nodes.gpus}" if nodes.gpus else ""
             for i in range(1, nodes.count + 1):
@@ -200,9 +245,53 @@ class Cluster:
         self.conf.write_text("".join(lines))
         (self.folder / "gres.conf").write_text("".join(devices))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        if self.accounting:
+            dbd = self.folder / "slurmdbd.conf"
+            dbd.write_text(DBD_CONF.format(port=ports[1], **where))
+            dbd.chmod(0o600)  # slurmdbd takes no other
 
-    def _daemon(self, name: str, *arguments: str) -> None:
-        done = subprocess.run([str(_find(name)), *arguments], capture_output=True, text=True, timeout=30, check=False)
+    def _start_accounts(self) -> None:
+        """A database without a password, on a socket in this folder only; slurmdbd on it; an account and a qos."""
+        data, run, log = (self.folder / name for name in ("database", "run", "log"))
+        options = ["--no-defaults", f"--datadir={data}", f"--user={_user()}", "--innodb-log-file-size=8M"]
+        if not data.exists():
+            made = ["mariadb-install-db", *options, "--auth-root-authentication-method=normal", "--skip-test-db"]
+            with (log / "mariadb-install-db.log").open("w") as out:
+                if subprocess.run(made, stdout=out, stderr=out, timeout=60, check=False).returncode != 0:
+                    raise RuntimeError(f"mariadb-install-db failed, see {out.name}")
+        at = run / "mariadbd.sock"
+        options += [f"--socket={at}", "--skip-networking", f"--pid-file={run}/mariadbd.pid"]
+        with (log / "mariadbd.log").open("a") as out:
+            command = ["setsid", "--fork", str(_find("mariadbd")), *options]
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=30, check=True)
+        _until(at.exists, START_S, lambda: f"no database, see {log}/mariadbd.log")
+        self._daemon("slurmdbd", MYSQL_UNIX_PORT=str(at))
+        _until(self._accounts_answer, START_S, lambda: f"no accounts, see {log}/slurmdbd.log")
+        for entity in (
+            ["cluster", "one_machine"],
+            ["qos", QOS],
+            ["account", ACCOUNT],
+            ["user", _user(), f"account={ACCOUNT}", f"qos=normal,{QOS}"],
+        ):
+            self.run("sacctmgr", "-i", "add", *entity, check=False)  # it is there where the folder was used before
+        if not self.run("sacctmgr", "-n", "show", "assoc", f"account={ACCOUNT}", f"user={_user()}").strip():
+            raise RuntimeError(f"{_user()} has no account, see {log}/slurmdbd.log")
+
+    def _accounts_answer(self) -> bool:
+        with suppress(RuntimeError, subprocess.TimeoutExpired):
+            self.run("sacctmgr", "-n", "show", "cluster", timeout_s=5)
+            return True
+        return False
+
+    def _daemon(self, name: str, *arguments: str, **environ: str) -> None:
+        done = subprocess.run(
+            [str(_find(name)), *arguments],
+            env=self.environ | environ,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
         if done.returncode != 0:
             raise RuntimeError(f"{name} did not start: {done.stderr.strip()}")
 
@@ -218,7 +307,7 @@ class Cluster:
         for path in (self.folder / "run").glob("*.pid"):
             with suppress(ValueError, OSError):
                 pid = int(path.read_text())
-                if b"slurm" in Path(f"/proc/{pid}/comm").read_bytes() and _running(pid):
+                if Path(f"/proc/{pid}/comm").read_bytes().startswith((b"slurm", b"mariadbd")) and _running(pid):
                     found[path.stem] = pid
         return found
 
@@ -251,9 +340,11 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--cpus", type=int, default=4, help="that each node claims")
     parser.add_argument("--memory-mb", type=int, default=8000, help="that each node claims")
+    parser.add_argument("--accounting", action="store_true", help="keep accounts, and enforce them")
     parser.add_argument("--gpus", type=int, default=0, help="that each node claims; none of them is real")
     words = parser.parse_args()
-    cluster = Cluster(words.folder, [Nodes("n", words.nodes, words.cpus, words.memory_mb, words.gpus)])
+    nodes = Nodes("n", words.nodes, words.cpus, words.memory_mb, words.gpus)
+    cluster = Cluster(words.folder, [nodes], accounting=words.accounting)
     if words.what == "down":
         cluster.stop()
         return 0
