@@ -17,8 +17,6 @@ from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
 from tests.engines.worlds import FAMILIES, make_model_folder, run_ranks
 from tests.planner.measuring import held_bytes, make_engine, saved_bytes, step_peak
 
-pytest_plugins = ["tests.engines.conftest"]
-
 
 def shape_of(folder: Path) -> ModelShape:
     return read_shape(inspect_model(folder).config)
