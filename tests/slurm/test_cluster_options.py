@@ -123,7 +123,7 @@ def test_pyxis_words_are_one_argument_each(tmp_path: Path) -> None:
     ]
     config, layout, *_ = prepare(["+cluster=slurm", *words])
     script = render(config, Placement.from_config(config, layout), words)
-    step = script[script.index("\nsrun ") : script.index(" &\n")].replace("\nsrun", "printf '%s\\0'", 1)
+    step = script[script.index("\nsrun ") :].partition(" &\n")[0].replace("\nsrun", "printf '%s\\0'", 1)
     bash, environ = ["bash", "-c", step], {"run_dir": "/a b/run"}
     done = subprocess.run(bash, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
     arguments = done.stdout.split("\0")[:-1]
