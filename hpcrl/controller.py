@@ -18,7 +18,7 @@ from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
 from hpcrl.layout import CONTROLLER, RoleLayout
 from hpcrl.pipelines import PIPELINES
-from hpcrl.pipelines.checkpoints import CheckpointError
+from hpcrl.pipelines.checkpoints import CheckpointError, NotSavedError
 from hpcrl.pipelines.context import NoProgress, Run, Stopped
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.scheduler import RolloutExhausted
@@ -33,6 +33,7 @@ CODES: list[tuple[type[BaseException], ExitCode]] = [
     (ControlError, ExitCode.FAILED),
     (RolloutExhausted, ExitCode.STARVED),
     (NoProgress, ExitCode.NO_PROGRESS),
+    (NotSavedError, ExitCode.NOT_SAVED),
     (CheckpointError, ExitCode.CHECKPOINT),
     (SupersededError, ExitCode.SUPERSEDED),
 ]

@@ -18,8 +18,9 @@ class ExitCode(IntEnum):
     STORE_LOST = 13  # the control store is gone
     STARVED = 14  # a step could not be filled with valid groups
     NO_PROGRESS = 15  # the loss or the gradients stopped being finite
-    CHECKPOINT = 16  # a checkpoint could not be written, or none could be read
+    CHECKPOINT = 16  # there are checkpoints, and none could be read
     SUPERSEDED = 17  # another attempt owns the run folder
+    NOT_SAVED = 18  # a checkpoint could not be written
     REQUEUE = 75  # stopped at a step boundary with everything saved; start again to go on
     INTERRUPTED = 130  # SIGINT
     TERMINATED = 143  # SIGTERM

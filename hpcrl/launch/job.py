@@ -40,7 +40,13 @@ from hpcrl.rundir import (
 RESTARTS = "restarts.json"
 PATIENCE_S = 600.0
 """How long the end of a job waits for a Slurm controller that is silent: without its word the run would stop."""
-CRASHES = (ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.DEADLINE, ExitCode.STORE_LOST)
+CRASHES = (
+    ExitCode.RANK_FAILED,
+    ExitCode.RANK_KILLED,
+    ExitCode.DEADLINE,
+    ExitCode.STORE_LOST,
+    ExitCode.NOT_SAVED,
+)
 """Ends that may not come again; all others than these and REQUEUE would."""
 
 

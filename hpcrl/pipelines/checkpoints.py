@@ -30,7 +30,11 @@ WRITTEN = "time/save_write"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none can be read; the message says which and why."""
+    """There are checkpoints and none can be read; the message says which and why."""
+
+
+class NotSavedError(RuntimeError):
+    """A checkpoint could not be written, which may go well at the next attempt; the message says which and why."""
 
 
 class Stateful(Protocol):
@@ -111,7 +115,7 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Commit a checkpoint of `step` and return when it is there (idempotent).
 
-        SupersededError when another attempt owns the run, CheckpointError when it cannot be written, which leaves those
+        SupersededError when another attempt owns the run, NotSavedError when it cannot be written, which leaves those
         before it as they are."""
         self._drain(wait=True)
         if step > self._saved_step:
@@ -184,13 +188,13 @@ class Checkpoints:
         return time.perf_counter() - start
 
     def _explained(self, step: int) -> AbstractContextManager[None]:
-        return _explained(f"checkpoint of step {step} not written to {self._root}")
+        return _explained(f"checkpoint of step {step} not written to {self._root}", NotSavedError)
 
     def restore(self) -> int:
         """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one.
 
         CheckpointError when there are checkpoints and none can be used."""
-        with _explained(f"no checkpoint read from {self._root}"):
+        with _explained(f"no checkpoint read from {self._root}", CheckpointError):
             return self._read()
 
     def _read(self) -> int:
@@ -224,17 +228,17 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn what a full disk or damaged files raise, here or on a rank that saves or loads, into a CheckpointError."""
+def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
+    """Turn what a full disk or damaged files raise, here or on a rank that saves or loads, into an error of `kind`."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        raise kind(f"{what}: {error}") from error
     except RankFailed as error:
         commands = (SaveState.__name__, FinishSave.__name__, LoadState.__name__)
         if error.event.kind != "input" or error.event.command not in commands:
             raise
-        raise CheckpointError(f"{what}: {error}") from error
+        raise kind(f"{what}: {error}") from error
 
 
 def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
     start = runs.running("run", past=newest(run_dir))
     (run_dir / "checkpoints").rename(run_dir / "kept")
     (run_dir / "checkpoints").write_text("in the way")
-    assert_ended(start, ExitCode.CHECKPOINT, rf"{run_dir}/checkpoints: .*Not a directory", within_s=COMMAND_S)
+    assert_ended(start, ExitCode.NOT_SAVED, rf"{run_dir}/checkpoints: .*Not a directory", within_s=COMMAND_S)
 
     (run_dir / "checkpoints").unlink()
     (run_dir / "kept").rename(run_dir / "checkpoints")

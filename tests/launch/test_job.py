@@ -64,14 +64,14 @@ def make_scontrol(folder: Path, silent: int, error: str, monkeypatch: pytest.Mon
     return folder / "calls"
 
 
-def stopped_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run in job 7 that its agent has stopped to be requeued."""
+def stopped_run(folder: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode = ExitCode.REQUEUE) -> Path:
+    """A run in job 7 that ended with a code, by default to be requeued."""
     config = Config.model_validate({"cluster": {"name": "slurm"}}).model_dump(mode="json")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run = open_run(config, folder / "run", "auto")
     world = world_folder(run.run_dir, run.attempt)
     world.mkdir(parents=True)
-    (world / OUTCOME).write_text('{"code": 75}')
+    (world / OUTCOME).write_text(f'{{"code": {int(code)}}}')
     return run.run_dir
 
 
@@ -90,3 +90,17 @@ def test_the_end_of_a_job_asks_once_where_slurm_refuses(tmp_path: Path, monkeypa
     with pytest.raises(slurm.SlurmError, match="denied"):
         end(run_dir, 1, 75)
     assert len(calls.read_text().splitlines()) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_crash_and_none_that_can_be_read_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = make_scontrol(tmp_path, 0, "", monkeypatch)
+    for code, requeued in ((ExitCode.NOT_SAVED, [True, True, True, False]), (ExitCode.CHECKPOINT, [False])):
+        (folder := tmp_path / code.name).mkdir()
+        run_dir = stopped_run(folder, monkeypatch, code)
+        for goes_on in requeued:
+            calls.unlink(missing_ok=True)
+            assert end(run_dir, 1, int(code)) == code
+            assert last_end(run_dir)["goes_on"] is goes_on
+            assert ("requeue 7" in calls.read_text().splitlines()) is goes_on
