@@ -63,7 +63,13 @@ def first_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
     _load_state_dict(
         state, storage_reader=FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
     )
-    moments = {name: entry["exp_avg"] for name, entry in state["optimizer"]["state"].items()}
+    prefix, suffix = "optimizer.state.", ".exp_avg"
+    moments = {
+        name.removeprefix(prefix).removesuffix(suffix): value
+        for name, value in state.items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+    assert moments.keys() == {name.removeprefix("model.") for name in state if name.startswith("model.")}
     return {name: moment / (1 - BETA1) for name, moment in moments.items()}
 
 
