@@ -14,11 +14,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from hpcrl import slurm
 from hpcrl.config import Config, ConfigError
-from hpcrl.exitcodes import ExitCode
-from hpcrl.files import write_durably
+from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
+from hpcrl.files import committed_step, step_name, write_durably
 from hpcrl.launch.__main__ import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
 from hpcrl.layout import RoleLayout
@@ -36,6 +37,7 @@ from hpcrl.rundir import (
     submitted_jobs,
     world_folder,
 )
+from hpcrl.signals import STOPPING
 
 RESTARTS = "restarts.json"
 PATIENCE_S = 600.0
@@ -48,6 +50,14 @@ CRASHES = (
     ExitCode.NOT_SAVED,
 )
 """Ends that may not come again; all others than these and REQUEUE would."""
+SHORT_LIMIT = 5
+"""Jobs in a row whose time was over before a checkpoint: another one of that length would not get there either."""
+KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
+"""What srun says of an agent that a signal ended before it could handle any, while its imports ran."""
+
+Taken = Literal["nodes", "time", "cancelled", ""]
+"""What Slurm or a person did to the job: its nodes were taken (a preemption, a lost node, scontrol requeue), its time
+is over, somebody cancelled it, or nothing."""
 
 
 def begin(words: Sequence[str]) -> int:
@@ -94,10 +104,12 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     job = slurm.insist(lambda: slurm.find_job(own[0]), PATIENCE_S) if own else None
     if code is None and step_code == ExitCode.BAD_INPUT:
         code = ExitCode.BAD_INPUT
+    if code is None:
+        code = KILLED_EARLY.get(step_code)
     name = "lost" if code is None else code.name.lower()
     try:
         check_owner(run_dir, attempt)
-        goes_on, why = _goes_on(run_dir, code, _taken(job, own))
+        goes_on, why = _goes_on(run_dir, code, _taken(job, own), own)
         close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
     except SupersededError as error:
         print(f"hpcrl: {error}", file=sys.stderr)
@@ -119,36 +131,51 @@ def _end_chain(run_dir: Path) -> None:
         slurm.cancel(jobs, ["PENDING"])
 
 
-def _taken(job: slurm.Job | None, own: tuple[int, int] | None) -> bool | None:
-    """Whether Slurm took the nodes (a preemption, a lost node, the time limit), or somebody cancelled the job: False.
-    None where the step ended by itself: a job whose batch script runs is not completing."""
+def _taken(job: slurm.Job | None, own: tuple[int, int] | None) -> Taken:
     if job is None or own is None:
-        return None
+        return ""
     if job.preempted or job.restarts > own[1]:
-        return True
-    return job.reason == "TimeLimit" if job.state in ("COMPLETING", "CANCELLED", "TIMEOUT") else None
+        return "nodes"
+    if job.state not in ("COMPLETING", "CANCELLED", "TIMEOUT"):  # the step ended by itself: its batch script runs
+        return ""
+    return "time" if job.reason == "TimeLimit" else "cancelled"
 
 
-def _goes_on(run_dir: Path, code: ExitCode | None, taken: bool | None) -> tuple[bool, str]:
+def _goes_on(run_dir: Path, code: ExitCode | None, taken: Taken, own: tuple[int, int] | None) -> tuple[bool, str]:
     """Whether the run gets another attempt, and why."""
     if (run_dir / FINISHED).exists():
         return False, "the run is finished"
-    if taken is False:
+    if taken == "cancelled":
         return False, "the job was cancelled"
     if code is ExitCode.REQUEUE or taken:
+        if taken != "nodes" and (short := _count(run_dir, "short", own)) >= SHORT_LIMIT:
+            text = f"the time of {short} jobs in a row was over before a new checkpoint: does not go on; "
+            return False, text + "raise cluster.time, or lower cluster.signal_lead_s or save_every"
         return True, "goes on from its checkpoint in the next job"
     if code is not None and code not in CRASHES:
         return False, "does not go on by itself"
     limit = stored_config(run_dir).cluster.max_restarts
-    path = run_dir / RESTARTS
-    before = read_record(path, crashes=int, checkpoint=str) or {"crashes": 0, "checkpoint": ""}
-    latest = run_dir / "checkpoints" / "LATEST"
-    checkpoint = latest.read_text().strip() if latest.exists() else ""
-    crashes = before["crashes"] + 1 if before["checkpoint"] == checkpoint else 1
-    write_durably(path, json.dumps({"crashes": crashes, "checkpoint": checkpoint}).encode())
+    crashes = _count(run_dir, "crashes", own)
     if crashes > limit:
         return False, f"crash {crashes} without a new checkpoint, cluster.max_restarts is {limit}: does not go on"
     return True, f"crash {crashes} of at most {limit} without a new checkpoint; goes on in the next job"
+
+
+def _count(run_dir: Path, kind: Literal["crashes", "short"], own: tuple[int, int] | None) -> int:
+    """Add one to the ends of a kind; how many there are now since the newest checkpoint and the last submission."""
+    committed = committed_step(run_dir)
+    jobs = submitted_jobs(run_dir)
+    job = own[0] if own is not None else 0
+    since = {
+        "checkpoint": step_name(committed) if committed >= 0 else "",
+        "submission": jobs[0] if job in jobs else job,  # the links of a chain are one
+    }
+    told = read_record(run_dir / RESTARTS, checkpoint=str, crashes=int)
+    if {name: told.get(name) for name in since} != since:
+        told = {"crashes": 0, "short": 0, **since}
+    told[kind] += 1
+    write_durably(run_dir / RESTARTS, json.dumps(told).encode())
+    return told[kind]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from hpcrl import slurm
 from hpcrl.config import Config
 from hpcrl.exitcodes import ExitCode
+from hpcrl.files import step_name
 from hpcrl.launch.job import begin, end, main
-from hpcrl.rundir import OUTCOME, last_end, open_run, world_folder
+from hpcrl.rundir import OUTCOME, last_end, open_run, record_submission, world_folder
 
 
 def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +92,101 @@ def test_the_end_of_a_job_asks_once_where_slurm_refuses(tmp_path: Path, monkeypa
     with pytest.raises(slurm.SlurmError, match="denied"):
         end(run_dir, 1, 75)
     assert len(calls.read_text().splitlines()) == 1
+
+
+TAKEN = {
+    "preempted": "JobState=COMPLETING PreemptTime=5 Reason=None",
+    "time": "JobState=COMPLETING PreemptTime=None Reason=TimeLimit",
+    "cancelled": "JobState=COMPLETING PreemptTime=None Reason=None",
+    "": "JobState=RUNNING PreemptTime=None Reason=None",
+}
+
+
+def end_with(
+    run_dir: Path, code: int | None, taken: str, monkeypatch: pytest.MonkeyPatch, step: int = 0, job: int = 7
+) -> str:
+    """Open an attempt in the job, end it with this code (None: its agents said nothing); returns why it is over."""
+    program = run_dir.parent / "bin" / "scontrol"
+    program.parent.mkdir(exist_ok=True)
+    answer = f"JobId={job} Restarts=0 EndTime=Unknown {TAKEN[taken]}"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", str(job))
+    config = Config.model_validate({"cluster": {"name": "slurm"}}).model_dump(mode="json")
+    attempt = open_run(config, run_dir, "auto").attempt
+    world = world_folder(run_dir, attempt)
+    world.mkdir(parents=True)
+    if code is not None:
+        (world / OUTCOME).write_text(f'{{"code": {code}}}')
+    end(run_dir, attempt, step)
+    return str(last_end(run_dir)["why"])
+
+
+def save(run_dir: Path, step: int) -> None:
+    (run_dir / "checkpoints" / step_name(step)).mkdir(parents=True)
+
+
+def test_jobs_that_are_too_short_do_not_go_on_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    for _ in range(3):
+        assert "goes on" in end_with(run_dir, ExitCode.REQUEUE, "", monkeypatch)
+    save(run_dir, 3)
+    short = [(ExitCode.REQUEUE, ""), (None, "time"), (ExitCode.TERMINATED, "time"), (ExitCode.REQUEUE, "time")]
+    for code, taken in [short[0], (ExitCode.REQUEUE, "preempted"), *short[1:], (None, "preempted")]:
+        assert "goes on from its checkpoint" in end_with(run_dir, code, taken, monkeypatch)
+    assert end_with(run_dir, ExitCode.REQUEUE, "", monkeypatch) == (
+        "the time of 5 jobs in a row was over before a new checkpoint: does not go on; "
+        "raise cluster.time, or lower cluster.signal_lead_s or save_every"
+    )
+    assert last_end(run_dir)["goes_on"] is False
+
+
+def test_a_person_who_submits_again_starts_the_count_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    said = [end_with(run_dir, ExitCode.RANK_KILLED, "", monkeypatch) for _ in range(4)]
+    assert said[0].startswith("crash 1 of at most 3") and said[3].startswith("crash 4 without a new checkpoint")
+    assert end_with(run_dir, ExitCode.RANK_KILLED, "", monkeypatch, job=8).startswith("crash 1 of at most 3")
+
+
+def test_the_links_of_a_chain_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "slurm").mkdir(parents=True)
+    record_submission(run_dir, [7, 8, 9])
+    said = [end_with(run_dir, ExitCode.DEADLINE, "", monkeypatch, job=job) for job in (7, 8, 9)]
+    assert [text.split(" of")[0] for text in said] == ["crash 1", "crash 2", "crash 3"]
+
+
+@pytest.mark.parametrize(
+    ("number", "taken", "why"),
+    [
+        (signal.SIGUSR1, "", "goes on from its checkpoint"),
+        (signal.SIGTERM, "preempted", "goes on from its checkpoint"),
+        (signal.SIGTERM, "cancelled", "the job was cancelled"),
+        (signal.SIGTERM, "", "does not go on by itself"),
+        (signal.SIGKILL, "", "crash 1 of at most 3"),
+    ],
+)
+def test_agents_that_a_signal_ended_while_they_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, taken: str, why: str
+) -> None:
+    assert end_with(tmp_path / "run", None, taken, monkeypatch, step=128 + number).startswith(why)
+
+
+def test_a_commit_counts_from_its_name_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The crash came before LATEST named the new checkpoint; the next one, without a new one, is one too many."""
+    config = Config.model_validate({"cluster": {"name": "slurm", "max_restarts": 1}}).model_dump(mode="json")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    make_scontrol(tmp_path, 0, "", monkeypatch)
+    for attempt, goes_on in ((1, True), (2, True), (3, False)):
+        run = open_run(config, tmp_path / "run", "auto")
+        world = world_folder(run.run_dir, attempt)
+        world.mkdir(parents=True)
+        (world / OUTCOME).write_text(f'{{"code": {ExitCode.RANK_KILLED}}}')
+        if attempt == 2:
+            (run.run_dir / "checkpoints" / "step_000004").mkdir(parents=True)
+        assert end(run.run_dir, attempt, 11) == ExitCode.RANK_KILLED
+        assert last_end(run.run_dir)["goes_on"] is goes_on
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_crash_and_none_that_can_be_read_the_end(
