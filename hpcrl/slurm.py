@@ -75,6 +75,16 @@ def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
     )
 
 
+def find_accounted(job_id: int) -> Job | None:
+    """A job that find_job does not know, from the accounts; None where none are kept or it is not in them."""
+    try:
+        states = call("sacct", "-n", "-X", "-P", "-j", str(job_id), "-o", "State").split()  # CANCELLED by 1000
+    except SlurmError:
+        return None
+    # An account that was never closed, as after a loss of the controller's state, does not make the job live.
+    return Job(job_id, states[0], 0, states[0] == "PREEMPTED", "", None) if states and states[0] not in LIVE else None
+
+
 def submit(script: Path, output: Path, *, after: int | None = None) -> int:
     """Submit a script whose output goes to `output`; returns the (leader's) job id. SlurmError with Slurm's reason.
 

@@ -223,17 +223,7 @@ def find_job(run: Run) -> slurm.Job | None:
     living = [job for job in known if job.lives]
     if living or known:
         return min(living, key=lambda job: job.state == "PENDING") if living else known[-1]
-    return _accounted(numbers[-1]) if numbers else None
-
-
-def _accounted(number: int) -> slurm.Job | None:
-    """A job that Slurm has forgotten, from its accounts where it keeps any."""
-    try:
-        text = slurm.call("sacct", "-n", "-X", "-P", "-j", str(number), "-o", "State")
-    except slurm.SlurmError:
-        return None  # no accounts are kept here
-    states = text.split()
-    return slurm.Job(number, states[0], 0, states[0] == "PREEMPTED", "", None) if states else None
+    return slurm.find_accounted(numbers[-1]) if numbers else None
 
 
 def _runs(run: Run, job: slurm.Job | None) -> bool:

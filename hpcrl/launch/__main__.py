@@ -23,6 +23,7 @@ from hpcrl.placement import Placement, check_placement
 from hpcrl.planner.parallel import check_parallel
 from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.rundir import CONFIG, SLURM, RunState, check_run, record_submission
+from hpcrl.signals import held_back
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,9 +95,10 @@ def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> list[int]
     cluster = slurm.cluster_name()
     try:
         for _ in range(config.cluster.num_links if config.cluster.after == "chain" else 1):
-            jobs.append(slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None))
-            record_submission(run_dir, jobs, cluster)
-    except OSError:  # no note of a job that is in the queue
+            with held_back():  # an interrupt would leave a job in the queue that nobody knows of
+                jobs.append(slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None))
+                record_submission(run_dir, jobs, cluster)
+    except (OSError, KeyboardInterrupt):  # no note of a job that is in the queue, or half a chain
         slurm.cancel(jobs)
         raise
     except slurm.SlurmError as error:

@@ -4,9 +4,10 @@
     job = executor.submit(run, "+experiment=demo", "max_steps=10")
     job.result()["metrics"]
 
-A job may be heterogeneous, which submitit's own cannot. Its state is asked of scontrol: submitit's own comes from sacct
-and waits for ever without accounting. It ends when Slurm ends it; requeues on the way belong to it. The result is read
-from the run folder; nothing is pickled. Also submitit.AutoExecutor(cluster="hpcrl"). Needs the extra `slurm`.
+A job may be heterogeneous, which submitit's own cannot. Its state is asked of scontrol, and of sacct only when scontrol
+has forgotten it: submitit's own comes from sacct and waits for ever without accounting. It ends when Slurm ends it;
+requeues on the way belong to it. The result is read from the run folder; nothing is pickled. Also
+submitit.AutoExecutor(cluster="hpcrl"). Needs the extra `slurm`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
 from hpcrl.status import Run, last_error
 
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer knows: it ended some minutes ago or more."""
+"""State of a job that Slurm no longer knows, where it keeps no accounts: it ended some minutes ago or more."""
 NO_JOB = "none"
 """Id of the job of a run that was finished without one."""
 
@@ -42,14 +43,14 @@ def run(*words: str) -> tuple[str, ...]:
 
 
 class RunWatcher(InfoWatcher):
-    """The states of all jobs of this process, as scontrol tells them."""
+    """The states of all jobs of this process, as Slurm tells them."""
 
     def update(self) -> None:
         """Ask for every job that has not ended. Where Slurm cannot be asked, the states stay as they were."""
         self._num_calls += 1
         for job_id in sorted(self._registered - self._finished):
             try:
-                job = slurm.find_job(int(job_id)) if job_id != NO_JOB else None
+                job = None if job_id == NO_JOB else slurm.find_job(int(job_id)) or slurm.find_accounted(int(job_id))
             except slurm.SlurmError as error:
                 logger.get_logger().warning(f"the state of job {job_id} is not known: {error}")
                 break

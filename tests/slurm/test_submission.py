@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from hpcrl.exitcodes import ExitCode
 from hpcrl.preflight import read_reports
-from hpcrl.rundir import world_folder
+from hpcrl.rundir import submitted_jobs, world_folder
 from tests.conftest import ROOT
 from tests.slurm.jobs import (
     COMPLETED,
@@ -178,6 +179,22 @@ def test_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str])
     assert (told["TimeLimit"], told["Requeue"], "ArrayJobId" in told) == ("00:30:00", "1", False)
     wait_state(idle, run, job, [COMPLETED])
     assert step_of(run) == 1
+
+
+def test_an_interrupted_submission_leaves_no_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    run = tmp_path / "run"
+    words = [f"run_dir={run}", *tiny, "max_steps=1", "cluster.after=chain", "cluster.num_links=100"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpcrl.launch", "+cluster=slurm", *words],
+        env={**idle.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_until(lambda: len(submitted_jobs(run)) > 2, lambda: "not three links")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    assert process.wait(60) == ExitCode.INTERRUPTED
+    assert len(submitted_jobs(run)) < 100, "it came in between"
+    wait_until(lambda: not idle.run("squeue", "-h").strip(), lambda: idle.run("squeue"), timeout_s=20)
 
 
 def test_two_jobs_share_a_node(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
