@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +30,9 @@ from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.files import fsync_path
 from hpcrl.signals import held_back, ignore_signals
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 64 << 20  # what counts as progress, once it is on the disk
 MAX_FILES = 250  # the kernel passes no more descriptors at once
+COUNTER_BYTES = 8
 PR_SET_PDEATHSIG = 1
 
 
@@ -81,14 +82,17 @@ def write_files(folder: Path, files: Mapping[str, bytes | SharedFile]) -> list[F
     return entries
 
 
-def _write(path: Path, content: memoryview) -> FileEntry:
+def _write(path: Path, content: memoryview, wrote: Callable[[int], None] = lambda _: None) -> FileEntry:
+    """`wrote` is told of the bytes of every part when it is on the disk."""
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file:
         for start in range(0, len(content), CHUNK_BYTES):
-            part = content[start : start + CHUNK_BYTES]
+            part = rest = content[start : start + CHUNK_BYTES]
             digest.update(part)
-            while part:  # the system may take less than it is given
-                part = part[file.write(part) :]
+            while rest:  # the system may take less than it is given
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())  # else the whole file may wait for its end, which looks like a hang
+            wrote(len(part))
         os.fsync(file.fileno())
     return FileEntry(path.name, len(content), digest.hexdigest())
 
@@ -103,6 +107,7 @@ class Writer:
         self._names: list[str] = []
         self._entries: list[FileEntry] = []
         self._received = b""
+        self._counter: SharedFile | None = None
         self.busy = False
 
     def start(self, folder: Path, files: Files) -> None:
@@ -119,19 +124,24 @@ class Writer:
         request = SharedFile(len(body))
         request.buffer[:] = body
         self._folder, self._names, self._entries, self.busy = folder, list(files), [], True
+        self._counter = SharedFile(COUNTER_BYTES)
+        fds = [request.fd, self._counter.fd, *(content.fd for content in shared)]
         try:
-            socket.send_fds(self._channel(), [b"\0"], [request.fd, *(content.fd for content in shared)])
+            socket.send_fds(self._channel(), [b"\0"], fds)
         except BrokenPipeError as error:
             raise self._ended() from error
 
-    def result(self, wait: bool) -> Written | None:
-        """What has been written, once all of it is on the disk; before that None, or `wait`.
+    def result(self, wait_s: float | None) -> Written | None:
+        """What has been written, once all of it is on the disk, for which it waits so long (None: to the end); before
+        that None.
 
         OSError names the file that could not be written, also when the process was killed.
         """
         assert self.busy and self._socket is not None, "nothing is being written"
+        deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:
-            if not select.select([self._socket], [], [], None if wait else 0)[0]:
+            left_s = max(0.0, deadline - time.monotonic()) if deadline is not None else None
+            if not select.select([self._socket], [], [], left_s)[0]:
                 return None
             if not (news := self._receive()):
                 raise self._ended()
@@ -144,6 +154,11 @@ class Writer:
                 else:
                     self.busy = False
                     return Written(self._entries, answer.seconds)
+
+    def progress(self) -> tuple[str, int]:
+        """The file that is being written, as far as result() has heard, and the bytes on the disk in all."""
+        assert self._counter is not None, "nothing is being written"
+        return self._file(), int.from_bytes(self._counter.buffer[:], sys.byteorder)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -171,8 +186,11 @@ class Writer:
         assert self._process is not None
         code = self._process.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        name = [*self._names, "the folder"][len(self._entries)]
-        return OSError(f"the process that writes {self._folder / name} {how} (pid {self._process.pid})")
+        return OSError(f"the process that writes {self._file()} {how} (pid {self._process.pid})")
+
+    def _file(self) -> str:
+        """The path after those that are known to be written, at last the folder itself."""
+        return str(self._folder / [*self._names, ""][len(self._entries)])
 
 
 def main() -> None:
@@ -183,22 +201,29 @@ def main() -> None:
         return
     ignore_signals()
     while True:
-        news, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)
+        news, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # fewer contents than that, and two of its own
         if not news:
             return
-        maps = [mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in fds]
+        counter = mmap.mmap(fds[1], COUNTER_BYTES)
+        body, *shared = (mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in (fds[0], *fds[2:]))
         for fd in fds:
             os.close(fd)
-        _serve(channel, msgspec.msgpack.decode(maps[0], type=_Request), maps[1:])
+        _serve(channel, msgspec.msgpack.decode(body, type=_Request), shared, counter)
 
 
-def _serve(channel: socket.socket, request: _Request, shared: Sequence[mmap.mmap]) -> None:
+def _serve(channel: socket.socket, request: _Request, shared: Sequence[mmap.mmap], counter: mmap.mmap) -> None:
     folder, start = Path(request.folder), time.perf_counter()
     path = folder
+
+    def wrote(num_bytes: int) -> None:
+        # In memory, and not over the socket: that would fill while the rank is in a long step, and hold this one up.
+        total = int.from_bytes(counter[:], sys.byteorder) + num_bytes
+        counter[:] = total.to_bytes(COUNTER_BYTES, sys.byteorder)
+
     try:
         for name, content in request.files.items():
             path = folder / name
-            entry = _write(path, memoryview(content if isinstance(content, bytes) else shared[content]))
+            entry = _write(path, memoryview(content if isinstance(content, bytes) else shared[content]), wrote)
             channel.sendall(_line(_Answer(entry)))
         path = folder
         fsync_path(folder)

@@ -223,10 +223,10 @@ class SaveState(Message):
 
 
 class FinishSave(Message):
-    """Answer with the files of SaveState and time/save_write, once they are on the disk; before that without them, or
-    `wait`."""
+    """Answer with the files of SaveState and time/save_write once they are on the disk, for which the rank waits up to
+    wait_s; before that with the progress."""
 
-    wait: bool
+    wait_s: float
 
 
 class LoadState(Message):
@@ -283,12 +283,16 @@ class Joined(Message):
 
 
 class Done(Message):
-    """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash)."""
+    """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
+
+    progress: where that which the command asks for is not done yet, the file it is at and the bytes done in all.
+    """
 
     seq: int
     stats: dict[str, Stat] = {}
     files: list[tuple[str, int, str]] = []
     texts: list[str] = []
+    progress: tuple[str, int] | None = None
 
 
 class Failed(Message):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +19,10 @@ from hpcrl.checkpoint.lineage import abandon_after
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.config import Config
 from hpcrl.dist.controller import Controller, RankFailed
-from hpcrl.dist.messages import Done, FinishSave, LoadState, SaveState
+from hpcrl.dist.messages import FinishSave, LoadState, SaveState
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
+from hpcrl.pipelines.longwork import LongWork, Stalled
 from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
@@ -48,14 +49,14 @@ class Stateful(Protocol):
 @dataclass
 class _Snapshot:
     """A save under way: its folder, the small state as it was at that step, and when it began and how long the ranks
-    were held up. written: answers of the ranks that have written their files; `committing` once all have."""
+    were held up. `writing` of the ranks' files; `committing` once all are written."""
 
     step: int
     folder: Path
     state: bytes
     began: float
     stall_s: float
-    written: dict[int, Done] = field(default_factory=dict)
+    writing: LongWork
     committing: Future[float] | None = None
 
 
@@ -143,7 +144,8 @@ class Checkpoints:
             self._started = time.time()
             state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
             content = encode_state({**state, "counters": {**self.counters, "step": step}})
-        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began)
+        writing = LongWork(self._controller, self._layout.ranks["trainer"], "writing")
+        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing)
 
     def _drain(self, wait: bool) -> None:
         """Bring the save under way as far as it goes; `wait`: to its end."""
@@ -151,30 +153,24 @@ class Checkpoints:
             return
         with self._explained(snapshot.step):
             if snapshot.committing is None:
-                if not self._collect(snapshot, wait):
-                    return
+                # Each time for a while only, so that a rank that writes for long is not taken for one that hangs.
+                while not snapshot.writing.ask(FinishSave(self._controller.check_s if wait else 0.0)):
+                    if not wait:
+                        return
                 snapshot.committing = self._thread.submit(self._commit, snapshot)
             if not wait and not snapshot.committing.done():
                 return
             commit_s = snapshot.committing.result()
-        write_s = max(answer.stats[WRITTEN][0] for answer in snapshot.written.values())
+        write_s = max(answer.stats[WRITTEN][0] for answer in snapshot.writing.answers.values())
         self.counters["save_seconds"] = snapshot.stall_s + write_s + commit_s
         drain_s = time.perf_counter() - snapshot.began - snapshot.stall_s
         self._stats = merge([self._stats, {"time/save_drain": scalar(drain_s)}])
         self._saved_step, self._snapshot = snapshot.step, None
 
-    def _collect(self, snapshot: _Snapshot, wait: bool) -> bool:
-        """Ask the ranks that have not yet written their files; whether all have now."""
-        trainers = self._layout.ranks["trainer"]
-        left = [rank for rank in trainers if rank not in snapshot.written]
-        answers = self._controller.call(dict.fromkeys(left, FinishSave(wait)))
-        snapshot.written |= {rank: answer for rank, answer in answers.items() if WRITTEN in answer.stats}
-        return len(snapshot.written) == len(trainers)
-
     def _commit(self, snapshot: _Snapshot) -> float:
         """Commit what the ranks have written, together with the small state; returns the seconds it took."""
         start = time.perf_counter()
-        entries = [FileEntry(*file) for answer in snapshot.written.values() for file in answer.files]
+        entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
         write_durably(snapshot.folder / STATE, snapshot.state)
         entries += seal_files(snapshot.folder, [STATE])
         facts = Facts(
@@ -232,7 +228,9 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
     """Turn what a full disk or damaged files raise, here or on a rank that saves or loads, into an error of `kind`."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, Stalled) as error:
+        if isinstance(error, Stalled) and kind is CheckpointError:
+            raise  # no damage: the next attempt may get further
         raise kind(f"{what}: {error}") from error
     except RankFailed as error:
         commands = (SaveState.__name__, FinishSave.__name__, LoadState.__name__)

@@ -155,9 +155,9 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
     def _finish_save(self, command: FinishSave, seq: int) -> Done:
-        written = self._writer.result(command.wait)
+        written = self._writer.result(command.wait_s)
         if written is None:
-            return Done(seq)
+            return Done(seq, progress=self._writer.progress())
         files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
         return Done(seq, {"time/save_write": scalar(written.seconds)}, files)
 

@@ -72,7 +72,7 @@ def measure(engine: FSDP2Engine, folder: Path, rounds: int) -> dict[str, list[fl
             found["copy"].append(seconds(copy))
             found["stall"].append(seconds(functools.partial(save, target)))
             found["step_writing"].append(seconds(step))
-            written = writer.result(wait=True)
+            written = writer.result(wait_s=None)
             assert written is not None
             found["write"].append(written.seconds)
     finally:

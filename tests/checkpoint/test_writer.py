@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.checkpoint.writer import SharedFile, Writer, Written, write_files
+from hpcrl.checkpoint.writer import CHUNK_BYTES, SharedFile, Writer, Written, write_files
 
 DYING_RANK = """
 import os, signal, sys
@@ -23,7 +23,7 @@ from pathlib import Path
 from hpcrl.checkpoint.writer import Writer
 writer = Writer()
 writer.start(Path(sys.argv[1]), {"file": b"x"})
-writer.result(wait=True)
+writer.result(wait_s=None)
 writer.start(Path(sys.argv[1]), {"other": b"x" * 10})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -49,7 +49,7 @@ def shared(content: bytes) -> SharedFile:
 
 
 def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) -> None:
-    big = os.urandom((20 << 20) + 7)  # more than a chunk
+    big = os.urandom(CHUNK_BYTES + 7)
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -57,7 +57,7 @@ def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) ->
         writer.start(folder, {"small": b"abc", "big": image, "empty": b""})
         with pytest.raises(AssertionError, match="still being written"):
             writer.start(folder, {"small": b"abc"})
-        entries, seconds = writer.result(wait=True) or Written([], 0.0)
+        entries, seconds = writer.result(wait_s=None) or Written([], 0.0)
         image.buffer[:3] = b"new"  # may be used again from here on
         assert (folder / "big").read_bytes() == big and (folder / "small").read_bytes() == b"abc"
         assert [(e.path, e.size) for e in entries] == [("small", 3), ("big", len(big)), ("empty", 0)]
@@ -71,39 +71,57 @@ def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) ->
 def test_the_rank_is_not_held_up(tmp_path: Path, writer: Writer) -> None:
     """Whatever the process does: here it is stopped altogether."""
     writer.start(tmp_path, {"first": b"x"})
-    writer.result(wait=True)
+    writer.result(wait_s=None)
     process_of(writer).send_signal(signal.SIGSTOP)
     start = time.perf_counter()
     writer.start(tmp_path, {"second": os.urandom(8 << 20)})
-    assert writer.result(wait=False) is None and not (tmp_path / "second").exists()
+    assert writer.result(wait_s=0) is None and not (tmp_path / "second").exists()
     assert time.perf_counter() - start < 1.0
     process_of(writer).send_signal(signal.SIGCONT)
-    assert writer.result(wait=True) is not None and (tmp_path / "second").stat().st_size == 8 << 20
+    assert writer.result(wait_s=None) is not None and (tmp_path / "second").stat().st_size == 8 << 20
+
+
+def test_it_tells_what_is_on_the_disk(tmp_path: Path, writer: Writer) -> None:
+    writer.start(tmp_path, {"first": b"x"})
+    writer.result(wait_s=None)
+    assert writer.progress()[1] == 1
+    process_of(writer).send_signal(signal.SIGSTOP)
+    image = SharedFile(3 * CHUNK_BYTES)
+    writer.start(tmp_path, {"big": image, "small": b"abc"})
+    start = time.perf_counter()
+    assert writer.result(wait_s=0.3) is None and 0.3 <= time.perf_counter() - start < 5
+    assert writer.progress() == (str(tmp_path / "big"), 0)
+    process_of(writer).send_signal(signal.SIGCONT)
+    seen = set()
+    while writer.result(wait_s=0.001) is None:
+        seen.add(writer.progress()[1])
+    assert seen & {CHUNK_BYTES, 2 * CHUNK_BYTES}, "told before the file's end"
+    assert writer.progress()[1] == 3 * CHUNK_BYTES + 3
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
-    writer.result(wait=True)
+    writer.result(wait_s=None)
     process_of(writer).rlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # as on a disk that is full
     writer.start(tmp_path, {"fits": b"x", "does_not": bytes(2 << 20)})
     with pytest.raises(OSError, match=rf"{tmp_path}/does_not cannot be written: File too large"):
-        writer.result(wait=True)
+        writer.result(wait_s=None)
 
 
 def test_a_killed_process_is_named_with_its_file(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
-    writer.result(wait=True)
+    writer.result(wait_s=None)
     process = process_of(writer)
     process.send_signal(signal.SIGSTOP)
     writer.start(tmp_path, {"second": b"x"})
     process.kill()
     with pytest.raises(OSError, match=rf"writes {tmp_path}/second was ended by SIGKILL \(pid {process.pid}\)"):
-        writer.result(wait=True)
+        writer.result(wait_s=None)
 
 
 def test_one_that_died_in_between_is_noticed_at_the_start(tmp_path: Path, writer: Writer) -> None:
     writer.start(tmp_path, {"first": b"x"})
-    writer.result(wait=True)
+    writer.result(wait_s=None)
     process = process_of(writer)
     process.kill()
     while process.status() != psutil.STATUS_ZOMBIE:
@@ -116,11 +134,11 @@ def test_signals_to_the_whole_job_leave_it_alone(tmp_path: Path, writer: Writer)
     writer.start(tmp_path, {"first": b"x"})
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         process_of(writer).send_signal(number)  # the first while it starts
-    assert writer.result(wait=True) is not None
+    assert writer.result(wait_s=None) is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         process_of(writer).send_signal(number)
     writer.start(tmp_path, {"second": b"x"})
-    assert writer.result(wait=True) is not None
+    assert writer.result(wait_s=None) is not None
 
 
 def test_it_dies_with_its_rank(tmp_path: Path) -> None:

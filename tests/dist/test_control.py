@@ -68,7 +68,7 @@ COMMANDS: list[Any] = [
     m.Stage(4, [1]),
     m.Pull(4, 1, [2], "weights/0"),
     m.SaveState("checkpoints/x"),
-    m.FinishSave(True),
+    m.FinishSave(10.0),
     m.LoadState("checkpoints/x"),
     m.Export("hf"),
 ]

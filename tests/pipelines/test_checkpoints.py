@@ -27,6 +27,8 @@ from hpcrl.stats import scalar
 class Ranks:
     """Two trainer ranks, as far as the controller's saves see them, and the place in the data."""
 
+    command_s, check_s = 60.0, 0.05
+
     def __init__(self) -> None:
         self.writers = {1: Writer(), 2: Writer()}
         self.cursor = 0
@@ -37,6 +39,9 @@ class Ranks:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor = state["cursor"]["next"]
 
+    def describe(self, rank: int) -> str:
+        return f"rank {rank} (trainer)"
+
     def call(self, commands: Mapping[int, Command]) -> dict[int, Done]:
         return {rank: self._answer(self.writers[rank], rank, command) for rank, command in commands.items()}
 
@@ -44,7 +49,9 @@ class Ranks:
         match command:
             case SaveState():
                 writer.start(Path(command.folder), {f"shard_{rank}": b"weights"})
-            case FinishSave() if (written := writer.result(command.wait)) is not None:
+            case FinishSave():
+                if (written := writer.result(command.wait_s)) is None:
+                    return Done(0, progress=writer.progress())
                 files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
                 return Done(0, {"time/save_write": scalar(written.seconds)}, files)
         return Done(0)
@@ -141,6 +148,37 @@ def test_a_failure_while_training_goes_on_comes_up_at_the_next_boundary(tmp_path
             checkpoints.maybe_save(5)
             time.sleep(0.01)
     assert find_latest(root).path == root / "step_000002"
+
+
+class SlowRanks(Ranks):
+    """Their answers come late, and until then each tells of one byte more."""
+
+    command_s, asked = 0.4, 0
+
+    def _answer(self, writer: Writer, rank: int, command: Command) -> Done:
+        if isinstance(command, FinishSave) and self.asked < 24:
+            self.asked += 1
+            time.sleep(command.wait_s)
+            return Done(0, progress=(f"shard_{rank}", self.asked))
+        return super()._answer(writer, rank, command)
+
+
+def test_a_save_may_take_longer_than_a_command(tmp_path: Path) -> None:
+    slow = SlowRanks()
+    start = time.monotonic()
+    make(tmp_path, slow).save(2)
+    assert time.monotonic() - start > 2 * slow.command_s and steps_in(tmp_path / "checkpoints") == [2]
+
+
+def test_a_save_that_gets_no_further_names_rank_and_file(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = make(tmp_path, ranks)
+    checkpoints.save(2)
+    last_writer().suspend()
+    ranks.command_s = 0.5
+    start = time.monotonic()
+    with pytest.raises(NotSavedError, match=r"of step 4 .*rank 2 \(trainer\) has got no .*writing .*/shard_2 for"):
+        checkpoints.save(4)
+    assert 0.5 < time.monotonic() - start < 10 and steps_in(tmp_path / "checkpoints") == [2]
 
 
 def test_a_superseded_attempt_commits_nothing(tmp_path: Path, ranks: Ranks) -> None:
