@@ -10,7 +10,7 @@ memory, whatever they claim; GPUs are claimed too, with terminals as their devic
 CUDA_VISIBLE_DEVICES but finds no GPU. Neither a password nor munge: anybody on this machine can use it.
 
 With --accounting it keeps accounts and enforces them: slurmdbd on a mariadbd of its own, the account physics, the qos
-fast. Needs Debian's slurmdbd, slurm-wlm-mysql-plugin and mariadb-server too.
+fast. Needs Debian's slurmdbd, mariadb-server-core and mariadb-client-core too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 
 START_S = 60.0
 STOP_S = 20.0
+SETTLE_S = 2.0  # from a daemon's start to its pid file
 DEFAULT_FOLDER = Path("runs") / "one_machine_slurm"
 
 CONF = """\
@@ -131,11 +132,7 @@ class Cluster:
         self.conf = self.folder / "slurm.conf"
 
     def __enter__(self) -> Cluster:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
+        self.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -152,15 +149,25 @@ class Cluster:
         return [f"{nodes.prefix}{i}" for nodes in self.nodes for i in range(1, nodes.count + 1)]
 
     def start(self) -> None:
-        """Write the configuration, start the daemons, wait until every node is idle. RuntimeError if one is not."""
+        """Write the configuration, start the daemons, wait until every node is idle.
+
+        RuntimeError if one is not, or programs are missing: then none runs. One that runs here already goes on.
+        """
         needed, packages = ["slurmctld", "slurmd", "sbatch", "srun"], "slurm-wlm slurm-client"
         if self.accounting:
             needed += ["slurmdbd", "mariadbd", "mariadb-install-db"]
-            packages += " slurmdbd slurm-wlm-mysql-plugin mariadb-server"
-        if missing := [name for name in needed if _find(name) is None]:
+            packages += " slurmdbd mariadb-server-core mariadb-client-core"
+        if missing := [name for name in needed if find_program(name) is None]:
             raise RuntimeError(f"{', '.join(missing)} not found: apt-get install {packages}")
         if self._pids():
             raise RuntimeError(f"a cluster runs in {self.folder}; stop it first (make slurm-down)")
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
         for name in ("run", "state", "spool", "log", *(f"tmp/{node}" for node in self.names)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._configure()
@@ -175,7 +182,7 @@ class Cluster:
 
     def start_node(self, name: str) -> None:
         """Start one node's slurmd."""
-        self._daemon("slurmd", "-f", str(self.conf), "-N", name)
+        self._daemon(f"slurmd-{name}", "-f", str(self.conf), "-N", name)
 
     def kill_node(self, name: str) -> None:
         """End one node's slurmd without warning, as if the machine had lost its network; its tasks go on."""
@@ -195,9 +202,10 @@ class Cluster:
 
     def _end(self, names: Collection[str]) -> None:
         """End these daemons, without mercy where they take too long."""
+        pids = [pid for name, pid in self._pids().items() if name in names]
 
-        def living() -> list[int]:
-            return [pid for name, pid in self._pids().items() if name in names]
+        def living() -> list[int]:  # a pid file may go before its process
+            return [pid for pid in pids if self._runs(pid)]
 
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in living():
@@ -253,18 +261,41 @@ class Cluster:
     def _start_accounts(self) -> None:
         """A database without a password, on a socket in this folder only; slurmdbd on it; an account and a qos."""
         data, run, log = (self.folder / name for name in ("database", "run", "log"))
-        options = ["--no-defaults", f"--datadir={data}", f"--user={_user()}", "--innodb-log-file-size=8M"]
+        options = [f"--tmpdir={self.folder}/tmp", f"--user={_user()}", "--innodb-log-file-size=8M"]
         if not data.exists():
-            made = ["mariadb-install-db", *options, "--auth-root-authentication-method=normal", "--skip-test-db"]
-            with (log / "mariadb-install-db.log").open("w") as out:
-                if subprocess.run(made, stdout=out, stderr=out, timeout=60, check=False).returncode != 0:
-                    raise RuntimeError(f"mariadb-install-db failed, see {out.name}")
-        at = run / "mariadbd.sock"
-        options += [f"--socket={at}", "--skip-networking", f"--pid-file={run}/mariadbd.pid"]
-        with (log / "mariadbd.log").open("a") as out:
-            command = ["setsid", "--fork", str(_find("mariadbd")), *options]
-            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=30, check=True)
-        _until(at.exists, START_S, lambda: f"no database, see {log}/mariadbd.log")
+            half = data.with_suffix(".new")  # a start that was broken off leaves no half database
+            shutil.rmtree(half, ignore_errors=True)
+            made = ["mariadb-install-db", "--no-defaults", f"--datadir={half}", *options]
+            made += ["--auth-root-authentication-method=normal", "--skip-test-db"]
+            with (
+                (log / "mariadb-install-db.log").open("w") as out,
+                subprocess.Popen(made, stdout=out, stderr=out, start_new_session=True) as making,
+            ):
+                try:
+                    code = making.wait(START_S)
+                except BaseException:
+                    with suppress(ProcessLookupError):
+                        os.killpg(making.pid, signal.SIGKILL)  # with the database that it runs
+                    raise
+            if code != 0:
+                raise RuntimeError(f"mariadb-install-db ended with code {code}, see {out.name}")
+            half.rename(data)
+        options = ["--no-defaults", f"--datadir={data}", *options, "--skip-networking"]
+        at, noted = run / "mariadbd.sock", run / "mariadbd.pid"
+        at.unlink(missing_ok=True)
+        command = [str(find_program("mariadbd")), *options, f"--socket={at}", f"--pid-file={noted}"]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # would leave one whose pid nobody knows
+        try:
+            with (log / "mariadbd.log").open("a") as out:
+                database = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environ, start_new_session=True
+                )
+            noted.write_text(f"{database.pid}\n")  # its own note comes late
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _until(lambda: at.exists() or database.poll() is not None, START_S, lambda: f"no database, see {out.name}")
+        if database.poll() is not None:
+            raise RuntimeError(f"mariadbd ended with code {database.returncode}, see {out.name}")
         self._daemon("slurmdbd", MYSQL_UNIX_PORT=str(at))
         _until(self._accounts_answer, START_S, lambda: f"no accounts, see {log}/slurmdbd.log")
         for entity in (
@@ -284,16 +315,22 @@ class Cluster:
         return False
 
     def _daemon(self, name: str, *arguments: str, **environ: str) -> None:
-        done = subprocess.run(
-            [str(_find(name)), *arguments],
-            env=self.environ | environ,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        """Start one that leaves this process; returns when its pid is known, so that stop() finds it."""
+        command = [str(find_program(name.partition("-")[0])), *arguments]
+        environ = self.environ | environ
+        try:
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+            if done.returncode == 0:
+                self._await_pid(name, START_S)
+        except BaseException:
+            with suppress(RuntimeError):
+                self._await_pid(name, SETTLE_S)  # it may have left already
+            raise
         if done.returncode != 0:
             raise RuntimeError(f"{name} did not start: {done.stderr.strip()}")
+
+    def _await_pid(self, name: str, seconds: float) -> None:
+        _until(lambda: name in self._pids(), seconds, lambda: f"{name} is gone, see {self.folder}/log")
 
     def _states(self) -> set[str]:
         # Without a controller a client tries for minutes.
@@ -306,17 +343,21 @@ class Cluster:
         found = {}
         for path in (self.folder / "run").glob("*.pid"):
             with suppress(ValueError, OSError):
-                pid = int(path.read_text())
-                if Path(f"/proc/{pid}/comm").read_bytes().startswith((b"slurm", b"mariadbd")) and _running(pid):
+                if self._runs(pid := int(path.read_text())):
                     found[path.stem] = pid
         return found
 
+    def _runs(self, pid: int) -> bool:
+        """Whether this is a process of the cluster, and none that was given its number later."""
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # empty of one that is only a zombie
+        except OSError:
+            return False
+        return f"SLURM_CONF={self.conf}".encode() in environ
 
-def _running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
-
-def _find(name: str) -> str | None:
+def find_program(name: str) -> str | None:
+    """Its path, also where PATH has no place for daemons; None where it is not installed."""
     return shutil.which(name, path=os.environ.get("PATH", "") + os.pathsep + "/usr/sbin")
 
 
@@ -351,7 +392,6 @@ def main() -> int:
     try:
         cluster.start()
     except RuntimeError as error:
-        cluster.stop()
         print(f"one_machine: {error}", file=sys.stderr)
         return 1
     print(f"{len(cluster.names)} nodes are idle. To use them:\n  export SLURM_CONF={cluster.conf}")
