@@ -28,3 +28,5 @@ class ExitCode(IntEnum):
 
 SIGNAL_CODES: dict[int, ExitCode] = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 """Codes of a run that a signal ended; other signals, and the end of the job's time, ask for a requeue."""
+ASKED = (ExitCode.REQUEUE, *SIGNAL_CODES.values())
+"""Ends that somebody asked for: nothing went wrong."""

@@ -16,6 +16,7 @@ import platform
 import resource
 import secrets
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from hpcrl import slurm
 from hpcrl.config import Config
 from hpcrl.dist.bootstrap import find_place
 from hpcrl.dist.devices import visible_gpus
-from hpcrl.exitcodes import ExitCode
+from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.placement import Placement
@@ -88,12 +89,38 @@ class Needs:
     open_files: int
 
 
-def preflight(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int) -> Judgement:
+class _AskedToStopError(Exception):
+    """A signal came while this node waited for others."""
+
+
+def preflight(
+    config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int] = ()
+) -> Judgement:
     """Report this node and return the judgement on all, within 2 x timeouts.start_s. Called by the agents of all nodes.
 
-    `meeting`: folder for the files, the same on all nodes and of no earlier start. DEADLINE where a node did not
-    report, BAD_INPUT where one will not do. Only node 0 and a node that sees no other have a message.
+    `meeting`: folder for the files, the same on all nodes and of no earlier start. `signals`: gets those that ask this
+    process to stop, and batch systems send them to all nodes. DEADLINE where a node did not report, BAD_INPUT where
+    one will not do, else the signal's code. Only node 0 and a node that sees no other have a message.
     """
+    try:
+        judgement = _meet(config, run_dir, meeting, node, num_nodes, signals)
+    except _AskedToStopError:
+        judgement = Judgement(ExitCode.DONE, "")
+    if judgement.code == ExitCode.DONE and signals:
+        judgement = _stopped(signals, node)
+    if node == 0:
+        _write(meeting / VERDICT, judgement)
+    return judgement
+
+
+def _stopped(signals: Sequence[int], node: int) -> Judgement:
+    """That the first of the signals came before the ranks were started; a message on node 0 only."""
+    name = signal.Signals(signals[0])
+    text = f"ended by {name.name} before the ranks were started"
+    return Judgement(SIGNAL_CODES.get(name, ExitCode.REQUEUE), text if node == 0 else "")
+
+
+def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int]) -> Judgement:
     meeting.mkdir(parents=True, exist_ok=True)
     needs = needs_of(config)
     if num_nodes != len(needs):
@@ -102,16 +129,15 @@ def preflight(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes
     start_s = config.timeouts.start_s
     if node == 0:
         _write(meeting / CANARY, Canary(secrets.token_hex(16)))
-    canary = _await(lambda: _read(meeting / CANARY, Canary), start_s)
+    canary = _await(lambda: _read(meeting / CANARY, Canary), start_s, signals)
     if canary is None:
         text = f"node {node_name()} saw no {meeting / CANARY} within {start_s:g} s: the first node is stuck, or"
         return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
     _write(meeting / _report_name(node), examine(node, needs[node], run_dir, canary.nonce))
     if node == 0:
-        judgement = _judge_all(needs, meeting, canary.nonce, start_s, run_dir)
-        _write(meeting / VERDICT, judgement)
-        return judgement
-    judged = _await(lambda: _read(meeting / VERDICT, Judgement), start_s + 1.0)  # the first node waits start_s for all
+        return _judge_all(needs, meeting, canary.nonce, start_s, run_dir, signals)
+    # The first node waits start_s for all.
+    judged = _await(lambda: _read(meeting / VERDICT, Judgement), start_s + 1.0, signals)
     if judged is None:
         return Judgement(ExitCode.DEADLINE, f"node {node_name()}: no word from the first node within {start_s:g} s")
     return Judgement(judged.code, "")
@@ -219,7 +245,9 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     return found
 
 
-def _judge_all(needs: Sequence[Needs], meeting: Path, nonce: str, start_s: float, run_dir: Path) -> Judgement:
+def _judge_all(
+    needs: Sequence[Needs], meeting: Path, nonce: str, start_s: float, run_dir: Path, signals: Sequence[int]
+) -> Judgement:
     """Wait for all reports and judge them. On node 0."""
     reports: dict[int, Report] = {}
 
@@ -232,7 +260,7 @@ def _judge_all(needs: Sequence[Needs], meeting: Path, nonce: str, start_s: float
                 reports[node] = report
         return True if len(reports) == len(needs) else None
 
-    if _await(complete, start_s) is None:
+    if _await(complete, start_s, signals) is None:
         missing = [node for node in range(len(needs)) if node not in reports]
         names = _step_hosts()
         late = [names[node] if len(names) == len(needs) else str(node) for node in missing]
@@ -262,10 +290,12 @@ def _newest_meeting(world: Path) -> Path | None:
     return max(meetings, key=lambda meeting: meeting.stat().st_mtime, default=None)
 
 
-def _await(look: Callable[[], T | None], seconds: float) -> T | None:
-    """What `look` finds, None where it finds nothing within that time."""
+def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
+    """What `look` finds, None where it finds nothing within that time. _AskedToStopError once there are signals."""
     deadline = time.monotonic() + seconds
     while (found := look()) is None and time.monotonic() < deadline:
+        if signals:
+            raise _AskedToStopError
         time.sleep(POLL_S)
     return found
 

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl import slurm
@@ -21,32 +22,36 @@ from hpcrl.config import Config
 from hpcrl.dist.agent import Agent, Verdict
 from hpcrl.dist.bootstrap import Place, find_place
 from hpcrl.dist.devices import VISIBLE, bind_gpus, visible_gpus
-from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
+from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.placement import Placement
 from hpcrl.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
-from hpcrl.signals import ignore_signals
+from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
 
 
 def launch_local(config: Config) -> int:
     """Open the run folder and run all ranks on this machine; returns the exit code."""
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
     try:
-        return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1)
+        with noted() as signals:
+            return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1, signals=signals)
     finally:
         with contextlib.suppress(SupersededError):  # as the exit code says
             close_run(opened.run_dir, opened.attempt)
 
 
-def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
-    """The agent of one node: its share of the ranks, their end, one message about what went wrong."""
+def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Sequence[int]) -> int:
+    """The agent of one node: its share of the ranks, their end, one message about what went wrong.
+
+    `signals`: gets those that come to this process, from signals.noted.
+    """
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
     world = world_folder(run_dir, attempt)
     if config.cluster.name == "slurm":
-        code = check_nodes(config, run_dir, world, node, num_nodes)
+        code = check_nodes(config, run_dir, world, node, num_nodes, signals)
         if code != ExitCode.DONE:
             return code
     ranks = ranks_of_node(config, layout, node, num_nodes)
@@ -74,6 +79,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
         ranks,
         environ=environ,
         gpus=gpus,
+        signals=signals,
         world_folder=world,
         logs=run_dir / "logs" / f"attempt_{attempt:04d}",
         grace_s=timeouts.grace_s,
@@ -88,9 +94,9 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int) -> int:
     return code
 
 
-def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes: int) -> int:
+def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes: int, signals: Sequence[int]) -> int:
     """Exit code of the preflight of a Slurm job's nodes; called by the agents of all. It ends what hangs."""
-    judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes)
+    judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes, signals)
     if judgement.message:
         print(f"hpcrl: {judgement.message}", file=sys.stderr, flush=True)
     if node == 0 and judgement.code != ExitCode.DONE:
@@ -177,16 +183,21 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
     if path.exists():
         told = json.loads(path.read_text())
         code, message = ExitCode(told["code"]), told["message"]
-    elif verdict.signal_number:
-        code = SIGNAL_CODES.get(signal.Signals(verdict.signal_number), ExitCode.REQUEUE)
-        message = f"ended by {signal.Signals(verdict.signal_number).name} before a step boundary"
+    elif number := verdict.signal_number or _killed_by(verdict.controller_code):
+        code = SIGNAL_CODES.get(number, ExitCode.REQUEUE)
+        message = f"ended by {signal.Signals(number).name} before a step boundary"
     else:
         code = ExitCode.DEADLINE if 0 in verdict.silent else ExitCode.RANK_KILLED
         message = f"rank 0 ({', '.join(layout.roles_of(0))}) is lost: {verdict.lost[0]}"
     logs = run_dir / "logs" / f"attempt_{attempt:04d}"
-    where = "" if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.REQUEUE) else f" (logs: {logs})"
+    where = "" if code in ASKED else f" (logs: {logs})"
     print(f"hpcrl: {message}{where}", file=sys.stderr, flush=True)
     return code
+
+
+def _killed_by(code: int) -> int:
+    """The signal to stop that ended rank 0 while it came up, 0 for other ends: it may come there before the agent."""
+    return -code if -code in STOPPING else 0
 
 
 def main() -> int:
@@ -195,14 +206,19 @@ def main() -> int:
         print(__doc__)
         return ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     run_dir = Path(sys.argv[1])
-    if unseen := see_run(run_dir):
-        print(f"hpcrl: {unseen}", file=sys.stderr, flush=True)
-        return ExitCode.BAD_INPUT
-    config = stored_config(run_dir)
-    place = find_place(os.environ, RoleLayout.from_config(config).world_size)
-    # A batch script of hpcrl.launch starts agents, also where one node holds one rank.
-    if place.kind == "agent" or (place.launcher == "slurm" and config.cluster.name == "slurm"):
-        return run_node(run_dir, int(os.environ.get("HPCRL_ATTEMPT", "1")), place.node, place.num_nodes)
+    with contextlib.ExitStack() as stack:
+        with held_back():  # an agent loses none, a rank is ended by them until it can do better
+            if unseen := see_run(run_dir):
+                print(f"hpcrl: {unseen}", file=sys.stderr, flush=True)
+                return ExitCode.BAD_INPUT
+            config = stored_config(run_dir)
+            place = find_place(os.environ, RoleLayout.from_config(config).world_size)
+            # A batch script of hpcrl.launch starts agents, also where one node holds one rank.
+            is_agent = place.kind == "agent" or (place.launcher == "slurm" and config.cluster.name == "slurm")
+            signals = stack.enter_context(noted()) if is_agent else []
+        if is_agent:
+            attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))
+            return run_node(run_dir, attempt, place.node, place.num_nodes, signals)
     if place.launcher == "agent" and place.index != 0:  # the agent and rank 0 decide
         ignore_signals()
     return run_rank(run_dir, place)

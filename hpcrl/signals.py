@@ -11,6 +11,18 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
+def noted() -> Iterator[list[int]]:
+    """The signals that come inside, in their order; they do nothing else. Called on the main thread."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOPPING}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Processes started inside get none of the signals before they call ignore_signals or let_signals_pass."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)

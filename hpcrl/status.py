@@ -22,7 +22,7 @@ from typing import Any
 
 from hpcrl import slurm
 from hpcrl.config import Config, ConfigError
-from hpcrl.exitcodes import ExitCode
+from hpcrl.exitcodes import ASKED, ExitCode
 from hpcrl.files import committed_step, step_name
 from hpcrl.layout import ROLES, RoleLayout
 from hpcrl.metrics import METRICS, read_metrics
@@ -177,9 +177,9 @@ def last_error(run: Run) -> str:
         world = world_folder(run.folder, attempt)
         told = read_record(world / VERDICT, code=int, message=str)
         judged = read_judgement(world)
-        if told and told["code"] not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        if told and told["code"] not in ASKED:
             return f"attempt {attempt}: {told['message']}"
-        if judged is not None and judged.message:
+        if judged is not None and judged.message and judged.code not in ASKED:
             return f"attempt {attempt}: {judged.message}"
     logs = sorted((run.folder / SLURM).glob("job-*.log"), key=lambda path: path.stat().st_mtime)
     if logs and not run.attempt:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING
 from hpcrl.dist.bootstrap import ENDPOINT
 from hpcrl.dist.devices import VISIBLE
 from hpcrl.dist.trace import LEAVING, read_trace
-from hpcrl.rundir import VERDICT
-from hpcrl.signals import STOPPING, held_back
+from hpcrl.rundir import OUTCOME, VERDICT
+from hpcrl.signals import held_back
 
 if TYPE_CHECKING:
     from hpcrl.dist.control import Sender
@@ -52,7 +53,8 @@ class Verdict:
 
 class Agent:
     """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; logs/rank_NNNN.log
-    gets what it prints. `impatient`: the same signal a second time ends everything."""
+    gets what it prints. `signals`: gets those that come to this process, see signals.noted. `impatient`: the same one a
+    second time ends everything."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Agent:
         *,
         environ: Mapping[str, str],
         gpus: Mapping[int, str],
+        signals: Sequence[int],
         world_folder: Path,
         logs: Path,
         grace_s: float,
@@ -72,8 +75,9 @@ class Agent:
         self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
         self._silent_s, self._start_s, self._impatient = silent_s, start_s, impatient
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._signals: list[int] = []
+        self._signals = signals
         self._sender: Sender | None = None
+        self._earlier_outcome: int | None = None
 
     def run(self) -> Verdict:
         """Start the ranks and stay until all have ended. The controller's end ends the others within grace_s.
@@ -83,7 +87,7 @@ class Agent:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)
         self._forget_earlier_start()
-        before = {number: signal.signal(number, self._on_signal) for number in STOPPING}
+        self._earlier_outcome = self._outcome()
         verdict = Verdict(None)
         try:
             for rank in self._ranks:
@@ -91,8 +95,6 @@ class Agent:
             self._watch(verdict)
         finally:
             self._end_all(verdict)
-            for number, handler in before.items():
-                signal.signal(number, handler)
         verdict.signal_number = self._signals[0] if self._signals else 0
         return verdict
 
@@ -103,6 +105,13 @@ class Agent:
         if 0 in self._ranks:
             for name in (ENDPOINT, VERDICT):
                 (self._folder / name).unlink(missing_ok=True)
+
+    def _outcome(self) -> int | None:
+        """Tells one record of rank 0's agent about the end of the run from another; None without one."""
+        try:
+            return (self._folder / OUTCOME).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def _start(self, rank: int) -> None:
         log = open(self._logs / f"rank_{rank:04d}.log", "ab")  # noqa: SIM115
@@ -154,6 +163,11 @@ class Agent:
                 return
             if time.monotonic() > next_check:
                 next_check = time.monotonic() + CHECK_EVERY_S
+                # Later the store is there, and its loss tells the ranks.
+                comes_up = time.monotonic() - started < self._start_s or not alive
+                if comes_up and 0 not in self._ranks and self._outcome() != self._earlier_outcome:
+                    unreported.clear()
+                    deadline = min(deadline or math.inf, time.monotonic() + self._grace_s)
                 self._check_beats(alive, time.monotonic() - started, verdict.silent)
                 for rank, cause in list(unreported.items()):
                     if self._report(rank, cause, rank in verdict.silent):
@@ -211,9 +225,6 @@ class Agent:
             if 0 not in self._ranks:
                 print(f"hpcrl agent: rank {rank}: {cause}; not reported: {error}", file=sys.stderr, flush=True)
         return True
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._signals.append(number)
 
     def _end_all(self, verdict: Verdict) -> None:
         """End what still runs: SIGKILL to the whole group of each rank, which is deaf to the others."""

@@ -19,12 +19,14 @@ AGENT = """
 import dataclasses, json, os, sys
 from pathlib import Path
 from hpcrl.dist.agent import Agent
+from hpcrl.signals import noted
 folder, programs, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 argv = lambda rank: [sys.executable, "-c", programs[rank]] if programs[rank] else [str(folder / "missing")]
-agent = Agent(argv, range(len(programs)), environ={**os.environ, "FOLDER": str(folder)},
-    gpus={rank: str(rank) for rank in range(len(programs))}, world_folder=folder / "world",
-    logs=folder / "logs", **{"grace_s": 1.0, "silent_s": 60.0, "start_s": 60.0, **options})
-print(json.dumps(dataclasses.asdict(agent.run())))
+with noted() as signals:
+    agent = Agent(argv, range(len(programs)), environ={**os.environ, "FOLDER": str(folder)},
+        gpus={rank: str(rank) for rank in range(len(programs))}, signals=signals, world_folder=folder / "world",
+        logs=folder / "logs", **{"grace_s": 1.0, "silent_s": 60.0, "start_s": 60.0, **options})
+    print(json.dumps(dataclasses.asdict(agent.run())))
 """
 
 # What the ranks' programs begin with: up() tells the test the process id, wait() waits for the test.

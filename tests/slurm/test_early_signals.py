@@ -1,0 +1,78 @@
+"""A signal that comes before any rank can act on it stops the run as one that comes later, and is no crash."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.preflight import CANARY, read_judgement
+from hpcrl.rundir import OUTCOME, world_folder
+from hpcrl.status import Run as Folder
+from hpcrl.status import last_error
+from tests.slurm.jobs import Run, wait_until
+from tests.slurm.test_preflight import make_run, srun
+
+pytestmark = pytest.mark.slow
+
+HOLD = """
+import os, pathlib, sys, time
+folder = pathlib.Path(__file__).parent
+who = "rank " + os.environ["HPCRL_RANK"] if "HPCRL_RANK" in os.environ else os.environ.get("SLURMD_NODENAME")
+hold = folder / "hold"
+if "hpcrl.run" in sys.orig_argv and hold.exists() and hold.read_text() == who:
+    (folder / "held").write_text(who)
+    while hold.exists(): time.sleep(.05)
+"""
+"""A sitecustomize: the process that the file `hold` names, a node's agent or a rank, stays before its imports."""
+
+
+@pytest.mark.parametrize(("name", "code"), [("USR1", ExitCode.REQUEUE), ("TERM", ExitCode.TERMINATED)])
+def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, code: ExitCode) -> None:
+    """Two wait for the third, which is no agent yet and ends by the signal."""
+    run = make_run(tmp_path / "run", start_s=60)
+    signals = f"(until ls {run}/world/attempt_0001/preflight/*/{CANARY} 2>/dev/null; do sleep 0.1; done; sleep 1; "
+    signals += f"scancel --signal={name} $SLURM_JOB_ID) >/dev/null 2>&1 & sleep 20"
+    began = time.monotonic()
+    srun(cluster, str(run), f"[ $SLURMD_NODENAME = n3 ] && {{ {signals}; }}", "run")
+    assert time.monotonic() - began < 18, "start_s is 60, the third sleeps 20"
+    assert json.loads((world_folder(run, 1) / OUTCOME).read_text()) == {"code": code}
+    judged = read_judgement(world_folder(run, 1))
+    assert judged is not None and judged.code == code
+    assert judged.message == f"ended by SIG{name} before the ranks were started"
+    assert last_error(Folder(run)) == ""
+    assert not (run / "logs").exists(), "a rank was started"
+
+
+@pytest.mark.timeout(300)
+def test_a_job_goes_on_after_signals_that_came_early(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """First an agent on its way in takes one, then rank 0 on its way in."""
+    (tmp_path / "sitecustomize.py").write_text(HOLD)
+    words = [word for word in tiny if not word.startswith("layout")] + ["max_steps=4", "cluster.max_restarts=0"]
+    words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]
+    words += ["cluster.components={first: {roles: [controller, trainer, generator]}, rest: {roles: [reward]}}"]
+    words += [f"cluster.prologue='export PYTHONPATH={tmp_path}'", "timeouts.start_s=40"]
+    run = Run(cluster, tmp_path, *words, pace=0, hold="n2")
+    for number, who, said in ((1, "n2", "the ranks were started"), (2, "rank 0", "a step boundary")):
+        meeting = world_folder(run.dir, number) / "preflight"
+        wait_until(partial(_is_held, tmp_path, who, meeting), lambda: run.log)
+        run.tell(hold="rank 0" if number == 1 else "nobody")
+        cluster.run("scancel", "--signal=USR1", str(run.job))
+        began = time.monotonic()
+        run.wait_said(f"attempt {number} ended (requeue)")
+        assert time.monotonic() - began < 20, "start_s is 40: a node waited for what cannot come"
+        assert f"hpcrl: ended by SIGUSR1 before {said}" in run.log
+        run.wait_restart(number)
+    log = run.wait_end()
+    assert "crash" not in log and run.restarts == 2
+
+
+def _is_held(folder: Path, who: str, meeting: Path) -> bool:
+    """Whether this process stays where it is, and the first node's agent waits or has waited for the others."""
+    held = folder / "held"
+    return held.exists() and held.read_text() == who and bool(list(meeting.glob(f"*/{CANARY}")))
