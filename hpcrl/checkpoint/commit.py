@@ -29,6 +29,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 LEFTOVER = re.compile(r"step_(\d{6,})\.(tmp|abandoned)-.+")
+READ_BYTES = 16 << 20
 HASH_THREADS = 4  # hashlib releases the GIL; sha256 runs at 1-2 GB/s per core where the CPU has the instructions
 
 
@@ -153,9 +154,28 @@ def set_latest(root: Path, step: int) -> None:
     write_durably(root / LATEST, f"{step_name(step)}\n".encode())
 
 
-def find_latest(root: Path) -> Latest:
+def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lambda _: None) -> str:
+    """What is wrong with the content of a checkpoint's file, empty where it is as it was committed.
+
+    `read` is told of the bytes of every part that was read; what it raises ends the reading.
+    """
+    try:
+        same = _sha256(folder / entry.path, read) == entry.sha256
+    except OSError as error:
+        return f"{entry.path} cannot be read ({error})"
+    return "" if same else f"{entry.path} is not what was committed (damaged, or from another save)"
+
+
+def first_damage(folder: Path, entries: Sequence[FileEntry]) -> str:
+    """damage_of the first file that has any, empty where all are whole; this process reads them all."""
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        return next(filter(None, threads.map(lambda entry: damage_of(folder, entry), entries)), "")
+
+
+def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> Latest:
     """The newest checkpoint whose every file has the size and hash it was committed with. Writes nothing.
 
+    damage: compares the contents of the files, which are there and have their sizes; says what is wrong with them.
     A damaged one is passed over for the one before it; `problems` says in plain words what was passed over and why. A
     committed folder that LATEST does not name yet (killed in between) counts. ValueError when there are checkpoints
     but none is usable: starting over in silence would throw the run away.
@@ -168,7 +188,9 @@ def find_latest(root: Path) -> Latest:
     for step in reversed(steps):
         path = root / step_name(step)
         manifest, problem = _verify(path, step)
-        if manifest is None:
+        if manifest is not None:
+            problem = damage(path, manifest.files)
+        if manifest is None or problem:
             problems.append(f"{path.name} is passed over: {problem}")
             continue
         extra = sorted(set(list_files(path)) - {entry.path for entry in manifest.files})
@@ -183,7 +205,7 @@ def find_latest(root: Path) -> Latest:
 
 
 def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint that is whole, or None and what is wrong with it."""
+    """The manifest of a checkpoint whose files are there with their sizes, or None and what is wrong with it."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -198,17 +220,7 @@ def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
             return None, f"{entry.path} is missing"
         if file.stat().st_size != entry.size:
             return None, f"{entry.path} has {file.stat().st_size} bytes, {entry.size} were committed"
-
-    def wrong(entry: FileEntry) -> str:
-        try:
-            same = _sha256(path / entry.path) == entry.sha256
-        except OSError as error:
-            return f"{entry.path} cannot be read ({error})"
-        return "" if same else f"{entry.path} is not what was committed (damaged, or from another save)"
-
-    with ThreadPoolExecutor(HASH_THREADS) as threads:
-        problem = next(filter(None, threads.map(wrong, manifest.files)), "")
-    return (None, problem) if problem else (manifest, "")
+    return manifest, ""
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
@@ -227,6 +239,10 @@ def _inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and name != MANIFEST
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+            read(num_bytes)
+    return digest.hexdigest()

@@ -37,6 +37,7 @@ class RankSilent(RuntimeError):
 class _Outstanding:
     name: str
     since: float
+    allowed_s: float
 
 
 Started = list[tuple[int, int]]
@@ -82,26 +83,31 @@ class Controller:
                 missing = [self.describe(rank) for rank in range(self._world.size) if rank not in self._hosts]
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 
-    def send(self, rank: int, command: Command) -> int:
-        """Push a command that needs no answer waited for here; returns its number. A lost rank gets nothing (-1)."""
+    def send(self, rank: int, command: Command, more_s: float = 0.0) -> int:
+        """Push a command that needs no answer waited for here; returns its number. A lost rank gets nothing (-1).
+
+        It may take more_s longer than command_s."""
         if rank in self.lost:
             return -1
         seq = self._world.sender.send(rank_queue(rank), command)
         if not isinstance(command, ONE_WAY):
-            self._outstanding[rank, seq] = _Outstanding(type(command).__name__, time.monotonic())
+            self._outstanding[rank, seq] = _Outstanding(
+                type(command).__name__, time.monotonic(), self.command_s + more_s
+            )
         return seq
 
-    def call(self, commands: Mapping[int, Command]) -> dict[int, Done]:
-        """Push one command per rank and wait for all answers. RankFailed, RankLost or RankSilent name who gave none."""
-        return self.finish(self.start(commands))
+    def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
+        """Push one command per rank and wait for all answers, more_s longer than command_s where need be. RankFailed,
+        RankLost or RankSilent name who gave none."""
+        return self.finish(self.start(commands, more_s))
 
-    def start(self, commands: Mapping[int, Command]) -> Started:
+    def start(self, commands: Mapping[int, Command], more_s: float = 0.0) -> Started:
         """Push one command per rank; finish() must follow. Several may be started first: ranks work in order.
 
         All of them are pushed before anything else is, so every collective among them sees the same order everywhere.
         """
         self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
-        return [(rank, self.send(rank, command)) for rank, command in commands.items() if rank not in self.lost]
+        return [(rank, self.send(rank, command, more_s)) for rank, command in commands.items() if rank not in self.lost]
 
     def finish(self, started: Started) -> dict[int, Done]:
         """Wait for the answers of what start() pushed; errors as call()."""
@@ -208,10 +214,11 @@ class Controller:
         if not self._outstanding or now < self._next_check:
             return
         self._next_check = now + self.check_s
+        self._world.trace.go_on()
         begun = {
             (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()
         }
-        late = [(key, o) for key, o in self._outstanding.items() if now - begun[key] > self.command_s]
+        late = [(key, o) for key, o in self._outstanding.items() if now - begun[key] > o.allowed_s]
         if not late:
             return
         # A rank works in order, so its oldest command is the one it is stuck in; waiting for a peer looks the same.
@@ -222,4 +229,5 @@ class Controller:
             f"{self.describe(r)} in command {o.name} #{seq} for {now - begun[r, seq]:.0f} s"
             for r, (seq, o) in first.items()
         ]
-        raise RankSilent(f"no answer within {self.command_s:g} s: " + "; ".join(parts))
+        allowed_s = max(o.allowed_s for _, o in first.values())
+        raise RankSilent(f"no answer within {allowed_s:g} s: " + "; ".join(parts))

@@ -229,6 +229,20 @@ class FinishSave(Message):
     wait_s: float
 
 
+class CheckFiles(Message):
+    """Begin to hold files of a checkpoint, as Done.files has them, against the disk; a check before it is given up."""
+
+    folder: str
+    files: list[tuple[str, int, str]]
+
+
+class FinishCheck(Message):
+    """Answer with what is wrong with a file of CheckFiles, with nothing where all are whole, for which the rank waits
+    up to wait_s; before that with the progress."""
+
+    wait_s: float
+
+
 class LoadState(Message):
     """Restore this rank's part."""
 
@@ -263,6 +277,8 @@ Command = (
     | Pull
     | SaveState
     | FinishSave
+    | CheckFiles
+    | FinishCheck
     | LoadState
     | Export
 )

@@ -44,6 +44,10 @@ class Trace:
         self.doing = f"{activity} #{seq}" if seq else activity
         struct.pack_into("<dq64s", self._map, 8, time.monotonic(), seq, activity.encode()[:64])
 
+    def go_on(self) -> None:
+        """Note that the main thread is not stuck in what it does, which takes long."""
+        struct.pack_into("<d", self._map, 8, time.monotonic())
+
     def _beat(self) -> None:
         struct.pack_into("<d", self._map, 0, time.monotonic())
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,13 +19,16 @@ from hpcrl.checkpoint.lineage import abandon_after
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.config import Config
 from hpcrl.dist.controller import Controller, RankFailed
-from hpcrl.dist.messages import FinishSave, LoadState, SaveState
+from hpcrl.dist.messages import CheckFiles, FinishCheck, FinishSave, LoadState, SaveState
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.longwork import LongWork, Stalled
 from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
+COMMANDS = [c.__name__ for c in (SaveState, FinishSave, CheckFiles, FinishCheck, LoadState)]
+LOAD_PER_CHECK = 2.0
+"""Loading may take so much longer than any other command, as multiple of what reading all files to check them took."""
 WRITTEN = "time/save_write"
 """Statistic of FinishSave: seconds that a rank's writer took, there once it has ended."""
 
@@ -83,6 +86,7 @@ class Checkpoints:
         self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
         self._started = time.time()
         self._snapshot: _Snapshot | None = None
+        self._check_s = 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
         self._stats: Stats = {}
 
@@ -194,7 +198,7 @@ class Checkpoints:
             return self._read()
 
     def _read(self) -> int:
-        latest = find_latest(self._root) if self._root.exists() else None
+        latest = find_latest(self._root, self._damage) if self._root.exists() else None
         for problem in latest.problems if latest is not None else []:
             print(f"hpcrl: checkpoints: {problem}", flush=True)
         step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
@@ -208,7 +212,9 @@ class Checkpoints:
         assert latest.manifest is not None
         state = read_state(latest.path)
         trainers = self._layout.ranks["trainer"]
-        answers = self._controller.call(dict.fromkeys(trainers, LoadState(str(latest.path))))
+        # Loading reads the same bytes once more, and cannot tell of its progress: ranks wait for each other in it.
+        loads = dict.fromkeys(trainers, LoadState(str(latest.path)))
+        answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
         warnings = {text for answer in answers.values() for text in answer.texts}
         if moved := _moved(latest.manifest.facts.world, _world(self._config, self._layout)):
             warnings.add(
@@ -222,6 +228,20 @@ class Checkpoints:
         print(f"hpcrl: resumed from {latest.path.name}", flush=True)
         return step
 
+    def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
+        """What is wrong with the first damaged file that a rank comes upon; every trainer rank reads its share."""
+        start, trainers = time.perf_counter(), self._layout.ranks["trainer"]
+        shares = {rank: entries[i :: len(trainers)] for i, rank in enumerate(trainers)}
+        files = {rank: [(entry.path, entry.size, entry.sha256) for entry in share] for rank, share in shares.items()}
+        self._controller.call({rank: CheckFiles(str(folder), share) for rank, share in files.items()})
+        reading = LongWork(self._controller, trainers, "reading")
+        while True:
+            all_read = reading.ask(FinishCheck(self._controller.check_s))
+            damage = next((text for answer in reading.answers.values() for text in answer.texts), "")
+            if all_read or damage:
+                self._check_s = time.perf_counter() - start
+                return damage
+
 
 @contextlib.contextmanager
 def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
@@ -233,8 +253,7 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
             raise  # no damage: the next attempt may get further
         raise kind(f"{what}: {error}") from error
     except RankFailed as error:
-        commands = (SaveState.__name__, FinishSave.__name__, LoadState.__name__)
-        if error.event.kind != "input" or error.event.command not in commands:
+        if error.event.kind != "input" or error.event.command not in COMMANDS:
             raise
         raise kind(f"{what}: {error}") from error
 

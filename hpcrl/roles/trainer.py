@@ -15,12 +15,16 @@ from hpcrl.algorithms import make_algorithm
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.sft import sft_loss
 from hpcrl.batch import Batch, Norms, batch_from_samples
+from hpcrl.checkpoint.check import Check
+from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.data import sft_rows
 from hpcrl.dist.messages import (
     Advantages,
+    CheckFiles,
     Done,
     Export,
+    FinishCheck,
     FinishSave,
     LoadRows,
     LoadState,
@@ -88,6 +92,7 @@ class TrainerRole(_EngineRole):
         self._staged_version = -1
         self._num_pulls = 0  # of the staged version, still to come
         self._writer = Writer()
+        self._check: Check | None = None
         self.engine.snapshot()  # lays the files out: lacking memory shows now, and the first save waits for a copy only
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -99,12 +104,16 @@ class TrainerRole(_EngineRole):
             Stage: self._stage,
             SaveState: self._save,
             FinishSave: self._finish_save,
+            CheckFiles: self._check_files,
+            FinishCheck: self._finish_check,
             LoadState: self._load,
             Export: self._export,
         }
 
     def close(self) -> None:
         self._writer.close()
+        if self._check is not None:
+            self._check.stop()
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if self._rows is None:
@@ -160,6 +169,19 @@ class TrainerRole(_EngineRole):
             return Done(seq, progress=self._writer.progress())
         files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
         return Done(seq, {"time/save_write": scalar(written.seconds)}, files)
+
+    def _check_files(self, command: CheckFiles, seq: int) -> Done:
+        if self._check is not None:
+            self._check.stop()
+        self._check = Check(Path(command.folder), [FileEntry(*file) for file in command.files])
+        return Done(seq)
+
+    def _finish_check(self, command: FinishCheck, seq: int) -> Done:
+        assert self._check is not None, "CheckFiles comes before"
+        damage = self._check.result(command.wait_s)
+        if damage is None:
+            return Done(seq, progress=self._check.progress())
+        return Done(seq, texts=[damage] if damage else [])
 
     def _load(self, command: LoadState, seq: int) -> Done:
         return Done(seq, texts=self.engine.load(Path(command.folder)))

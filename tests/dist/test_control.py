@@ -69,6 +69,8 @@ COMMANDS: list[Any] = [
     m.Pull(4, 1, [2], "weights/0"),
     m.SaveState("checkpoints/x"),
     m.FinishSave(10.0),
+    m.CheckFiles("checkpoints/x", [("a", 3, "abc")]),
+    m.FinishCheck(10.0),
     m.LoadState("checkpoints/x"),
     m.Export("hf"),
 ]

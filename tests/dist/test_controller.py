@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.dist.controller import MAX_TAKEN, Controller, RankSilent
 from hpcrl.dist.messages import Advantages, Done, Scored, ScoredSample
+from hpcrl.dist.trace import read_trace
 from hpcrl.dist.world import CONTROLLER_QUEUE
 
 
@@ -62,3 +63,15 @@ def test_a_rank_that_does_not_answer_is_named_after_the_deadline(threads: Any) -
     with pytest.raises(RankSilent, match=r"no answer within 0.5 s: rank 1 \(no role\) in command Advantages #\d+"):
         controller.call({1: Advantages(7)})
     assert 0.5 <= time.monotonic() - start < 5
+
+
+def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:
+    controller = make_controller(threads, command_s=0.4)
+    traced = threads.worlds[0].folder / "trace_0"
+    start = time.monotonic()
+    with pytest.raises(RankSilent, match=r"no answer within 1.6 s: rank 1 \(no role\) in command Advantages #\d+"):
+        controller.call({1: Advantages(7)}, more_s=1.2)
+    assert 1.6 <= time.monotonic() - start < 8
+    activity = read_trace(traced)
+    assert activity is not None and activity.name == "call Advantages"
+    assert activity.age_s < 1.0, "its agent need not take the controller for stuck"

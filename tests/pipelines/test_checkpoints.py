@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,16 +12,18 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from hpcrl.checkpoint.commit import find_latest
+from hpcrl.checkpoint.check import Check
+from hpcrl.checkpoint.commit import FileEntry, find_latest
 from hpcrl.checkpoint.state import read_state
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.config import Config
 from hpcrl.dist.controller import Controller
-from hpcrl.dist.messages import Command, Done, FinishSave, SaveState
+from hpcrl.dist.messages import CheckFiles, Command, Done, FinishCheck, FinishSave, LoadState, SaveState
 from hpcrl.files import steps_in
 from hpcrl.layout import RoleLayout
-from hpcrl.pipelines.checkpoints import Checkpoints, NotSavedError
-from hpcrl.rundir import OWNERS, SupersededError, open_run
+from hpcrl.pipelines.checkpoints import CheckpointError, Checkpoints, NotSavedError
+from hpcrl.pipelines.longwork import Stalled
+from hpcrl.rundir import OWNERS, SupersededError, close_run, open_run
 from hpcrl.stats import scalar
 
 
@@ -32,6 +35,9 @@ class Ranks:
     def __init__(self) -> None:
         self.writers = {1: Writer(), 2: Writer()}
         self.cursor = 0
+        self.checks: dict[int, Check] = {}
+        self.shares: list[list[str]] = []
+        self.loaded: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"cursor": {"next": self.cursor}}
@@ -42,7 +48,7 @@ class Ranks:
     def describe(self, rank: int) -> str:
         return f"rank {rank} (trainer)"
 
-    def call(self, commands: Mapping[int, Command]) -> dict[int, Done]:
+    def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
         return {rank: self._answer(self.writers[rank], rank, command) for rank, command in commands.items()}
 
     def _answer(self, writer: Writer, rank: int, command: Command) -> Done:
@@ -54,6 +60,16 @@ class Ranks:
                     return Done(0, progress=writer.progress())
                 files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
                 return Done(0, {"time/save_write": scalar(written.seconds)}, files)
+            case CheckFiles():
+                entries = [FileEntry(*file) for file in command.files]
+                self.checks[rank] = Check(Path(command.folder), entries)
+                self.shares.append([entry.path for entry in entries])
+            case FinishCheck():
+                if (damage := self.checks[rank].result(command.wait_s)) is None:
+                    return Done(0, progress=self.checks[rank].progress())
+                return Done(0, texts=[damage] if damage else [])
+            case LoadState():
+                self.loaded.append(Path(command.folder).name)
         return Done(0)
 
 
@@ -66,6 +82,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
+    """Those of a new attempt; the one before has ended."""
+    for before in sorted((tmp_path / OWNERS).glob("[0-9]*"))[-1:]:
+        close_run(tmp_path, int(before.name))
     config = Config.model_validate({"save_every": 2, "layout": {"trainer": {"num_ranks": 2}}})
     attempt = open_run(config.model_dump(mode="json"), tmp_path, "auto").attempt
     controller = cast(Controller, ranks)
@@ -156,7 +175,7 @@ class SlowRanks(Ranks):
     command_s, asked = 0.4, 0
 
     def _answer(self, writer: Writer, rank: int, command: Command) -> Done:
-        if isinstance(command, FinishSave) and self.asked < 24:
+        if isinstance(command, FinishSave | FinishCheck) and self.asked < 24:
             self.asked += 1
             time.sleep(command.wait_s)
             return Done(0, progress=(f"shard_{rank}", self.asked))
@@ -179,6 +198,65 @@ def test_a_save_that_gets_no_further_names_rank_and_file(tmp_path: Path, ranks: 
     with pytest.raises(NotSavedError, match=r"of step 4 .*rank 2 \(trainer\) has got no .*writing .*/shard_2 for"):
         checkpoints.save(4)
     assert 0.5 < time.monotonic() - start < 10 and steps_in(tmp_path / "checkpoints") == [2]
+
+
+def flip(path: Path) -> None:
+    """Damage that only the content shows."""
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+def test_every_rank_reads_its_share_before_anything_is_loaded(
+    tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
+    for ranks.cursor, step in ((20, 2), (40, 4)):
+        checkpoints.save(step)
+    assert checkpoints.restore() == 4 and ranks.cursor == 40
+    assert ranks.shares == [["shard_1", "state.json"], ["shard_2"]]
+    for shard in ("shard_1", "shard_2"):
+        ranks.shares.clear()
+        flip(root / "step_000004" / shard)
+        assert find_latest(root).path == root / "step_000002", "without ranks it is seen too"
+        ranks.loaded.clear()
+        assert make(tmp_path, ranks).restore() == 2 and ranks.cursor == 20
+        assert len(ranks.shares) == 4 and ranks.loaded == ["step_000002"] * 2
+        said = f"step_000004 is passed over: {shard} is not what was committed"
+        assert said in capsys.readouterr().out
+        shutil.rmtree(root / "step_000004", ignore_errors=True)
+        [aside] = root.glob("step_000004.abandoned-*")
+        flip(aside / shard)
+        aside.rename(root / "step_000004")
+    for step in (2, 4):
+        flip(root / f"step_{step:06d}" / "shard_2")
+    with pytest.raises(CheckpointError, match=r"step_000004 is passed over: shard_2 .*step_000002 is passed over"):
+        make(tmp_path, ranks).restore()
+
+
+def test_reading_may_take_longer_than_a_command(tmp_path: Path, ranks: Ranks) -> None:
+    make(tmp_path, ranks).save(2)
+    slow = SlowRanks()
+    start = time.monotonic()
+    assert make(tmp_path, slow).restore() == 2
+    assert time.monotonic() - start > 2 * slow.command_s
+
+
+class StalledRanks(Ranks):
+    """A file system answers them no more."""
+
+    command_s = 0.4
+
+    def _answer(self, writer: Writer, rank: int, command: Command) -> Done:
+        if not isinstance(command, FinishCheck):
+            return super()._answer(writer, rank, command)
+        time.sleep(command.wait_s)
+        return Done(0, progress=(f"shard_{rank}", 7))
+
+
+def test_reading_that_gets_no_further_is_a_hang_and_no_damage(tmp_path: Path, ranks: Ranks) -> None:
+    make(tmp_path, ranks).save(2)
+    with pytest.raises(Stalled, match=r"rank 1 \(trainer\) has got no further in reading shard_1 for .*7 bytes done"):
+        make(tmp_path, StalledRanks()).restore()
+    assert steps_in(tmp_path / "checkpoints") == [2]
 
 
 def test_a_superseded_attempt_commits_nothing(tmp_path: Path, ranks: Ranks) -> None:

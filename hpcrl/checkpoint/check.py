@@ -1,0 +1,58 @@
+"""A rank's share of a checkpoint's files held against the manifest, beside the rank's commands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from hpcrl.checkpoint.commit import FileEntry, damage_of
+
+
+class _Stopped(Exception):
+    """Nobody wants to know any more."""
+
+
+class Check:
+    """Reads files in a thread, which a file system that no longer answers may hold up without the rank."""
+
+    def __init__(self, folder: Path, entries: Sequence[FileEntry]):
+        self._folder, self._entries = folder, entries
+        self._reached, self._file, self._stopped = 0, "", False
+        self._found: Future[str] = Future()
+        threading.Thread(target=self._run, name="check", daemon=True).start()
+
+    def result(self, wait_s: float) -> str | None:
+        """What is wrong with the first damaged file, empty where all are whole; None where neither is known within
+        wait_s."""
+        try:
+            return self._found.result(wait_s)
+        except TimeoutError:
+            return None
+
+    def progress(self) -> tuple[str, int]:
+        """The file that is being read, and the bytes read in all."""
+        return self._file, self._reached
+
+    def stop(self) -> None:
+        """Read no further; there may be no result."""
+        self._stopped = True
+
+    def _run(self) -> None:
+        try:
+            self._found.set_result(self._compare())
+        except BaseException as error:  # raised again where the result is asked for
+            self._found.set_exception(error)
+
+    def _compare(self) -> str:
+        for entry in self._entries:
+            self._file = str(self._folder / entry.path)
+            if damage := damage_of(self._folder, entry, self._read):
+                return damage
+        return ""
+
+    def _read(self, num_bytes: int) -> None:
+        self._reached += num_bytes
+        if self._stopped:
+            raise _Stopped
