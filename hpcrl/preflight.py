@@ -28,12 +28,12 @@ from typing import TypeVar
 import msgspec
 
 from hpcrl import slurm
-from hpcrl.config import Config
+from hpcrl.config import Config, RoleName
 from hpcrl.dist.bootstrap import find_place
 from hpcrl.dist.devices import visible_gpus
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
-from hpcrl.layout import RoleLayout
+from hpcrl.layout import CONTROLLER, ROLES, RoleLayout
 from hpcrl.placement import Placement
 from hpcrl.rundir import CONFIG, stored_config
 
@@ -42,8 +42,19 @@ FOLDER = "preflight"
 CANARY, VERDICT = "canary.json", "verdict.json"
 PACKAGES = ("hpcrl", "torch", "transformers")
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 64, 8
-"""Open files of a rank in a world of N: in worlds of 8 and of 66 ranks the controller, which serves two or three
-sockets to every rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more roles."""
+"""Open files of a rank that talks with N others: in worlds of 8 and of 66 ranks the controller, which serves two or
+three sockets to every rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more
+roles. Pairs connect when they first talk."""
+WITH_MODEL: tuple[RoleName, ...] = ("trainer", "generator", "reference")
+PEERS: dict[RoleName, tuple[RoleName, ...]] = {
+    "controller": ("controller", *ROLES),
+    "trainer": WITH_MODEL,
+    "reference": WITH_MODEL,
+    "generator": (*WITH_MODEL, "reward", "env"),
+    "reward": ("generator",),
+    "env": ("generator",),
+}
+"""Role -> the roles whose ranks it talks with, beside the controller."""
 RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
 """Least free space of the run folder, which gets the checkpoints, and of the node's own scratch, which gets the files
 of sandboxes."""
@@ -146,14 +157,24 @@ def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: in
 def needs_of(config: Config) -> list[Needs]:
     """What each node of a run must have, in the order of nodes."""
     layout = RoleLayout.from_config(config)
-    open_files = FILES_OF_A_PROCESS + FILES_OF_A_PEER * layout.world_size
     cuda = config.cluster.device == "cuda"
-    with_model = {rank for role in ("trainer", "generator", "reference") for rank in layout.ranks[role]}
+    with_model = {rank for role in WITH_MODEL for rank in layout.ranks[role]}
+    peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
-        Needs(ranks, max(component.config.gpus_per_node, cuda * len(with_model & {*ranks})), cuda, open_files)
+        Needs(
+            ranks,
+            max(component.config.gpus_per_node, cuda * len(with_model & {*ranks})),
+            cuda,
+            FILES_OF_A_PROCESS + FILES_OF_A_PEER * max(peers[layout.roles_of(rank)] for rank in ranks),
+        )
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
     ]
+
+
+def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
+    """How many ranks one with these roles talks with, itself counted where it is among them."""
+    return len({CONTROLLER, *(rank for role in roles for peer in PEERS[role] for rank in layout.ranks[peer])})
 
 
 def examine(node: int, needs: Needs, run_dir: Path, nonce: str = "") -> Report:

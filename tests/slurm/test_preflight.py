@@ -168,6 +168,17 @@ def test_a_gpu_for_each_rank_with_a_model(tmp_path: Path) -> None:
     assert [need.gpus for need in needs_of(stored_config(run))] == [1, 2, 0], "a trainer; two generators; rewards"
 
 
+def test_open_files_for_those_that_a_rank_talks_with(tmp_path: Path) -> None:
+    words = ["layout.trainer.num_ranks=1", "layout.generator.num_ranks=2", "layout.reward.num_ranks=400"]
+    components = COMPONENTS.replace("[controller, trainer]", "[controller]").replace("[gen", "[trainer, gen")
+    run = make_run(tmp_path / "run", *words, f"cluster.components={components}")
+    needs = needs_of(stored_config(run))
+    assert [need.ranks for need in needs[:4]] == [(0,), (1, 2), (3, 4), (5, 6)]
+    # All 404; a generator all, for the rewards that it writes to; a reward the controller and the generators.
+    assert [need.open_files for need in needs[:4]] == [64 + 8 * 404, 64 + 8 * 404, 64 + 8 * 404, 64 + 8 * 3]
+    assert needs[-1].open_files == 64 + 8 * 3
+
+
 def test_by_hand_without_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcrl.preflight", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
