@@ -435,7 +435,7 @@ class Timeouts(Section):
     start_s: PositiveFloat = 300.0
     """Process start to ready, seconds."""
     command_s: PositiveFloat = 900.0
-    """One command, from its sending to the last answer, seconds."""
+    """One command, from its sending to the last answer; files of a checkpoint without progress; seconds."""
     grace_s: PositiveFloat = 10.0
     """From the end of the world to SIGKILL, seconds."""
     store_s: PositiveFloat = 30.0

@@ -105,15 +105,12 @@ def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Itera
     except CannotPlanError as error:
         yield "saves", f"cannot be planned: {error}"
         return
-    rate, kept, deadline_s = config.cluster.storage_gb_per_s, config.keep_checkpoints, config.timeouts.command_s
-    seconds = num_bytes / (rate * 1e9)
+    rate, kept = config.cluster.storage_gb_per_s, config.keep_checkpoints
     yield (
         "saves",
-        f"{size(num_bytes)} a checkpoint, {_seconds(seconds)} at {rate:g} GB/s "
+        f"{size(num_bytes)} a checkpoint, {_seconds(num_bytes / (rate * 1e9))} at {rate:g} GB/s "
         f"(cluster.storage_gb_per_s); {kept} are kept and one is written: {size((kept + 1) * num_bytes)}",
     )
-    if seconds > deadline_s:
-        yield "", f"longer than timeouts.command_s={deadline_s:g}: a save would be taken for a hang; raise it"
 
 
 def _cards(kind: RankMemory) -> str:

@@ -117,11 +117,3 @@ def test_an_unknown_family_is_said_and_no_error(tmp_path: Path, capsys: pytest.C
 
 def test_bytes_for_people() -> None:
     assert [size(n) for n in (512, 3 << 20, 5 << 30, 3 << 40)] == ["0.5 KiB", "3 MiB", "5 GiB", "3 TiB"]
-
-
-def test_a_save_that_would_be_taken_for_a_hang_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["+cluster=slurm", "+experiment=rlvr_200b", "dry_run=true"]
-    note = "longer than timeouts.command_s=900: a save would be taken for a hang"
-    for more, expected in (([], False), (["timeouts.command_s=900"], True)):
-        assert main([*words, *more]) == ExitCode.DONE
-        assert (note in capsys.readouterr().out) is expected
