@@ -97,7 +97,8 @@ def remains(run_dir: Path) -> dict[str, Any]:
         f"{row['step']} {name} {value}" for row in rows for name, value in row.items() if not name.startswith(TIMED)
     )
     state = read_state(last)
-    del state["counters"]["seconds"]
+    for name in ("seconds", "save_seconds"):
+        del state["counters"][name]
     left["state"] = json.dumps(state, indent=1)
     left |= {path.name: path.read_bytes() for path in sorted(last.glob("random_rank*.pt"))}
     return left | {f"tensor {name}": value for name, value in tensors(last).items()}
