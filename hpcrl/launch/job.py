@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,11 @@ SHORT_LIMIT = 5
 """Jobs in a row whose time was over before a checkpoint: another one of that length would not get there either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
 """What srun says of an agent that a signal ended before it could handle any, while its imports ran."""
+OPENED = "hpcrl: attempt {} in job {}, restart {}"
+"""The line with which an attempt begins in its job's log."""
+ERROR = re.compile("^hpcrl: |error|fatal|failed|not found|no such", re.IGNORECASE)
+CONSEQUENCE = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")  # how a task ended, which may come before why
+LOG_BYTES, CAUSE_CHARS = 1 << 16, 300
 
 Taken = Literal["nodes", "time", "cancelled", ""]
 """What Slurm or a person did to the job: its nodes were taken (a preemption, a lost node, scontrol requeue), its time
@@ -79,7 +85,7 @@ def begin(words: Sequence[str]) -> int:
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
     job = None
     if own is not None:
-        print(f"hpcrl: attempt {opened.attempt} in job {own[0]}, restart {own[1]}", file=sys.stderr)
+        print(OPENED.format(opened.attempt, *own), file=sys.stderr)
         with contextlib.suppress(slurm.SlurmSilent):  # rank 0 asks again
             job = slurm.find_job(own[0])
     print(opened.attempt, int(job.end) if job is not None and job.end else 0, opened.run_dir)
@@ -106,10 +112,13 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         code = ExitCode.BAD_INPUT
     if code is None:
         code = KILLED_EARLY.get(step_code)
-    name = "lost" if code is None else code.name.lower()
+    began = world_folder(run_dir, attempt).exists()  # made by the first agent that gets so far
+    name = "lost" if code is None and began else "not_started" if code is None else code.name.lower()
     try:
         check_owner(run_dir, attempt)
         goes_on, why = _goes_on(run_dir, code, _taken(job, own), own)
+        if code in (None, ExitCode.BAD_INPUT) and not began and own is not None:
+            why = f"the step ended with code {step_code} before any agent began: {_cause(attempt, own)}; {why}"
         close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
     except SupersededError as error:
         print(f"hpcrl: {error}", file=sys.stderr)
@@ -123,6 +132,21 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     elif own is not None and [own[0]] == submitted_jobs(run_dir)[-1:]:
         print("hpcrl: this was the last link of the chain; launch again to go on", file=sys.stderr)
     return code if code is not None else ExitCode.RANK_KILLED
+
+
+def _cause(attempt: int, own: tuple[int, int]) -> str:
+    """The line of this job's log that tells best why the step did not start: the first error in it, else the last."""
+    log = Path(os.readlink("/proc/self/fd/2"))  # a batch script's output; where it is, only sbatch's words say
+    try:
+        with log.open("rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - LOG_BYTES, 0))
+            text = file.read().decode(errors="replace")
+    except OSError:  # it is no file
+        return "see the job's log"
+    said = text.rpartition(OPENED.format(attempt, *own))[2].splitlines()
+    lines = [line.strip() for line in said if line.strip() and not CONSEQUENCE.match(line)]
+    errors = [line for line in lines if ERROR.search(line)]
+    return (errors or lines[-1:] or ["it said nothing"])[0][:CAUSE_CHARS]
 
 
 def _end_chain(run_dir: Path) -> None:

@@ -102,6 +102,27 @@ def test_a_cancelled_job_leaves_no_process_and_resumes(cluster: Any, tmp_path: P
     assert f"resumed from {step_name(saved)}" in again.wait_end()
 
 
+def test_a_step_that_does_not_start_names_its_cause(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Of a container whose image went away, the runtime speaks and ends; a Python that is not there is bad input."""
+    (tmp_path / "image.sif").touch()
+    runtime = tmp_path / "apptainer"
+    runtime.write_text("#!/bin/sh\necho starting >&2\necho 'FATAL: image.sif: no such file' >&2\nexit 255\n")
+    runtime.chmod(0o755)
+    words = [*tiny, "cluster.container=apptainer", f"cluster.image={tmp_path}/image.sif", "cluster.max_restarts=1"]
+    run = Run(cluster, tmp_path, *words, f"cluster.prologue='export PATH={tmp_path}:$PATH'", "max_steps=1")
+    run.wait_restart(1)
+    said = run.wait_end(FAILED)
+    told = (
+        r"ended \(not_started\): the step ended with code 255 before any agent began: FATAL: image.sif: no such file; "
+    )
+    assert re.findall(rf"attempt (\d) {told}crash (\d)", said) == [("1", "1"), ("2", "2")]
+    runtime.unlink()
+    again = Run(cluster, tmp_path, *run.words)
+    said = again.wait_end(FAILED)[len(said) :]
+    told = r"attempt 3 ended \(bad_input\): .* before any agent began: .*apptainer.*; does not go on by itself"
+    assert again.restarts == 0 and re.search(told, said), said
+
+
 def test_a_superseded_attempt_commits_nothing(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(cluster, tmp_path, *tiny, "save_every=1", "max_steps=60")
     run.wait_step(3)
