@@ -130,6 +130,7 @@ class Cluster:
         self.folder, self.nodes = folder.resolve(), nodes
         self.accounting, self.min_job_age_s = accounting, min_job_age_s
         self.conf = self.folder / "slurm.conf"
+        self._database: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Cluster:
         self.start()
@@ -213,6 +214,8 @@ class Cluster:
                     os.kill(pid, number)
             with suppress(RuntimeError):
                 _until(lambda: not living(), STOP_S, lambda: "")
+        if self._database is not None:
+            self._database.poll()  # a child that nobody asks for stays as a zombie
 
     def run(self, *command: str, check: bool = True, timeout_s: float = 30) -> str:
         """Output of one of Slurm's commands against this cluster; RuntimeError with its words if it fails."""
@@ -287,15 +290,16 @@ class Cluster:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # would leave one whose pid nobody knows
         try:
             with (log / "mariadbd.log").open("a") as out:
-                database = subprocess.Popen(
+                self._database = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environ, start_new_session=True
                 )
-            noted.write_text(f"{database.pid}\n")  # its own note comes late
+            noted.write_text(f"{self._database.pid}\n")  # its own note comes late
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        _until(lambda: at.exists() or database.poll() is not None, START_S, lambda: f"no database, see {out.name}")
-        if database.poll() is not None:
-            raise RuntimeError(f"mariadbd ended with code {database.returncode}, see {out.name}")
+        ended = self._database.poll
+        _until(lambda: at.exists() or ended() is not None, START_S, lambda: f"no database, see {out.name}")
+        if ended() is not None:
+            raise RuntimeError(f"mariadbd ended with code {ended()}, see {out.name}")
         self._daemon("slurmdbd", MYSQL_UNIX_PORT=str(at))
         _until(self._accounts_answer, START_S, lambda: f"no accounts, see {log}/slurmdbd.log")
         for entity in (

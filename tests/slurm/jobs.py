@@ -42,6 +42,34 @@ def submit(cluster: Any, run_dir: Path, *words: str) -> int:
     return int(submitted[1])
 
 
+def status(cluster: Any, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """`python -m hpcrl.status WORDS` from this cluster's login node."""
+    return subprocess.run(
+        [sys.executable, "-m", "hpcrl.status", *words],
+        env={**cluster.environ, "PYTHONPATH": str(ROOT)},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def says(cluster: Any, run: str | Path, *texts: str, timeout_s: float = 60.0) -> str:
+    """What status says of the run once it says all the texts."""
+    said = ""
+
+    def all_said() -> bool:
+        nonlocal said
+        done = status(cluster, str(run))
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+        return all(text in said for text in texts)
+
+    wait_until(all_said, lambda: f"{texts} not in\n{said}", timeout_s)
+    return said
+
+
 def show(cluster: Any, job: int) -> dict[str, str]:
     """What `scontrol show job` tells of a job, of a heterogeneous one the leader."""
     line = cluster.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()[0]

@@ -19,7 +19,7 @@ from hpcrl.slurm import Job
 from hpcrl.status import Run as Folder
 from hpcrl.status import describe, last_error, line, state
 from tests.conftest import ROOT
-from tests.slurm.jobs import COMPLETED, PENDING, Run, wait_state, wait_until
+from tests.slurm.jobs import COMPLETED, PENDING, Run, says, status, wait_state, wait_until
 
 NOW = 1_800_000_000.0
 PENDING_JOB = Job(7, "PENDING", 0, False, "Priority", None)
@@ -119,33 +119,6 @@ def test_half_written_files(tmp_path: Path) -> None:
         file.write('{"step": 3, "cri')
     assert "step     2 of 10" in describe(run, RUNNING_JOB, NOW)
     assert word(run, RUNNING_JOB) == "starting"
-
-
-def status(cluster: Any, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpcrl.status", *words],
-        env={**cluster.environ, "PYTHONPATH": str(ROOT)},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def says(cluster: Any, run: str | Path, *texts: str, timeout_s: float = 60.0) -> str:
-    """What status says of the run once it says all the texts."""
-    said = ""
-
-    def all_said() -> bool:
-        nonlocal said
-        done = status(cluster, str(run))
-        assert done.returncode == 0, done.stderr
-        said = done.stdout
-        return all(text in said for text in texts)
-
-    wait_until(all_said, lambda: f"{texts} not in\n{said}", timeout_s)
-    return said
 
 
 @pytest.mark.slow
