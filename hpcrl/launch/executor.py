@@ -32,7 +32,7 @@ from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
 from hpcrl.status import Run, last_error
 
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer knows, where it keeps no accounts or they do not answer: it ended some minutes ago."""
+"""State of a job that Slurm no longer knows, where it keeps no accounts or they do not answer; it ended minutes ago."""
 NO_JOB = "none"
 """Id of the job of a run that was finished without one."""
 
