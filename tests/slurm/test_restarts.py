@@ -76,6 +76,19 @@ def test_a_damaged_checkpoint_is_passed_over(cluster: Any, tmp_path: Path, tiny:
     assert f"resumed from {step_name(before)}" in said, said
 
 
+@pytest.mark.parametrize(("place", "resumed"), [("shards_written:2", 2), ("renamed:2", 4)])
+def test_a_crash_during_a_save(cluster: Any, tmp_path: Path, tiny: list[str], place: str, resumed: int) -> None:
+    """Before the second checkpoint is committed the run goes on from the first, after it from the second."""
+    dies = f"cluster.prologue='[ -n \"$SLURM_RESTART_COUNT\" ] || export HPCRL_FAILPOINT={place}'"
+    run = Run(cluster, tmp_path, *tiny, dies, "save_every=2", "max_steps=6")
+    run.wait_restart(1)
+    said = run.wait_end()
+    assert re.search(r"attempt 1 ended \((rank_killed|not_saved)\): crash 1", said), said
+    assert re.findall(r"resumed from (\w+)", said) == [step_name(resumed)]
+    assert committed_step(run.dir) == 6 and run.restarts == 1
+    assert not [path for path in (run.dir / "checkpoints").iterdir() if path.is_dir() and "step_" not in path.name]
+
+
 def test_a_lost_reward_rank_is_survived(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     words = [COMPONENTS[0] % "reward", *COMPONENTS[1:], "layout.reward.num_ranks=2", "layout.reward.colocate_with=null"]
     run = Run(cluster, tmp_path, *tiny, *words, "layout.reward.min_ranks=1", "deterministic=false", "max_steps=40")
