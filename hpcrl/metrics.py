@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -71,20 +72,17 @@ class MetricsLog:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl, None for values that were not finite; empty without a file.
 
-    A last line cut short by a kill is left out. ValueError names any other line that is no JSON object.
+    A line without a step or cut short is left out, wherever it stands: a kill, or a superseded attempt that did not
+    know it yet, must not make a run's metrics unreadable. The next resume sets such lines aside.
     """
     path = run_dir / METRICS
-    if not path.is_file():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
-        if not isinstance(row, dict) or "step" not in row:
-            raise ValueError(f"{path}:{number}: no object with a step")
-        rows.append(row)
-    return rows
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [row for row in map(_row, lines) if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        row = json.loads(line)
+        if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return None

@@ -31,10 +31,28 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
         rename_durably(run_dir / "rollouts" / step_name(number), target / "rollouts" / step_name(number))
     if past:
         moved.append(f"rollouts of steps {past[0]} to {past[-1]} moved to {target}")
-    lines = _cut_metrics(run_dir / METRICS, step, target)
+    lines = cut_metrics(run_dir, step, attempt)
     if lines:
         moved.append(f"{lines} lines of {METRICS} past step {step} moved to {target}")
     return moved
+
+
+def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
+    """Move lines of metrics.jsonl past `step` to abandoned/<attempt>/, after those there; lines that cannot be read
+    (torn by a kill) go too. Returns how many went."""
+    path, target = run_dir / METRICS, run_dir / "abandoned" / str(attempt) / METRICS
+    if not path.is_file():
+        return 0
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        (kept if _line_step(line) <= step else cut).append(line)
+    if cut:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        before = target.read_bytes() if target.is_file() else b""
+        write_durably(target, before + b"".join(cut))
+        write_durably(path, b"".join(kept))
+    return len(cut)
 
 
 def _abandon_checkpoints(root: Path, step: int, attempt: int) -> list[str]:
@@ -50,21 +68,6 @@ def _abandon_checkpoints(root: Path, step: int, attempt: int) -> list[str]:
             rename_durably(root / step_name(number), root / name)
             moved.append(f"checkpoint {step_name(number)} set aside as {name} until the next commit")
     return moved
-
-
-def _cut_metrics(path: Path, step: int, target: Path) -> int:
-    """Split metrics.jsonl at `step`; lines that cannot be read (torn by a kill) go too. Returns how many went."""
-    if not path.is_file():
-        return 0
-    kept: list[bytes] = []
-    cut: list[bytes] = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        (kept if _line_step(line) <= step else cut).append(line)
-    if cut:
-        target.mkdir(parents=True, exist_ok=True)
-        write_durably(target / METRICS, b"".join(cut))
-        write_durably(path, b"".join(kept))
-    return len(cut)
 
 
 def _line_step(line: bytes) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
-from hpcrl.checkpoint.lineage import abandon_after
+from hpcrl.checkpoint.lineage import abandon_after, cut_metrics
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.config import Config
 from hpcrl.dist.controller import Controller, RankFailed
@@ -38,7 +38,8 @@ class CheckpointError(RuntimeError):
 
 
 class NotSavedError(RuntimeError):
-    """A checkpoint could not be written, which may go well at the next attempt; the message says which and why."""
+    """A checkpoint, or what came after one, could not be written or moved, which may go well at the next attempt; the
+    message says which and why."""
 
 
 class Stateful(Protocol):
@@ -193,7 +194,8 @@ class Checkpoints:
     def restore(self) -> int:
         """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one.
 
-        CheckpointError when there are checkpoints and none can be used."""
+        CheckpointError when there are checkpoints and none can be used, NotSavedError when what came after cannot be
+        set aside, Stalled when a rank got no further in reading."""
         with _explained(f"no checkpoint read from {self._root}", CheckpointError):
             return self._read()
 
@@ -204,7 +206,8 @@ class Checkpoints:
         step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
         self.restored_step = step
         self.check_owner()  # reading takes long; since then it may have become a newer attempt's
-        abandoned = abandon_after(self._run_dir, step, self._attempt)
+        with self._setting_aside(step):
+            abandoned = abandon_after(self._run_dir, step, self._attempt)
         if abandoned:
             print(f"hpcrl: {len(abandoned)} item(s) written after step {step} moved to abandoned/", flush=True)
         if latest is None or latest.path is None:
@@ -222,11 +225,17 @@ class Checkpoints:
             )
         for warning in sorted(warnings):
             print(f"hpcrl: {warning}", flush=True)
+        with self._setting_aside(step):
+            # Once more: an attempt that does not know yet that it is superseded may have logged while this one loaded.
+            cut_metrics(self._run_dir, step, self._attempt)
         self._owner.load_state_dict(state)
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
         print(f"hpcrl: resumed from {latest.path.name}", flush=True)
         return step
+
+    def _setting_aside(self, step: int) -> AbstractContextManager[None]:
+        return _explained(f"what came after step {step} not set aside in {self._run_dir}", NotSavedError)
 
     def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
         """What is wrong with the first damaged file that a rank comes upon; every trainer rank reads its share."""

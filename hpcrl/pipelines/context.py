@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import time
@@ -25,6 +26,7 @@ from hpcrl.pipelines.parts import FABRIC, Reference, Trainer, Weights
 from hpcrl.pipelines.rollouts import Rollouts
 from hpcrl.plot import plot as draw_plot
 from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.rundir import check_owner
 from hpcrl.stats import Stats, flatten, merge
 
 MAX_FRUITLESS_STEPS = 3
@@ -55,6 +57,7 @@ class Run:
         self, controller: Controller, layout: RoleLayout, config: Config, run_dir: Path, model_path: Path, attempt: int
     ):
         self.config, self.run_dir = config, run_dir
+        self._fence = functools.partial(check_owner, run_dir, attempt)
         self._controller, self._layout = controller, layout
         self.stop_signal = 0
         self.last_step = config.max_steps
@@ -98,7 +101,7 @@ class Run:
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
             self._tell_notice()
-            self.checkpoint.check_owner()
+            self._fence()
             self._step_started = time.perf_counter()
             yield step
             self._deadline.record(time.perf_counter() - self._step_started)
@@ -134,7 +137,8 @@ class Run:
         self.last_step = step
 
     def log(self, step: int, *parts: Stats) -> None:
-        """Write the step's metrics. NoProgress once they show that training has come to nothing."""
+        """Write the step's metrics. NoProgress once they show that training has come to nothing; SupersededError, with
+        nothing written, when another attempt owns the run."""
         stats = merge([*parts, self.checkpoint.take_stats()])
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
         evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
@@ -144,6 +148,7 @@ class Run:
         flat |= {"system/global_step": step, "system/samples": samples, "time/step_total": elapsed}
         if tokens:
             flat["system/tps"] = tokens / elapsed
+        self._fence()
         self.metrics.log(step, flat)
         self._check_progress(step, stats)
         self.last_logged = dict(flat)
@@ -192,7 +197,7 @@ class Run:
             return sft_rows(data, "train", self.tokenizer, seed)
         assert loop is not None, "the layout of a reinforcement run has generators"
         source = PromptSource(data, "train", self.tokenizer, seed, self.config.rollout.num_prompts)
-        return Rollouts(loop, self._controller, self._layout, self.config, source, self.run_dir)
+        return Rollouts(loop, self._controller, self._layout, self.config, source, self.run_dir, self._fence)
 
     def _make_loop(self) -> RolloutLoop | None:
         if not self._layout.replicas:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ class Rollouts:
         config: Config,
         source: PromptSource,
         run_dir: Path,
+        fence: Callable[[], None],
     ):
+        """fence: raises when another attempt has taken the run over."""
         self._loop, self._controller, self._layout, self._config = loop, controller, layout, config
         self.source, self._folder = source, run_dir / "rollouts"
+        self._fence = fence
         self.scheduler = RolloutScheduler(SchedulerConfig.of(config), replica_capacity(config, layout))
         self._prompts: dict[int, Prompt] = {}
         self._records: list[DispositionRecord] = []
@@ -59,10 +63,11 @@ class Rollouts:
         return handle
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
-        """Write the step's rollouts and what became of its prompts."""
+        """Write the step's rollouts and what became of its prompts, unless the fence raises."""
         if not self._config.rollout.save_rollouts:
             self._records.clear()
             return
+        self._fence()
         folder = self._folder / step_name(batch.step)
         folder.mkdir(parents=True, exist_ok=True)
         finish = trainer.write_rollouts(batch, folder, {"step": batch.step, "weight_version": batch.step - 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from hpcrl.dist.controller import Controller
 from hpcrl.dist.messages import CheckFiles, Command, Done, FinishCheck, FinishSave, LoadState, SaveState
 from hpcrl.files import steps_in
 from hpcrl.layout import RoleLayout
+from hpcrl.metrics import MetricsLog, read_metrics
 from hpcrl.pipelines.checkpoints import CheckpointError, Checkpoints, NotSavedError
 from hpcrl.pipelines.longwork import Stalled
 from hpcrl.rundir import OWNERS, SupersededError, close_run, open_run
@@ -38,6 +39,7 @@ class Ranks:
         self.checks: dict[int, Check] = {}
         self.shares: list[list[str]] = []
         self.loaded: list[str] = []
+        self.while_loading: Callable[[], object] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
         return {"cursor": {"next": self.cursor}}
@@ -70,6 +72,7 @@ class Ranks:
                 return Done(0, texts=[damage] if damage else [])
             case LoadState():
                 self.loaded.append(Path(command.folder).name)
+                self.while_loading()
         return Done(0)
 
 
@@ -286,3 +289,36 @@ def test_a_superseded_attempt_sets_nothing_aside(tmp_path: Path, ranks: Ranks) -
     with pytest.raises(SupersededError):
         checkpoints.restore()
     assert metrics.read_text() == '{"step": 1}\n'
+
+
+def test_lines_of_a_superseded_attempt_do_not_end_the_newer_one(tmp_path: Path, ranks: Ranks) -> None:
+    """It logs until it finds out, also while the newer one loads, and may be killed within a line."""
+    make(tmp_path, ranks).save(2)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 2}\n{"step": 3}\n')
+    late = iter(['{"step": 4}\n', '{"ste'])
+
+    def log() -> None:
+        with metrics.open("a") as file:
+            file.write(next(late))
+
+    ranks.while_loading = log
+    checkpoints = make(tmp_path, ranks)
+    assert checkpoints.restore() == 2
+    assert (tmp_path / "abandoned/2/metrics.jsonl").read_text() == '{"step": 3}\n{"step": 4}\n{"ste'
+    log_of_newer = MetricsLog(tmp_path, 2, max_steps=4)
+    log_of_newer.log(3, {})
+    with metrics.open("a") as file:
+        file.write('{"st')  # from a host on which it is still going on
+    log_of_newer.log(4, {})
+    log_of_newer.log(5, {})
+    log_of_newer.close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [2, 3, 5], "one line is spoilt, and no more"
+
+
+def test_what_cannot_be_set_aside_is_no_unreadable_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    make(tmp_path, ranks).save(2)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    (tmp_path / "abandoned").write_text("a file")
+    with pytest.raises(NotSavedError, match=r"what came after step 2 not set aside in .*abandoned"):
+        make(tmp_path, ranks).restore()

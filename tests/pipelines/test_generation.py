@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +13,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.data import PromptSource
+from hpcrl.files import steps_in
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.evaluation import Evaluation
 from hpcrl.pipelines.generation import evaluation_sampling, replica_capacity, training_sampling
@@ -18,6 +21,7 @@ from hpcrl.pipelines.rollouts import Rollouts
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.rundir import OWNERS, SupersededError, check_owner, open_run
 from tests.rollout.ranks import Ranks
 
 ROLES = ("trainer", "generator", "reference", "reward", "env")
@@ -51,9 +55,9 @@ def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
     return Evaluation(make_loop(config, ranks), ranks, RoleLayout.from_config(config), config, Words(), folder)
 
 
-def make_rollouts(config: Config, ranks: Any, folder: Path) -> Rollouts:
+def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], None] = lambda: None) -> Rollouts:
     source = PromptSource(config.data, "train", Words(), config.seed, config.rollout.num_prompts)
-    return Rollouts(make_loop(config, ranks), ranks, RoleLayout.from_config(config), config, source, folder)
+    return Rollouts(make_loop(config, ranks), ranks, RoleLayout.from_config(config), config, source, folder, fence)
 
 
 def test_truncation_is_that_of_training_at_its_temperature_alone(tmp_path: Path) -> None:
@@ -98,6 +102,19 @@ def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
         uid: (Disposition.FILTERED, (1.0, 1.0)) if uid % 3 == 0 else (Disposition.TRAINED, (1.0, 0.0))
         for uid in range(6)
     }
+
+
+def test_a_superseded_attempt_writes_no_rollouts(tmp_path: Path) -> None:
+    config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2})
+    open_run(config.model_dump(mode="json"), tmp_path / "run", "auto")
+    rollouts = make_rollouts(config, Ranks(), tmp_path / "run", partial(check_owner, tmp_path / "run", 1))
+    trainer = cast(Any, SimpleNamespace(write_rollouts=lambda *_: lambda: None))
+    rollouts.store(rollouts.next(1), trainer)
+    batch = rollouts.next(2)
+    (tmp_path / "run" / OWNERS / "0002").write_text("{}")
+    with pytest.raises(SupersededError):
+        rollouts.store(batch, trainer)
+    assert steps_in(tmp_path / "run" / "rollouts") == [1]
 
 
 def test_a_resume_knows_the_prompts_of_groups_that_were_finished_ahead(tmp_path: Path) -> None:
