@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from hpcrl.exitcodes import ExitCode
+from hpcrl.files import committed_step, step_name
 from hpcrl.preflight import read_reports
 from hpcrl.rundir import submitted_jobs, world_folder
 from tests.conftest import ROOT
 from tests.slurm.jobs import (
     COMPLETED,
+    ENDED,
     PENDING,
     RUNNING,
     Run,
@@ -195,6 +197,26 @@ def test_an_interrupted_submission_leaves_no_job(idle: Any, tmp_path: Path, tiny
     assert process.wait(60) == ExitCode.INTERRUPTED
     assert len(submitted_jobs(run)) < 100, "it came in between"
     wait_until(lambda: not idle.run("squeue", "-h").strip(), lambda: idle.run("squeue"), timeout_s=20)
+
+
+def test_a_half_written_script_does_no_harm(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """Cut at every stage, as a full disk would: the job ends, starts no rank, and the run goes on as if it were not."""
+    run = Run(idle, tmp_path, *tiny, "save_every=100", "max_steps=6")
+    run.wait_step(2)
+    idle.run("scancel", str(run.job))
+    run.wait_end("CANCELLED")
+    saved, trained = committed_step(run.dir), step_of(run.dir)
+    whole = (run.dir / "slurm" / "job.sbatch").read_text()
+    for number, mark in enumerate(("trainer.lr", "begun=", "give_up()", "--ntasks-per-node=1 \\", "-m hpcrl.run")):
+        cut = tmp_path / f"cut{number}.sbatch"
+        cut.write_text(whole[: whole.index(mark)])
+        job = int(idle.run("sbatch", "--parsable", f"--output={run.dir}/slurm/job-%j.log", str(cut)))
+        wait_until(lambda job=job: show(idle, job)["JobState"] in ENDED, lambda: run.log)
+        assert not processes(idle, job) and show(idle, job)["Restarts"] == "0"
+    assert (committed_step(run.dir), step_of(run.dir)) == (saved, trained)
+    assert "attempt 4 in job" in run.log, "three of the five had opened the run"
+    again = Run(idle, tmp_path, *run.words, pace=0)
+    assert f"resumed from {step_name(saved)}" in again.wait_end() and step_of(run.dir) == 6
 
 
 def test_two_jobs_share_a_node(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
