@@ -45,7 +45,8 @@ Started = list[tuple[int, int]]
 
 
 class Controller:
-    """Pushes commands and collects answers. `pump` runs commands of roles that live in this process."""
+    """Pushes commands and collects answers. `pump` runs commands of roles that live in this process; `between` is
+    called whenever events are waited for, and must not wait itself."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Controller:
         self._hosts: dict[int, str] = {}
         self.lost: set[int] = set()
         self.pump: Callable[[], bool] | None = None
+        self.between: Callable[[], None] | None = None
 
     def describe(self, rank: int) -> str:
         """How errors name a rank."""
@@ -116,8 +118,14 @@ class Controller:
                 self._take(self.check_s)
         return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
+    def answered(self, started: Started) -> bool:
+        """Whether finish() would not wait."""
+        return all(key in self._answers or key[0] in self.lost for key in started)
+
     def events(self) -> list[tuple[int, Event]]:
         """Some of the events other than answers to call(), as (rank, event), in order; waits up to check_s for one."""
+        if self.between is not None:
+            self.between()
         self._world.trace.enter("wait for events")
         if not self._events:
             self._take(self.check_s)

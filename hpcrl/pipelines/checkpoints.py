@@ -27,6 +27,7 @@ from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
 COMMANDS = [c.__name__ for c in (SaveState, FinishSave, CheckFiles, FinishCheck, LoadState)]
+LOOK_EVERY_S = 5.0  # at a save under way, within a step
 LOAD_PER_CHECK = 2.0
 """Loading may take so much longer than any other command, as multiple of what reading all files to check them took."""
 WRITTEN = "time/save_write"
@@ -68,7 +69,8 @@ class Checkpoints:
     """The run's checkpoints/ folder.
 
     A save holds training up while every rank copies its state to host memory. Writing goes on beside the next steps,
-    and at a later step boundary, when all ranks have written, a thread commits. One save is under way at a time.
+    and when all ranks have written, a thread commits: while rollouts are generated, or at a step boundary. One save is
+    under way at a time.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Checkpoints:
         self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
         self._started = time.time()
         self._snapshot: _Snapshot | None = None
-        self._check_s = 0.0
+        self._check_s = self._looked = 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
         self._stats: Stats = {}
 
@@ -117,6 +119,18 @@ class Checkpoints:
         if due and step > self._saved_step:
             self._begin(step)
             self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
+
+    def look(self) -> None:
+        """Commit the save under way where it is written, within a step: the next boundary may come too late for it.
+
+        Waits for no rank. Errors as save()."""
+        if (snapshot := self._snapshot) is None or time.monotonic() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = time.monotonic()
+        with self._explained(snapshot.step):
+            if snapshot.committing is None and not snapshot.writing.poll(FinishSave(0.0)):
+                return
+        self._drain(wait=False)
 
     def save(self, step: int) -> None:
         """Commit a checkpoint of `step` and return when it is there (idempotent).

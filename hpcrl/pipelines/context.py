@@ -71,6 +71,7 @@ class Run:
         self.evaluation = Evaluation(loop, controller, layout, config, self.tokenizer, run_dir) if loop else None
         self.checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, self._data)
         self.first_step = self.checkpoint.restore()
+        controller.between = self.checkpoint.look
         self.metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps, config.eval_every)
         rows = read_metrics(run_dir)
         self.last_logged: dict[str, float | None] = rows[-1] if rows else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from hpcrl.dist.controller import Controller, RankSilent
+from hpcrl.dist.controller import Controller, RankSilent, Started
 from hpcrl.dist.messages import Command, Done
 
 
@@ -20,6 +20,7 @@ class LongWork:
         """`doing`: what they do with a file, for errors: "reading"."""
         self._controller, self._doing = controller, doing
         self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, time.monotonic()))
+        self._asked: Started = []
         self.answers: dict[int, Done] = {}
 
     def ask(self, command: Command) -> bool:
@@ -27,8 +28,22 @@ class LongWork:
 
         Stalled names a rank without progress for command_s; else as Controller.call().
         """
-        answers = self._controller.call({rank: command for rank in self._reached if rank not in self.answers})
-        now = time.monotonic()
+        self._send(command)
+        return self._hear()
+
+    def poll(self, command: Command) -> bool:
+        """As ask(), without waiting for a rank that is busy: its answer is taken by the next call."""
+        self._send(command)
+        return self._controller.answered(self._asked) and self._hear()
+
+    def _send(self, command: Command) -> None:
+        left = [rank for rank in self._reached if rank not in self.answers]
+        if left and not self._asked:
+            self._asked = self._controller.start(dict.fromkeys(left, command))
+
+    def _hear(self) -> bool:
+        answers, now = self._controller.finish(self._asked), time.monotonic()
+        self._asked = []
         for rank, answer in answers.items():
             if answer.progress is None:
                 self.answers[rank] = answer

@@ -75,3 +75,21 @@ def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:
     activity = read_trace(traced)
     assert activity is not None and activity.name == "call Advantages"
     assert activity.age_s < 1.0, "its agent need not take the controller for stuck"
+
+
+def test_commands_between_events_wait_for_no_rank(threads: Any, controller: Controller) -> None:
+    asked: list[tuple[int, int]] = []
+    known: list[bool] = []
+
+    def between() -> None:
+        if not asked:
+            asked.extend(controller.start({1: Advantages(7)}))
+        known.append(controller.answered(asked))
+
+    controller.between = between
+    scored = Scored([ScoredSample(1, 1.0, 1.0)])
+    say(threads, scored)
+    assert controller.events() == [(1, scored)] and known == [False]
+    say(threads, Done(asked[0][1]), scored)
+    assert controller.events() == [(1, scored)], "an answer is no event"
+    assert controller.answered(asked) and controller.finish(asked) == {1: Done(asked[0][1])}

@@ -31,7 +31,7 @@ from hpcrl.stats import scalar
 class Ranks:
     """Two trainer ranks, as far as the controller's saves see them, and the place in the data."""
 
-    command_s, check_s = 60.0, 0.05
+    command_s, check_s, idle = 60.0, 0.05, True
 
     def __init__(self) -> None:
         self.writers = {1: Writer(), 2: Writer()}
@@ -52,6 +52,15 @@ class Ranks:
 
     def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
         return {rank: self._answer(self.writers[rank], rank, command) for rank, command in commands.items()}
+
+    def start(self, commands: Mapping[int, Command]) -> list[tuple[int, Command]]:
+        return list(commands.items())
+
+    def answered(self, started: list[tuple[int, Command]]) -> bool:
+        return self.idle
+
+    def finish(self, started: list[tuple[int, Command]]) -> dict[int, Done]:
+        return self.call(dict(started))
 
     def _answer(self, writer: Writer, rank: int, command: Command) -> Done:
         match command:
@@ -124,6 +133,36 @@ def test_a_save_is_of_its_step_and_committed_when_it_is_written(tmp_path: Path, 
     assert [entry.path for entry in manifest.files] == ["shard_1", "shard_2", "state.json"]
     assert read_state(path)["cursor"] == {"next": 20}, "the state of the step at which it began"
     assert checkpoints.expected_save_s() > 0
+
+
+def test_a_save_is_committed_within_a_long_step(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.pipelines.checkpoints.LOOK_EVERY_S", 0.0)
+    checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
+    checkpoints.look()
+    ranks.cursor = 20
+    checkpoints.maybe_save(2)
+    ranks.cursor = 30
+    last_writer().suspend()
+    checkpoints.look()
+    last_writer().resume()
+    ranks.idle = False
+    time.sleep(1.0)
+    checkpoints.look()
+    time.sleep(0.2)
+    assert steps_in(root) == [], "the ranks have not answered yet"
+    ranks.idle = True
+    deadline = time.monotonic() + 30
+    while not checkpoints.take_stats().get("time/save_drain") and time.monotonic() < deadline:
+        checkpoints.look()
+        time.sleep(0.01)
+    assert steps_in(root) == [2]
+    path = find_latest(root).path
+    assert path is not None and read_state(path)["cursor"] == {"next": 20}
+    ranks.idle = False
+    checkpoints.maybe_save(4)
+    checkpoints.look()
+    checkpoints.save(5)
+    assert steps_in(root) == [4, 5], "what was asked within the step is heard at its end"
 
 
 def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, ranks: Ranks) -> None:
