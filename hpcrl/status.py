@@ -213,10 +213,13 @@ def find_run(name: str) -> Path:
 def find_job(run: Run) -> slurm.Job | None:
     """The job that runs or will run this run, else its last; None if Slurm knows none.
 
-    Its state is UNKNOWN, and the reason why, where Slurm cannot be asked.
+    Its state is UNKNOWN, and the reason why, where Slurm cannot be asked or is another cluster's.
     """
+    cluster = read_record(run.folder / SUBMITTED).get("cluster") or run.owner.get("cluster", "")
     numbers = [*([run.owner["job"]] if lives_as_job(run.owner) else []), *submitted_jobs(run.folder)]
     try:
+        if numbers and cluster and (here := slurm.cluster_name()) != cluster:  # a number means another job here
+            return slurm.Job(numbers[-1], "UNKNOWN", 0, False, f"ask on cluster {cluster}, this is {here}", None)
         known = [job for number in dict.fromkeys(numbers) if (job := slurm.find_job(number)) is not None]
     except slurm.SlurmError as error:
         return slurm.Job(numbers[-1], "UNKNOWN", 0, False, str(error), None)

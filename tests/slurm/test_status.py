@@ -165,6 +165,16 @@ def test_real_jobs_that_ended(cluster: Any, tmp_path: Path, tiny: list[str]) -> 
     assert "step" not in said.split("error")[0]
 
 
+def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(cluster: Any, tmp_path: Path) -> None:
+    number = int(cluster.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"))
+    (tmp_path / "slurm").mkdir()
+    record_submission(tmp_path, [number], "elsewhere")
+    says(cluster, tmp_path, f"state    unknown: job {number}: ask on cluster elsewhere, this is one_machine")
+    record_submission(tmp_path, [number], "one_machine")
+    says(cluster, tmp_path, f"state    queued: job {number} waits (JobHeldUser)")
+    cluster.run("scancel", str(number))
+
+
 def test_what_is_no_run(cluster: Any, tmp_path: Path) -> None:
     done = status(cluster, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "no run in runs/\n")
