@@ -4,35 +4,26 @@
 with every problem at once, one line each.
 """
 
+from hpcrl.config.cluster import ClusterConfig, ComponentConfig, LayoutConfig, RoleConfig, RoleName
+from hpcrl.config.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.config.problems import ConfigError, Problem
 from hpcrl.config.reading import Reading, load, parse, read
 from hpcrl.config.schema import (
     GRPO,
     AlgorithmConfig,
-    ClusterConfig,
-    ComponentConfig,
     Config,
     DataConfig,
     DataSource,
     EnvConfig,
     EvalConfig,
     GeneratorConfig,
-    LayoutConfig,
     ModelConfig,
-    Natural,
-    NonNegative,
     PolicyLoss,
-    Positive,
-    PositiveFloat,
     Reinforce,
     ReinforcePlusPlus,
     RewardConfig,
-    RoleConfig,
-    RoleName,
     RolloutConfig,
-    Section,
     SFTConfig,
-    Share,
     Timeouts,
     TinyModel,
     TrainerConfig,

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hpcrl.config.schema import Section
+from hpcrl.config.fields import Section
 
 Options = TypeVar("Options", bound=Section)
 

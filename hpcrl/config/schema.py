@@ -7,45 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-
-def _not_bool(value: Any) -> Any:
-    # pydantic counts true as 1, so that seed=true would pass as a number.
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
-def _not_a_number(value: Any) -> Any:
-    # YAML reads 01:30:00 as 5400 and 90 as a number; sbatch reads a bare number as minutes.
-    if isinstance(value, int | float):
-        raise ValueError("expected text such as 24:00:00; put it in quotes")
-    return value
-
-
-_number = BeforeValidator(_not_bool)
-Positive = Annotated[int, Field(ge=1), _number]
-Natural = Annotated[int, Field(ge=0), _number]
-Float = Annotated[float, _number]
-PositiveFloat = Annotated[float, Field(gt=0), _number]
-NonNegative = Annotated[float, Field(ge=0), _number]
-Seed = Annotated[int, Field(ge=0, lt=1 << 63), _number]
-Share = Annotated[float, Field(ge=0, le=1), _number]
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, numbers given as text are not."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        protected_namespaces=(),
-        validate_default=True,
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,
-        use_attribute_docstrings=True,
-    )
+from hpcrl.config.cluster import ClusterConfig, LayoutConfig
+from hpcrl.config.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
 
 
 class TinyModel(Section):
@@ -148,13 +113,13 @@ class RolloutConfig(Section):
 
     num_prompts: Positive = 64
     """Prompts (groups) of a step."""
-    group_size: Annotated[int, Field(ge=1, le=1 << 14), _number] = 8
+    group_size: Annotated[int, Field(ge=1, le=1 << 14), NUMBER] = 8
     """Responses of a prompt."""
     max_new_tokens: Positive = 256
     """Longest response, tokens."""
     temperature: NonNegative = 1.0
     """Sampling temperature; above 0, since greedy responses to a prompt are all the same."""
-    top_p: Annotated[float, Field(gt=0, le=1), _number] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
     """Nucleus; 1: off."""
     top_k: Natural = 0
     """Most likely tokens kept; 0: off."""
@@ -166,7 +131,7 @@ class RolloutConfig(Section):
     """Steps a token may be behind the weights it trains; 0: synchronous."""
     over_sampling: Natural = 0
     """Groups generated beyond num_prompts; aborted once enough valid groups exist."""
-    max_attempts: Annotated[int, Field(ge=1, le=1 << 10), _number] = 3
+    max_attempts: Annotated[int, Field(ge=1, le=1 << 10), NUMBER] = 3
     """Attempts at a prompt before it counts as failed."""
     filter_mean_low: Float | None = None
     """Keep only groups with a mean score above this."""
@@ -187,7 +152,7 @@ class PolicyLoss(Section):
     """Ratio is clipped below at 1 - this."""
     pg_clip_high: NonNegative = 0.2
     """Ratio is clipped above at 1 + this."""
-    dual_clip: Annotated[float, Field(gt=1), _number] | None = None
+    dual_clip: Annotated[float, Field(gt=1), NUMBER] | None = None
     """c of dual clip (arXiv 1912.09729); null: off."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     """How token losses become one number."""
@@ -334,7 +299,7 @@ class TrainerConfig(Section):
     """AdamW's moments."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), _number] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.0
     """Gradients are clipped to this norm; inf: off."""
     max_tokens_per_micro_batch: Positive = 16384
     """Tokens of one forward and backward on one rank."""
@@ -396,39 +361,6 @@ class ConvertConfig(Section):
     """Folder to write the model to; null: hf in the source."""
 
 
-RoleName = Literal["controller", "trainer", "generator", "reference", "reward", "env"]
-
-
-class RoleConfig(Section):
-    """How many ranks a role has, or with which role it shares ranks."""
-
-    num_ranks: Positive | None = None
-    """Ranks of its own; with colocate_with: the first so many of the other role's, null all of them."""
-    colocate_with: RoleName | None = None
-    """Role whose ranks it shares."""
-    tensor_parallel: Positive = 1
-    """Ranks of one replica."""
-    min_ranks: Positive = 1
-    """reward, env: go on while so many remain."""
-
-
-class LayoutConfig(Section):
-    """Which ranks play which role. Rank 0 is the controller."""
-
-    name: str = "colocated"
-    """Name of the layout, for people."""
-    trainer: RoleConfig = RoleConfig(num_ranks=2)
-    """Ranks that train."""
-    generator: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks that generate."""
-    reference: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks of the frozen policy; only with a KL term."""
-    reward: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks that score."""
-    env: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks that run environments; only with env."""
-
-
 class Timeouts(Section):
     """Deadlines in seconds. Every wait of the program is under one of them."""
 
@@ -443,98 +375,6 @@ class Timeouts(Section):
 
 
 # What Slurm reads as one word; a line break or a space in it would be another option.
-WORD = r"^[A-Za-z0-9_.,:=/@%+\[\]()|&*!-]+$"
-IMAGE = WORD.replace("[", "[#", 1)
-WALL_TIME = r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"
-MEMORY = r"^\d+[KMGT]?$"
-COMPONENT = r"^[a-z][a-z0-9_]*$"
-Word = Annotated[str, Field(pattern=WORD)]
-Image = Annotated[str, Field(pattern=IMAGE)]
-WallTime = Annotated[str, Field(pattern=WALL_TIME), BeforeValidator(_not_a_number)]
-Memory = Annotated[str, Field(pattern=MEMORY)]
-
-
-class ComponentConfig(Section):
-    """Nodes that are alike: a component of a heterogeneous job, or the only one of a plain job."""
-
-    roles: list[RoleName] = []
-    """Roles whose ranks are on these nodes; roles that share ranks with one of them come along."""
-    ranks_per_node: Positive | None = None
-    """Ranks of a node, the controller not counted; null: all on one node."""
-    cpus_per_node: Positive | None = None
-    """CPUs of a node; null: threads_per_rank for each of its ranks."""
-    gpus_per_node: Natural = 0
-    """GPUs of a node; 0: none are asked for."""
-    gpu_type: Word | None = None
-    """Type of the GPUs, as the cluster names it."""
-    memory: Memory | None = None
-    """Memory of a node, such as 500G; null: the partition's default."""
-    partition: Word | None = None
-    """Partition; null: cluster.partition."""
-    constraint: Word | None = None
-    """Features that the nodes must have; null: cluster.constraint."""
-
-
-class ClusterConfig(Section):
-    """Where the program runs."""
-
-    name: Literal["local", "slurm"] = "local"
-    """This machine, or a Slurm job."""
-    threads_per_rank: Positive = 1
-    """CPU threads of each rank."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models live; auto: on GPUs where a node has one for each of its ranks with a model, else on the CPU."""
-    components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
-    """Component -> its nodes; empty: one node for all ranks. More than one makes a heterogeneous job."""
-    account: Word | None = None
-    """Account to charge; null: your default, or SBATCH_ACCOUNT."""
-    partition: Word | None = None
-    """Partition; null: the cluster's default, or SBATCH_PARTITION."""
-    qos: Word | None = None
-    """Quality of service."""
-    reservation: Word | None = None
-    """Reservation."""
-    constraint: Word | None = None
-    """Features that the nodes must have."""
-    exclude: Word | None = None
-    """Nodes to avoid."""
-    switches: Word | None = None
-    """Most leaf switches, COUNT or COUNT@MAX_WAIT."""
-    time: WallTime = "24:00:00"
-    """Wall-time limit of one job, as sbatch reads it: MINUTES, HH:MM:SS, D-HH:MM:SS."""
-    signal_lead_s: Annotated[int, Field(ge=1, le=65535), _number] = 300
-    """Warning before the wall-time limit or a preemption, seconds (Slurm may be up to 60 s early)."""
-    after: Literal["requeue", "chain"] = "requeue"
-    """How an unfinished run gets its next job: the same job requeued, or a queue of dependent jobs."""
-    num_links: Annotated[int, Field(ge=1, le=100), _number] = 4
-    """Jobs of a chain, the first included."""
-    max_restarts: Natural = 3
-    """Restarts in a row after crashes and hangs without a new checkpoint in between; others do not count."""
-    modules: list[Word] = []
-    """Environment modules to load on the nodes."""
-    prologue: str = ""
-    """Shell lines to run on the first node before anything else, such as `source ~/venv/bin/activate`."""
-    network_interface: Word | None = None
-    """Interface for gloo and NCCL, such as ib0; null: theirs to choose."""
-    container: Literal["none", "apptainer", "pyxis"] = "none"
-    """What the ranks run in."""
-    image: Image | None = None
-    """Container image: a file, or what pyxis pulls."""
-    mounts: list[Word] = []
-    """Folders inside the container besides the run folder and the source tree, SOURCE or SOURCE:TARGET."""
-    storage_gb_per_s: PositiveFloat = 2.0
-    """GB/s that all ranks together write to the run folder's file system; the plan's checkpoint time comes of it."""
-
-    @property
-    def time_s(self) -> int:
-        """The wall-time limit in seconds. sbatch reads MINUTES[:SECONDS], HH:MM:SS and DAYS-HH[:MM[:SS]]."""
-        days, dash, rest = self.time.rpartition("-")
-        numbers = [int(number) for number in rest.split(":")]
-        if dash or len(numbers) == 3:
-            hours, minutes, seconds = [*numbers, 0, 0][:3]
-        else:
-            hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-        return ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
 
 
 class Config(Section):
@@ -554,7 +394,7 @@ class Config(Section):
     """Steps between checkpoints; 0: only at the end."""
     eval_every: Natural = 10
     """Steps between held-out evaluations; 0: never."""
-    keep_checkpoints: Annotated[int, Field(ge=2), _number] = 2
+    keep_checkpoints: Annotated[int, Field(ge=2), NUMBER] = 2
     """Newest checkpoints kept."""
     resume: Literal["auto", "fresh"] = "auto"
     """auto: go on where the run folder ends; fresh: take a new name."""

@@ -1,0 +1,142 @@
+"""Which machines a run gets and which of its roles they hold: the sections `layout` and `cluster`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hpcrl.config.fields import NUMBER, Natural, Positive, PositiveFloat, Section
+
+RoleName = Literal["controller", "trainer", "generator", "reference", "reward", "env"]
+
+
+class RoleConfig(Section):
+    """How many ranks a role has, or with which role it shares ranks."""
+
+    num_ranks: Positive | None = None
+    """Ranks of its own; with colocate_with: the first so many of the other role's, null all of them."""
+    colocate_with: RoleName | None = None
+    """Role whose ranks it shares."""
+    tensor_parallel: Positive = 1
+    """Ranks of one replica."""
+    min_ranks: Positive = 1
+    """reward, env: go on while so many remain."""
+
+
+class LayoutConfig(Section):
+    """Which ranks play which role. Rank 0 is the controller."""
+
+    name: str = "colocated"
+    """Name of the layout, for people."""
+    trainer: RoleConfig = RoleConfig(num_ranks=2)
+    """Ranks that train."""
+    generator: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks that generate."""
+    reference: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks of the frozen policy; only with a KL term."""
+    reward: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks that score."""
+    env: RoleConfig = RoleConfig(colocate_with="trainer")
+    """Ranks that run environments; only with env."""
+
+
+def _not_a_number(value: Any) -> Any:
+    # YAML reads 01:30:00 as 5400 and 90 as a number; sbatch reads a bare number as minutes.
+    if isinstance(value, int | float):
+        raise ValueError("expected text such as 24:00:00; put it in quotes")
+    return value
+
+
+WORD = r"^[A-Za-z0-9_.,:=/@%+\[\]()|&*!-]+$"
+IMAGE = WORD.replace("[", "[#", 1)
+WALL_TIME = r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"
+MEMORY = r"^\d+[KMGT]?$"
+COMPONENT = r"^[a-z][a-z0-9_]*$"
+Word = Annotated[str, Field(pattern=WORD)]
+Image = Annotated[str, Field(pattern=IMAGE)]
+WallTime = Annotated[str, Field(pattern=WALL_TIME), BeforeValidator(_not_a_number)]
+Memory = Annotated[str, Field(pattern=MEMORY)]
+
+
+class ComponentConfig(Section):
+    """Nodes that are alike: a component of a heterogeneous job, or the only one of a plain job."""
+
+    roles: list[RoleName] = []
+    """Roles whose ranks are on these nodes; roles that share ranks with one of them come along."""
+    ranks_per_node: Positive | None = None
+    """Ranks of a node, the controller not counted; null: all on one node."""
+    cpus_per_node: Positive | None = None
+    """CPUs of a node; null: threads_per_rank for each of its ranks."""
+    gpus_per_node: Natural = 0
+    """GPUs of a node; 0: none are asked for."""
+    gpu_type: Word | None = None
+    """Type of the GPUs, as the cluster names it."""
+    memory: Memory | None = None
+    """Memory of a node, such as 500G; null: the partition's default."""
+    partition: Word | None = None
+    """Partition; null: cluster.partition."""
+    constraint: Word | None = None
+    """Features that the nodes must have; null: cluster.constraint."""
+
+
+class ClusterConfig(Section):
+    """Where the program runs."""
+
+    name: Literal["local", "slurm"] = "local"
+    """This machine, or a Slurm job."""
+    threads_per_rank: Positive = 1
+    """CPU threads of each rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models live; auto: on GPUs where a node has one for each of its ranks with a model, else on the CPU."""
+    components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
+    """Component -> its nodes; empty: one node for all ranks. More than one makes a heterogeneous job."""
+    account: Word | None = None
+    """Account to charge; null: your default, or SBATCH_ACCOUNT."""
+    partition: Word | None = None
+    """Partition; null: the cluster's default, or SBATCH_PARTITION."""
+    qos: Word | None = None
+    """Quality of service."""
+    reservation: Word | None = None
+    """Reservation."""
+    constraint: Word | None = None
+    """Features that the nodes must have."""
+    exclude: Word | None = None
+    """Nodes to avoid."""
+    switches: Word | None = None
+    """Most leaf switches, COUNT or COUNT@MAX_WAIT."""
+    time: WallTime = "24:00:00"
+    """Wall-time limit of one job, as sbatch reads it: MINUTES, HH:MM:SS, D-HH:MM:SS."""
+    signal_lead_s: Annotated[int, Field(ge=1, le=65535), NUMBER] = 300
+    """Warning before the wall-time limit or a preemption, seconds (Slurm may be up to 60 s early)."""
+    after: Literal["requeue", "chain"] = "requeue"
+    """How an unfinished run gets its next job: the same job requeued, or a queue of dependent jobs."""
+    num_links: Annotated[int, Field(ge=1, le=100), NUMBER] = 4
+    """Jobs of a chain, the first included."""
+    max_restarts: Natural = 3
+    """Restarts in a row after crashes and hangs without a new checkpoint in between; others do not count."""
+    modules: list[Word] = []
+    """Environment modules to load on the nodes."""
+    prologue: str = ""
+    """Shell lines to run on the first node before anything else, such as `source ~/venv/bin/activate`."""
+    network_interface: Word | None = None
+    """Interface for gloo and NCCL, such as ib0; null: theirs to choose."""
+    container: Literal["none", "apptainer", "pyxis"] = "none"
+    """What the ranks run in."""
+    image: Image | None = None
+    """Container image: a file, or what pyxis pulls."""
+    mounts: list[Word] = []
+    """Folders inside the container besides the run folder and the source tree, SOURCE or SOURCE:TARGET."""
+    storage_gb_per_s: PositiveFloat = 2.0
+    """GB/s that all ranks together write to the run folder's file system; the plan's checkpoint time comes of it."""
+
+    @property
+    def time_s(self) -> int:
+        """The wall-time limit in seconds. sbatch reads MINUTES[:SECONDS], HH:MM:SS and DAYS-HH[:MM[:SS]]."""
+        days, dash, rest = self.time.rpartition("-")
+        numbers = [int(number) for number in rest.split(":")]
+        if dash or len(numbers) == 3:
+            hours, minutes, seconds = [*numbers, 0, 0][:3]
+        else:
+            hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+        return ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,38 @@
+"""What the sections of the configuration are made of: numbers with bounds, and the section itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _not_bool(value: Any) -> Any:
+    # pydantic counts true as 1, so that seed=true would pass as a number.
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+NUMBER = BeforeValidator(_not_bool)
+Positive = Annotated[int, Field(ge=1), NUMBER]
+Natural = Annotated[int, Field(ge=0), NUMBER]
+Float = Annotated[float, NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
+NonNegative = Annotated[float, Field(ge=0), NUMBER]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63), NUMBER]
+Share = Annotated[float, Field(ge=0, le=1), NUMBER]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, numbers given as text are not."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+    )
