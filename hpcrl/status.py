@@ -322,7 +322,6 @@ def _outcome(owner: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Command line."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     if len(argv) > 1 or any(word.startswith("-") for word in argv):
         print(__doc__)
         return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
@@ -344,4 +343,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     sys.exit(main(sys.argv[1:]))
