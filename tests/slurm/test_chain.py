@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.jobs import COMPLETED, FAILED, Run, digest, launch, show, submit, wait_state, wait_step
+from tests.slurm.jobs import COMPLETED, FAILED, Run, digest, launch, show, submit, wait_state, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -21,9 +21,10 @@ def links_of(run: Run) -> list[int]:
     return jobs
 
 
-def stop(run: Run, job: int, step: int) -> None:
-    """Tell the job that its time is nearly over, as Slurm does, once it has trained `step`."""
-    wait_step(run.cluster, run.dir, job, step)
+def stop(run: Run, job: int) -> None:
+    """Tell the job that its time is nearly over, as Slurm does, once it has itself trained two steps."""
+    told = run.dir / "slurm" / f"job-{job}.log"
+    wait_until(lambda: told.exists() and told.read_text().count("\nstep ") >= 2, lambda: run.log)
     run.cluster.run("scancel", "--signal=USR1", str(job))
 
 
@@ -32,8 +33,8 @@ def test_three_links_and_an_early_end(cluster: Any, tmp_path: Path, tiny: list[s
     first, second, third, fourth, fifth = links_of(run)
     assert show(cluster, second)["Dependency"] == f"afterany:{first}(unfulfilled)"
     assert show(cluster, first)["Requeue"] == "0"
-    stop(run, first, 2)
-    stop(run, second, 8)
+    stop(run, first)
+    stop(run, second)
     run.tell(pace=0)
     assert wait_state(cluster, run.dir, third, [COMPLETED]) == COMPLETED
     # What is left of the chain is taken out of the queue by the link that finished the run.
@@ -58,7 +59,7 @@ def test_a_chain_ends_where_the_run_does_not_go_on(cluster: Any, tmp_path: Path,
     wait_state(cluster, run.dir, second, ["CANCELLED", COMPLETED])
     assert "attempt 2" not in run.log
     only = submit(cluster, run.dir, *run.words, "cluster.num_links=1")
-    stop(run, only, 4)
+    stop(run, only)
     wait_state(cluster, run.dir, only, [FAILED])
     assert "this was the last link of the chain" in run.log
     run.tell(pace=0)
@@ -76,7 +77,7 @@ def test_links_wait_for_all_components(cluster: Any, tmp_path: Path, tiny: list[
     assert len(components) == 2
     assert all("JobState=PENDING" in line for line in components)
     assert f"Dependency=afterany:{first}" in components[0]
-    stop(run, first, 2)
+    stop(run, first)
     run.tell(pace=0)
     wait_state(cluster, run.dir, second, [COMPLETED])
 
