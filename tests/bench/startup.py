@@ -15,14 +15,13 @@ import sys
 import time
 
 STARTS = 7
-ASSERT = (
-    "import sys; from hpcrl.launch.__main__ import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
-)
+ASSERT = "import sys; from hpcrl.launch.__main__ import main; assert main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
+NEW = "run_dir=runs/never_started"
 COMMANDS = {
     "empty": ["-c", "pass"],
     "help": ["-c", ASSERT, "--help"],
-    "validate": ["-c", ASSERT, "+experiment=demo", "cluster=local", "dry_run=true"],
-    "validate_256_gpus": ["-c", ASSERT, "+experiment=rlvr_200b", "dry_run=true"],
+    "validate": ["-c", ASSERT, "+experiment=demo", "cluster=local", "dry_run=true", NEW],
+    "validate_256_gpus": ["-c", ASSERT, "+experiment=rlvr_200b", "dry_run=true", NEW],
 }
 
 

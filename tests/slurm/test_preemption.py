@@ -38,8 +38,9 @@ def test_preemptions_and_a_lost_node_change_no_bit(cluster: Any, tmp_path: Path,
     run.wait_restart(2)
     cluster.run("scontrol", "update", f"nodename={node[1]}", "state=resume")
     run.wait_said("resumed from", 2)
+    run.tell(pace=2)  # Slurm may look for nodes to preempt only after some seconds
     run.preempt(3)
-    run.preempt(4)  # before its first step
+    run.preempt(4)  # before its first step, or soon after it
     run.tell(pace=0)
     said = run.wait_end()
 
