@@ -15,7 +15,11 @@ import sys
 import time
 
 STARTS = 7
-ASSERT = "import sys; from hpcrl.launch.__main__ import main; assert main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
+ASSERT = """
+import sys
+from hpcrl.launch.__main__ import main
+assert main(sys.argv[1:]) == 0 and "torch" not in sys.modules
+"""
 NEW = "run_dir=runs/never_started"
 COMMANDS = {
     "empty": ["-c", "pass"],
