@@ -24,7 +24,8 @@ def noted() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Processes started inside get none of the signals before they call ignore_signals or let_signals_pass."""
+    """Signals that come inside take effect at the end; processes started inside get none before they call
+    ignore_signals or let_signals_pass."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
