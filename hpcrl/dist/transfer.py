@@ -36,25 +36,24 @@ class Fabric:
         says. Called by every source and destination of a move with the same list; at most one move per pair. Waits
         under the group's timeout; RuntimeError when that is over or a peer has ended.
         """
-        works, keep = [], []
-        for move in moves:
-            if move.source == rank and move.dest != rank and move.samples:
-                packed = torch.from_numpy(_gather(move, token_fields, row_fields, pick)[0])
-                keep.append(packed)
-                works.append(self.group.send([packed], self.ranks.index(move.dest), 0))
-        received = []
-        for move in moves:
-            if move.dest != rank:
+        own = [move for move in moves if rank in (move.source, move.dest)]
+        parcels = [
+            _gather(move, token_fields, row_fields, pick)
+            if move.source == rank
+            else _buffer(move, token_fields, row_fields)
+            for move in own
+        ]
+        # Two ranks that talk for the first time connect here, and one of them waits for the other. Nobody waits for
+        # data before, and all follow the list of moves: no circle of ranks that wait for each other.
+        works = []
+        for move, (buffer, _) in zip(own, parcels, strict=True):
+            if move.source == move.dest or not move.samples:
                 continue
-            if move.source == rank or not move.samples:
-                received.append((move, _gather(move, token_fields, row_fields, pick)[1]))
-                continue
-            buffer, fields = _buffer(move, token_fields, row_fields)
-            self.group.recv([torch.from_numpy(buffer)], self.ranks.index(move.source), 0).wait()
-            received.append((move, fields))
+            peer, act = (move.dest, self.group.send) if move.source == rank else (move.source, self.group.recv)
+            works.append(act([torch.from_numpy(buffer)], self.ranks.index(peer), 0))
         for work in works:
             work.wait()
-        return received
+        return [(move, fields) for move, (_, fields) in zip(own, parcels, strict=True) if move.dest == rank]
 
 
 def _buffer(move: Move, token_fields: Fields, row_fields: Fields) -> tuple[np.ndarray, dict[str, np.ndarray]]:

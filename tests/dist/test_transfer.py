@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -115,6 +116,21 @@ def test_groups_of_other_names_epochs_and_ranks_do_not_mix(threads: Threads, fab
             )
         )
         assert received[2][0][1]["token_ids"].tolist() == [number]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(RANKS)))
+def test_first_contacts_in_a_triangle_do_not_wait_for_each_other(threads: Threads, order: tuple[int, ...]) -> None:
+    # Of two ranks that meet for the first time the one with the lower port waits for the other: with one of these
+    # orders, a waits for b, b for c, and c would for ever wait for what a has not sent.
+    a, b, c = order
+    moves = [Move(source, dest, [dest], [1]) for source, dest in ((a, b), (a, c), (b, c))]
+    held = {"token_ids": [np.array([7], dtype=np.int32)]}
+    fields = [("token_ids", np.dtype(np.int32))]
+    epoch = 2 + list(itertools.permutations(RANKS)).index(order)
+    groups = threads.every(lambda rank: replace(threads.worlds[rank], timeout_s=5).group("fabric", RANKS, epoch))
+    own = [[move for move in moves if rank in (move.source, move.dest)] for rank in RANKS]
+    received = threads.every(lambda r: Fabric(groups[r], RANKS).exchange(r, own[r], fields, [], lambda _: held))
+    assert [len(received[rank]) for rank in order] == [0, 1, 2]
 
 
 def test_a_silent_member_is_waited_for_as_long_as_configured(threads: Threads) -> None:
