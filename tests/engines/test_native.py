@@ -214,6 +214,28 @@ def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_fold
         ).abs().max() > 0.01
 
 
+def test_a_recomputed_cache_is_that_of_the_new_weights(model_folder: tuple[Any, Path]) -> None:
+    """The next log-probs are transformers' under the new weights alone; the control above has those of a kept cache."""
+    old, folder = model_folder
+    new = make_model(old.config, seed=1)
+    engine = engine_of(folder, max_slots=4)
+    requests = [Request(i, prompt_of(i, 1 + 5 * i), SamplingParams(9 + 5 * (i % 2)), seed=i) for i in range(5)]
+    requests[3] = replace(requests[3], prompt_ids=requests[2].prompt_ids)
+    engine.add(requests)
+    outputs = {o.id: o for o in engine.step(10)}  # two have ended, the slots have moved, the fifth has come in
+    engine.load_weights(new.state_dict().items(), version=7)
+    engine.recompute()
+    outputs |= {o.id: o for o in engine.step(20)}
+    updated = [request for request in requests if (outputs[request.id].versions == 7).sum() > 0]
+    assert len(updated) == 3
+    for request in updated:
+        output = outputs[request.id]
+        at = output.versions == 7
+        expected = logits_of(new, request, output).log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(output.token_ids).long()[:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(output.gen_logprobs)[at], expected[at], atol=1e-4, rtol=0)
+
+
 def test_siblings_share_a_prefill_without_noticing(qwen2: tuple[Any, Path]) -> None:
     model, folder = qwen2
     prompts = [prompt_of(0, 11), prompt_of(1, 30), prompt_of(2, 1)]

@@ -95,6 +95,10 @@ class GenEngine(Protocol):
         ValueError on an unknown or missing name or a wrong shape, before anything is changed where that can be known.
         """
 
+    def recompute(self) -> None:
+        """Compute the KV cache of the running requests anew under the loaded weights; their tokens stay. From here on
+        their log-probs are those of one policy."""
+
     def sleep(self) -> None:
         """Free KV cache and weights (idempotent); nothing may be running."""
 

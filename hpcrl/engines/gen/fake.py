@@ -97,6 +97,9 @@ class FakeEngine:
                 raise ValueError(f"{len(missing)} weights are missing, e.g. {missing[:3]}")
         self.weights, self.version = weights, version
 
+    def recompute(self) -> None:
+        """There is no cache."""
+
     def sleep(self) -> None:
         if self._live:
             raise ValueError(f"cannot sleep while {len(self._live)} requests are running: abort or finish them")

@@ -7,7 +7,7 @@ decode iteration like any other, so all sampling happens in one place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,17 @@ class NativeEngine:
             self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
         self.version = version
 
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute the KV cache of the running requests anew under the loaded weights; their tokens stay."""
+        if self.version < 0 and self._slots.num_live:
+            raise ValueError("the generator has no weights: call load_weights() before recompute()")
+        prefixes: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+        for slot, (request, track) in enumerate(zip(self._slots.requests, self._slots.tracks, strict=True)):
+            tokens = np.concatenate((request.prompt_ids, self._tape.read(track, "token_ids")))
+            _share(prefixes, tokens[:-1], slot)
+        self._prefill_all(prefixes)
+
     def sleep(self) -> None:
         """Free KV cache and weights (idempotent). ValueError while requests are running."""
         if self._slots.num_live:
@@ -172,9 +183,12 @@ class NativeEngine:
             request = self._waiting.pop(request_id)
             eos = () if request.params.ignore_eos else self._arch.eos_ids
             slot = self._slots.add(request, (*eos, *request.params.stop_token_ids), self._tape.end)
-            prefix = np.asarray(request.prompt_ids[:-1], dtype=np.int64)
-            prefixes.setdefault(prefix.tobytes(), (prefix, []))[1].append(slot)
+            _share(prefixes, request.prompt_ids[:-1], slot)
         self._plan = None
+        self._prefill_all(prefixes)
+
+    def _prefill_all(self, prefixes: Mapping[bytes, tuple[np.ndarray, list[int]]]) -> None:
+        """Prefill each prefix once into all its slots, so many tokens at a time."""
         # The longest first: neighbours of similar length waste little padding.
         queue = sorted((group for group in prefixes.values() if len(group[0])), key=lambda group: -len(group[0]))
         while queue:
@@ -267,6 +281,12 @@ class NativeEngine:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _share(prefixes: dict[bytes, tuple[np.ndarray, list[int]]], tokens: Sequence[int] | np.ndarray, slot: int) -> None:
+    """Note that a slot starts with these tokens."""
+    prefix = np.asarray(tokens, dtype=np.int64)
+    prefixes.setdefault(prefix.tobytes(), (prefix, []))[1].append(slot)
 
 
 def _empty_output(request: Request) -> Output:
