@@ -15,6 +15,8 @@ from hpcrl.batch import Norms
 
 Over = Literal["batch", "group"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]
+Level = Literal["token", "geometric", "sequence"]
+Correction = Literal["truncate", "mask"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 KL_LIMIT = 10.0
@@ -99,6 +101,36 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """float32 [M]: pi / pi_old."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def behaviour_weights(
+    old_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    rows: Tensor,
+    num_rows: int,
+    level: Level,
+    correction: Correction,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
+    """(weights, cut), [M] each: what the loss of tokens from another policy than the proximal one is multiplied by.
+
+    With the ratio proximal (the trainer's log-probs before the step) over behaviour (the generator's, maybe of older
+    weights): truncate, at most `high` (TIS, as in arXiv 1802.01561); mask, 0 outside [low, high] (MIS). The
+    ratio is of each token, or of the whole row as the product (sequence) or the geometric mean of its tokens. `cut` is
+    1 where the weight is not the ratio. All of it is constant in the policy: decoupled PPO (arXiv 2110.00641).
+    """
+    log_ratio = (old_logprobs - behaviour_logprobs).detach()
+    if level != "token":
+        sums = row_sums(log_ratio, rows, num_rows)
+        if level == "geometric":
+            sums = sums / torch.bincount(rows, minlength=num_rows).clamp(min=1)
+        log_ratio = sums[rows]
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    outside = (ratio > high) | (ratio < low)
+    if correction == "truncate":
+        return ratio.clamp(max=high), (ratio > high).to(ratio.dtype)
+    return torch.where(outside, 0.0, ratio), outside.to(ratio.dtype)
 
 
 def clipped_policy_loss(

@@ -23,7 +23,18 @@ def batch_stats(batch: Batch, table: RewardTable) -> Stats:
         "token/response_length/*": stat(batch.lengths - prompts),
         "token/total_length/*": stat(batch.lengths),
         "token/response_length/clip_ratio": stat(batch.status == STATUS.index("length")),
+        "token/mixed_weights_ratio": stat(_mixed(batch)),
     } | group_outcomes(table)
+
+
+def _mixed(batch: Batch) -> Tensor:
+    """bool [B]: rows whose model tokens come from weights of more than one version. Unless the cache was computed anew
+    (rollout.on_new_weights), their later log-probs are of no single policy."""
+    rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
+    first = torch.full((batch.num_sequences,), torch.iinfo(torch.int64).max, device=versions.device)
+    first = first.scatter_reduce(0, rows, versions, "amin")
+    later = torch.zeros(batch.num_sequences, device=versions.device)
+    return later.index_add(0, rows, (versions > first[rows]).float()) > 0
 
 
 def group_outcomes(table: RewardTable) -> Stats:

@@ -2,8 +2,9 @@
 
     token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each
     returns       = discounted sums of token rewards = advantages, then whitened, then clipped
-    loss          = PPO clip + kl_loss_coef KL(policy, reference) - entropy_loss_coef entropy
+    loss          = weight x PPO clip + kl_loss_coef KL(policy, reference) - entropy_loss_coef entropy
 
+The weight is 1, or with `correction` that of responses from older weights (functional.behaviour_weights).
 Rows of weight 0 count nowhere. A mini-batch trained once on its own rollouts needs no old_logprobs: the ratio is 1 in
 value and its gradient is that of the current log-probs.
 """
@@ -70,6 +71,13 @@ class PolicyGradient(ABC, Generic[Section]):
         token_losses, clipped = F.clipped_policy_loss(
             ratio, advantages, config.pg_clip_low, config.pg_clip_high, config.dual_clip
         )
+        behaviour = batch.gen_logprobs if batch.gen_logprobs_behaviour is None else batch.gen_logprobs_behaviour
+        if config.correction != "none":
+            weights, cut = F.behaviour_weights(
+                old, behaviour[index], rows, batch.num_sequences, config.correction_level, config.correction,
+                config.correction_low, config.correction_high,
+            )  # fmt: skip
+            token_losses = weights * token_losses
         coefficients = F.token_coefficients(rows, batch.weights, config.loss_aggregation)
         total = pg_loss = (coefficients * token_losses).sum()
         sums = LossSums(batch, rows, coefficients, config.loss_aggregation)
@@ -85,6 +93,9 @@ class PolicyGradient(ABC, Generic[Section]):
         sums.add_loss("actor/total_loss", total)
         sums.add_policy(ratio, logprobs - old, clipped)
         sums.add_train_infer(old, batch.gen_logprobs[index])
+        if config.correction != "none":
+            sums.add_tokens("actor/correction_mean", weights)
+            sums.add_tokens("actor/correction_cut", cut)
         if entropy is not None:
             sums.add_tokens("critic/entropy/mean", entropy[index])
         if batch.ref_logprobs is not None:

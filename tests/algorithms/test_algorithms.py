@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.algorithms import ALGORITHMS, make_algorithm
 from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.metrics import batch_stats
 from hpcrl.batch import Norms, batch_from_samples
 from hpcrl.config import GRPO, PolicyLoss, Reinforce, ReinforcePlusPlus
 from hpcrl.rollout.types import FinishReason, Sample
@@ -135,6 +136,9 @@ CONFIGS = [
     GRPO(loss_aggregation="seq-mean-token-sum", dual_clip=1.5, pg_clip_high=0.28),
     GRPO(loss_aggregation="seq-mean-token-mean", kl_loss_coef=0.3, entropy_loss_coef=0.1),
     ReinforcePlusPlus(kl_loss_coef=0.2, kl_estimator="k2", kl_reward_coef=0.1, num_mini_batches=2),
+    GRPO(correction="truncate", correction_high=1.1, kl_loss_coef=0.3),
+    GRPO(correction="mask", correction_level="geometric", correction_low=0.8, correction_high=1.1),
+    ReinforcePlusPlus(correction="truncate", correction_level="sequence"),
     Reinforce(norm_mean_type="group", norm_std_type="batch", gamma=0.9, entropy_loss_coef=-0.1, reward_clip=1.0),
 ]
 
@@ -159,6 +163,16 @@ def loss_and_gradient(algorithm, batch, micro_batches):
     return total, theta.grad, flatten(merge(parts))
 
 
+def naive_weight(config: PolicyLoss, gaps, t) -> float:
+    if config.correction == "none":
+        return 1.0
+    total = sum(gaps.values())
+    weight = math.exp({"token": gaps[t], "sequence": total, "geometric": total / len(gaps)}[config.correction_level])
+    if config.correction == "truncate":
+        return min(weight, config.correction_high)
+    return weight if config.correction_low <= weight <= config.correction_high else 0.0
+
+
 def naive_loss(config: PolicyLoss, batch, theta):
     """Token by token in plain Python."""
     norms = norms_of(batch)
@@ -167,6 +181,7 @@ def naive_loss(config: PolicyLoss, batch, theta):
     for row in range(batch.num_sequences):
         tokens = [t for t in range(batch.num_tokens) if batch.row_ids[t] == row and batch.loss_mask[t]]
         row_total = torch.zeros(())
+        gaps = {t: (batch.old_logprobs[t] - batch.gen_logprobs[t]).item() for t in tokens}
         for t in tokens:
             a = batch.advantages[t].item()
             ratio = (logprobs[t] - batch.old_logprobs[t]).exp()
@@ -174,6 +189,7 @@ def naive_loss(config: PolicyLoss, batch, theta):
             loss = -min(ratio * a, clipped * a)
             if config.dual_clip and a < 0:
                 loss = -max(min(ratio * a, clipped * a), config.dual_clip * a)
+            loss = naive_weight(config, gaps, t) * loss
             delta = logprobs[t] - batch.ref_logprobs[t]
             kl = 0.5 * delta**2 if config.kl_estimator == "k2" else (-delta).exp() + delta - 1
             row_total = row_total + loss + config.kl_loss_coef * kl - config.entropy_loss_coef * entropy[t]
@@ -305,3 +321,12 @@ def test_every_section_of_the_configuration_has_its_algorithm():
     assert {make_algorithm(c).__class__ for c in (GRPO(), Reinforce(), ReinforcePlusPlus())} == set(ALGORITHMS.values())
     with pytest.raises(ValueError, match="there are grpo, reinforce, reinforce_plus_plus"):
         make_algorithm(PolicyLoss())
+
+
+def test_responses_of_mixed_weights_are_counted():
+    batch, table = mixed_batch()
+    assert batch_stats(batch, table)["token/mixed_weights_ratio"].total == 0
+    batch.versions[batch.row_ids == 4] = torch.tensor([-1, 3, 3, 4, 4], dtype=torch.int32)
+    batch.versions[batch.row_ids == 5] = torch.tensor([-1, 2, -1, -1, 2], dtype=torch.int32)
+    stats = batch_stats(batch, table)["token/mixed_weights_ratio"]
+    assert (stats.total, stats.count) == (1, 7)

@@ -156,3 +156,34 @@ def test_aggregation():
         total = (F.token_coefficients(rows, weights, mode) * values).sum() / F.denominator(norms, mode)
         close(total, result)
     assert F.denominator(Norms(0.0, 0.0), "token-mean") == 1.0
+
+
+LOG2 = 0.6931472
+
+
+@pytest.mark.parametrize(
+    ("level", "correction", "weights", "cut"),
+    [
+        # rows (0, 0, 0, 2); ratios 2, 1/4, 4 of row 0: product 2, geometric mean 2^(1/3) = 1.259921; ratio 1/2 of row 2
+        ("token", "truncate", [2.0, 0.25, 3.0, 0.5], [0, 0, 1, 0]),
+        ("token", "mask", [2.0, 0.0, 0.0, 0.5], [0, 1, 1, 0]),
+        ("sequence", "truncate", [2.0, 2.0, 2.0, 0.5], [0, 0, 0, 0]),
+        ("geometric", "mask", [1.259921, 1.259921, 1.259921, 0.5], [0, 0, 0, 0]),
+    ],
+)
+def test_behaviour_weights(level, correction, weights, cut):
+    old = torch.tensor([-1.0, -2.0, -3.0, -1.0], requires_grad=True)
+    behaviour = old.detach() - LOG2 * torch.tensor([1.0, -2.0, 2.0, -1.0])
+    rows = torch.tensor([0, 0, 0, 2])
+    found, where = F.behaviour_weights(old, behaviour, rows, 3, level, correction, 0.4, 3.0)
+    close(found, weights)
+    close(where, [float(value) for value in cut])
+    assert not found.requires_grad
+
+
+def test_behaviour_weights_of_one_policy_are_one_and_stay_finite():
+    logprobs, rows = torch.tensor([-1.0, -30.0]), torch.tensor([0, 1])
+    for level in ("token", "geometric", "sequence"):
+        close(F.behaviour_weights(logprobs, logprobs, rows, 2, level, "mask", 0.9, 1.1)[0], [1.0, 1.0])
+    far = F.behaviour_weights(logprobs, logprobs - 1e4, rows, 2, "token", "truncate", 0.0, 1e30)[0]
+    assert bool(torch.isfinite(far).all())
