@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from hpcrl.rollout.types import Disposition, FinishReason
 
@@ -63,7 +64,34 @@ class ScorerLost:
     sample_ids: tuple[int, ...]
 
 
-Event = BurstDone | Answered | Scored | Aborted | Failed | ReplicaLost | ScorerLost
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """A replica decodes at this speed, relative to the median of all."""
+
+    replica: int
+    speed: float
+
+
+Event = BurstDone | Answered | Scored | Aborted | Failed | ReplicaLost | ScorerLost | Paced
+
+
+def only(event: Event, mine: Callable[[int], bool]) -> Event | None:
+    """The part of an event that is about these samples; None if nothing is."""
+    match event:
+        case BurstDone():
+            finished = tuple(end for end in event.finished if mine(end[0]))
+            turns = tuple(turn for turn in event.turns if mine(turn[0]))
+            return replace(event, finished=finished, turns=turns) if finished or turns else None
+        case Aborted():
+            lengths = tuple(length for length in event.lengths if mine(length[0]))
+            return Aborted(lengths) if lengths else None
+        case Scored():
+            return event if mine(event.sample_id) else None
+        case Answered() | Failed() | ScorerLost():
+            ids = tuple(filter(mine, event.sample_ids))
+            return replace(event, sample_ids=ids) if ids else None
+        case ReplicaLost() | Paced():
+            return event
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from hpcrl.rollout.events import Answered, DoneSample, Group, Scored
-from hpcrl.rollout.types import FinishReason, make_sample_id
+from hpcrl.rollout.types import FinishReason, make_sample_id, split_sample_id
 
 
 class State(Enum):
@@ -25,40 +25,60 @@ class State(Enum):
 class LiveSample:
     """A sample the scheduler follows; `replica` is -1 while it waits for its first."""
 
-    __slots__ = ("done", "early", "group", "id", "replica", "state")
+    __slots__ = ("done", "early", "group", "id", "replica", "state", "weight")
 
     def __init__(self, sample_id: int, group: LiveGroup):
         self.id, self.group, self.state, self.replica = sample_id, group, State.WAITING, -1
+        self.weight = 1.0  # of its expected length, in units of the mean
         self.early: Scored | Answered | None = None  # arrived before the BurstDone it belongs to
         self.done = DoneSample(sample_id, -1, 0, FinishReason.STOP, 0.0, 0.0)
 
 
 class LiveGroup:
-    """The samples of one attempt at a prompt, started under weights `version`."""
+    """The samples of one attempt at a prompt, `keep` of which make it up. `version`: of the oldest weights in it."""
 
-    __slots__ = ("attempt", "cause", "failures", "pending", "samples", "uid", "version")
+    __slots__ = ("attempt", "cause", "failures", "keep", "num_done", "samples", "uid", "version")
 
-    def __init__(self, uid: int, attempt: int, failures: int, version: int, size: int):
-        self.uid, self.attempt, self.failures, self.version = uid, attempt, failures, version
+    def __init__(self, uid: int, attempt: int, failures: int, version: int, size: int, keep: int):
+        self.uid, self.attempt, self.failures, self.version, self.keep = uid, attempt, failures, version, keep
         self.samples = [LiveSample(make_sample_id(uid, attempt, member), self) for member in range(size)]
-        self.pending = size  # samples that are not DONE
+        self.num_done = 0
         self.cause = ""  # why the group has to start anew
+
+    def restart(self, sample: LiveSample) -> LiveSample:
+        """The sample that takes this one's place: the same member in another attempt."""
+        uid, attempt, member = split_sample_id(sample.id)
+        fresh = LiveSample(make_sample_id(uid, attempt + 1, member), self)
+        self.samples[self.samples.index(sample)] = fresh
+        self.attempt = max(self.attempt, attempt + 1)
+        return fresh
+
+    def surplus(self) -> list[LiveSample]:
+        """The samples beyond those that make the group up, which are the ones that ended with the fewest tokens."""
+        ended = [sample for sample in self.samples if sample.state is State.DONE]
+        ended.sort(key=lambda sample: (sample.done.num_tokens, sample.id))
+        kept = {sample.id for sample in ended[: self.keep]}
+        return [sample for sample in self.samples if sample.id not in kept]
 
     def frozen(self) -> Group:
         return Group(self.uid, self.attempt, self.version, tuple(sample.done for sample in self.samples))
 
     def saved(self) -> dict[str, Any]:
         """JSON-able content of a group that is done."""
-        return asdict(self.frozen()) | {"failures": self.failures}
+        saved = asdict(self.frozen()) | {"failures": self.failures}
+        for sample in saved["samples"]:
+            sample["finish_reason"] = str(sample["finish_reason"])
+        return saved
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any], homes: Sequence[int]) -> LiveGroup:
         """The saved group; samples whose replica is not among `homes` are given one together."""
-        group = cls(saved["uid"], saved["attempt"], saved["failures"], saved["version"], len(saved["samples"]))
-        group.pending = 0
+        size = len(saved["samples"])
+        group = cls(saved["uid"], saved["attempt"], saved["failures"], saved["version"], size, size)
+        group.num_done = size
         for sample, done in zip(group.samples, saved["samples"], strict=True):
+            sample.id, sample.state = done["id"], State.DONE
             sample.replica = done["replica"] if done["replica"] in homes else homes[group.uid % len(homes)]
             reason = FinishReason(done["finish_reason"])
             sample.done = DoneSample(**(done | {"replica": sample.replica, "finish_reason": reason}))
-            sample.state = State.DONE
         return group

@@ -1,12 +1,16 @@
-"""The scheduler's settings, and which groups are worth training on."""
+"""The scheduler's settings, which groups are worth training on, and how long responses may become."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hpcrl.config import Config, RolloutConfig
 from hpcrl.rollout.events import DoneSample
+
+MEMORY = 0.05
+"""Weight of a new length in the mean of its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +18,20 @@ class SchedulerConfig:
     """The scheduler's part of RolloutConfig, under the same names."""
 
     group_size: int
-    over_sampling: int = 0
+    extra_prompts: int = 0
+    extra_members: int = 0
     max_attempts: int = 3
     max_lag: float = 0.0
+    on_stale: Literal["wait", "cancel"] = "wait"
+    on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
     filter_mean_low: float | None = None
     filter_mean_high: float | None = None
     filter_std: bool = False
     max_generated_groups: int | None = None  # null: 20 x need
     siblings_together: bool = True
+    prompt_affinity: bool = False
+    routing: Literal["count", "expected_length"] = "count"
+    min_replicas: int = 1
     deterministic: bool = False
     accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of starting anew
 
@@ -29,6 +39,11 @@ class SchedulerConfig:
     def of(cls, config: Config) -> SchedulerConfig:
         shared = {name: getattr(config.rollout, name) for name in cls.__slots__ if name in RolloutConfig.model_fields}
         return cls(**shared, deterministic=config.deterministic)
+
+    @property
+    def num_members(self) -> int:
+        """Responses that are generated to a prompt."""
+        return self.group_size + self.extra_members
 
 
 def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig) -> str:
@@ -44,3 +59,24 @@ def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig) -> 
         return "mean_high"
     same = len({sample.reward for sample in samples}) == 1
     return "std" if config.filter_std and same else ""
+
+
+class Lengths:
+    """Mean response lengths by class of prompt, which is its domain; recent ones count more."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+        self._mean = 0.0
+
+    def learn(self, kind: str, length: int) -> None:
+        """A response of this class ended with so many tokens."""
+        self._means[kind] = _blend(self._means.get(kind), length)
+        self._mean = _blend(self._mean or None, length)
+
+    def expected(self, kind: str) -> float:
+        """Of a response of this class, in units of the mean over all; 1 while nothing is known."""
+        return self._means[kind] / self._mean if kind in self._means and self._mean > 0 else 1.0
+
+
+def _blend(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + MEMORY * (value - mean)

@@ -6,8 +6,9 @@ A pure state machine: no torch, no torch.distributed, no clock, no randomness. T
     scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas={replica: capacity, ...})
     scheduler.begin_step(version, need=config.rollout.num_prompts)
     while not scheduler.ready():
+        scheduler.tell(events that arrived)                        # there may be none
         scheduler.offer(uids of scheduler.wants() fresh prompts)
-        for command in scheduler.plan(events that arrived):        # there may be none
+        for command in scheduler.plan():
             push it to command.replica
     groups = scheduler.take()                                      # `need` groups in order of uid
     ended = scheduler.settled()                                    # one Settled per prompt that ended
@@ -22,25 +23,27 @@ replica). Dropped samples leave the tables; what arrives about them later is cou
 slot. Commands to one replica are carried out in the order given, so the room freed by a Drop is used by the Admit
 behind it.
 
-Default mode: samples go to the replica with the most room, siblings together where it suffices; the first `need` valid
-groups make the batch; what else is in flight is dropped, its prompts return to the head of the queue. A prompt dropped
-`max_attempts` times is waited for, so that long answers do not starve.
+Default mode: samples go to the replica that carries least, siblings together where there is room; the first `need`
+valid groups make the batch, and of each group the first group_size members. What else is in flight is dropped, its
+prompts return to the head of the queue. Prompts dropped `max_attempts` times are waited for, once they fill a batch or
+were dropped four times as often, so that long answers do not starve.
 Deterministic mode: a wave of groups is spread over the replicas by sample id, all at once (engines queue what their
 slots do not hold); the next wave starts when this one has ended; verdicts are passed in order of uid; the samples of a
 replica take their next turn together. Commands and batches then follow from the samples' outcomes, never from the
 order of events. Offer all that wants() asks for before plan().
 
-Freshness: a group carries the version it was started under; begin_step() starts groups anew that are further behind
-than max_lag allows. Deterministic mode generates nothing ahead.
+Freshness (hpcrl.rollout.freshness): begin_step() starts groups anew that max_lag forbids. With on_stale=wait there are
+none: a batch takes the oldest groups first and waits for those that would be too old for the next one. The count of
+groups on their way bounds nothing: whole batches overtake a long answer. on_new_weights=restart starts samples anew
+that are on their way when weights arrive. Deterministic mode generates nothing ahead.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from hpcrl.rollout.events import (
@@ -55,19 +58,37 @@ from hpcrl.rollout.events import (
     Event,
     Failed,
     Group,
+    Paced,
     ReplicaLost,
     Rescore,
     Scored,
     ScorerLost,
     Settled,
 )
+from hpcrl.rollout.freshness import Freshness
 from hpcrl.rollout.groups import LiveGroup, LiveSample, State
-from hpcrl.rollout.policies import SchedulerConfig, rejecting_filter
-from hpcrl.rollout.routing import Replicas
+from hpcrl.rollout.outbox import Outbox
+from hpcrl.rollout.policies import Lengths, SchedulerConfig, rejecting_filter
+from hpcrl.rollout.prompt_queue import PromptQueue
+from hpcrl.rollout.routing import Replicas, Waiting
 from hpcrl.rollout.tally import Tally
-from hpcrl.rollout.types import Disposition, FinishReason
+from hpcrl.rollout.types import Disposition, FinishReason, split_sample_id
 
-COUNTS = ("group_filter_count", "query_use_count", "aborted", "cancelled", "failed", "score_errors", "stale")
+COUNTS = (
+    "group_filter_count",
+    "query_use_count",
+    "aborted",
+    "cancelled",
+    "restarted",
+    "redundant",
+    "failed",
+    "score_errors",
+    "stale",
+)
+
+
+PATIENCE = 4
+"""Times max_attempts that a prompt is dropped until the batch waits for it alone."""
 
 
 class RolloutExhausted(ValueError):
@@ -77,24 +98,28 @@ class RolloutExhausted(ValueError):
 class RolloutScheduler:
     """See the module's docstring for its use."""
 
-    def __init__(self, config: SchedulerConfig, replicas: Mapping[int, int]):
-        self.config = config
+    def __init__(
+        self, config: SchedulerConfig, replicas: Mapping[int, int], kind_of: Callable[[int], str] = lambda uid: ""
+    ):
+        """kind_of: class of a prompt (its domain); responses to prompts of one class are of about the same length."""
+        self.config, self._kind_of = config, kind_of
         self.version = -1
-        self._lead = 0.0 if config.deterministic else config.max_lag
+        self._fresh = Freshness(0.0 if config.deterministic else config.max_lag)
         self._replicas = Replicas(replicas)
         self._need = 0
         self._closed = True  # between take() and begin_step()
-        self._newest_uid = -1
-        self._queue: list[int] = []  # heap of uids to start; old prompts come first
-        self._tries: dict[int, tuple[int, int]] = {}  # uid -> (next attempt, failures) of requeued prompts
+        self._queue = PromptQueue()
         self._open: dict[int, LiveGroup] = {}  # started, no verdict yet
-        self._overdue: set[int] = set()  # of these, the ones the batch waits for
+        self._overdue: set[int] = set()  # of these, the ones the batch waits for since they were dropped too often
+        self._last_chance: set[int] = set()  # open or valid, too old for the next batch
         self._valid: dict[int, LiveGroup] = {}  # accepted, not taken; in order of acceptance
         self._wave: deque[int] = deque()  # deterministic mode: uids in the order of their verdicts
         self._samples: dict[int, LiveSample] = {}
-        self._waiting: list[int] = []  # heap of sample ids; dropped ones are skipped
+        self._waiting = Waiting(self._samples)
+        self._homes: dict[int, int] = {}  # uid -> replica that has its prefix, of prompts that start anew
+        self._lengths = Lengths()
         self._touched: set[int] = set()  # replicas that may be able to continue answered samples
-        self._out: dict[type, dict[int, list[int]]] = {}
+        self._out = Outbox()
         self._settled: list[Settled] = []
         self._generated = 0
         self._tally = Tally(COUNTS)
@@ -105,16 +130,18 @@ class RolloutScheduler:
         """Open the step that trains `need` groups on weights `version`; starts groups anew that max_lag forbids."""
         if need < 1 or version < self.version:
             raise ValueError(f"begin_step needs need >= 1 and a version of {self.version} or later: {version=} {need=}")
+        arrived = version > self.version
         self.version, self._need, self._closed, self._generated = version, need, False, 0
-        fresh = math.floor(self._lead)
-        tolerated = math.floor((self._lead - fresh) * need + 1e-9)  # a fractional max_lag's share of later groups
-        for group in [*self._valid.values(), *sorted(self._open.values(), key=lambda group: group.uid)]:
-            lag = version - group.version
-            if lag == fresh + 1 and tolerated > 0:
-                tolerated -= 1
-            elif lag > fresh:
-                self._requeue(group)
-                self._tally.count("cancelled")
+        for group in self._open.values():
+            if arrived and self.config.on_new_weights == "restart":
+                self._restart(group)
+            if all(sample.state is State.WAITING for sample in group.samples):
+                group.version = version
+        for group in self._fresh.too_old(self._all_groups(), version, need):
+            self._requeue(group)
+            self._tally.count("cancelled")
+        if self._fresh.max_lag > 0 and self.config.on_stale == "wait":
+            self._last_chance = self._fresh.last_chances(self._all_groups(), version, need)
 
     def wants(self) -> int:
         """Fresh prompts the loop should offer before the next plan()."""
@@ -122,22 +149,22 @@ class RolloutScheduler:
 
     def offer(self, uids: Iterable[int]) -> None:
         """Queue fresh prompts; uids rise over all calls."""
-        for uid in uids:
-            if uid <= self._newest_uid:
-                raise ValueError(f"prompt {uid} comes after prompt {self._newest_uid}; uids must rise")
-            self._newest_uid = uid
-            heapq.heappush(self._queue, uid)
+        self._queue.offer(uids)
 
-    def plan(self, events: Iterable[Event] = ()) -> list[Command]:
-        """Take in events, return the commands that follow, Drops first.
-
-        RolloutExhausted when the step can get no batch: no replica is left, or max_generated_groups is reached.
-        """
+    def tell(self, events: Iterable[Event]) -> None:
+        """Take in events. What wants() and ready() say may have changed then."""
         for event in events:
             self._observe(event)
         if self.config.deterministic:
             self._judge_in_order()
-        if self._lead == 0 and self.ready():
+
+    def plan(self, events: Iterable[Event] = ()) -> list[Command]:
+        """tell() the events, and return the commands that follow, Drops first.
+
+        RolloutExhausted when the step can get no batch: too few replicas are left, or max_generated_groups is reached.
+        """
+        self.tell(events)
+        if not self.generates_ahead and self.ready():
             keep = {group.uid for group in self._pick()}
             for group in [*self._open.values(), *self._valid.values()]:
                 if group.uid not in keep:
@@ -147,17 +174,22 @@ class RolloutScheduler:
         self._continue_answered()
         self._route()
         self._tally.record("in_flight/*", len(self._open))
-        return self._commands()
+        return self._out.take(self._replicas, self._samples)
 
     def ready(self) -> bool:
         """Whether take() would return a batch."""
-        return not self._closed and len(self._pick()) == self._need
+        if self._closed or len(self._valid) < self._need or self._awaits_overdue():
+            return False
+        if self._last_chance.isdisjoint(self._open):
+            return True
+        return sum(uid in self._last_chance for uid in self._valid) >= self._need
 
     def take(self) -> list[Group]:
         """The step's groups in order of uid; their prompts are settled as trained. Closes the step."""
         if not self.ready():
             raise ValueError(f"take() before ready(): {len(self._valid)} valid groups, {self._need} needed")
         picked = sorted(self._pick(), key=lambda group: group.uid)
+        assert not self._fresh.too_old(picked, self.version, self._need), "a batch would be older than max_lag allows"
         for group in picked:
             del self._valid[group.uid]
             self._settle(group, Disposition.TRAINED)
@@ -179,14 +211,20 @@ class RolloutScheduler:
         return [group.frozen() for group in self._valid.values()]
 
     @property
+    def generates_ahead(self) -> bool:
+        """Whether there may be work between two steps."""
+        return self._fresh.max_lag > 0
+
+    @property
     def in_flight(self) -> int:
         """Groups that were started and have no verdict."""
         return len(self._open)
 
     @property
     def budget(self) -> int:
-        """Most groups that may be in flight or finished at once in this step."""
-        return self._ahead + self.config.over_sampling
+        """Most groups that may be in flight or finished at once: this step's with the redundant ones, and those that
+        may be trained later. Between two steps more of the old weights would only grow stale."""
+        return self._ahead + (0 if self._closed else self.config.extra_prompts)
 
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
         """(sum, count, min, max) of what happened since the last call; hpcrl.stats.Stat(*value) takes them."""
@@ -203,23 +241,25 @@ class RolloutScheduler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state: prompts to start (those in flight start anew, attempt + 1) and finished untrained groups."""
-        tries = {uid: self._tries.get(uid, (0, 0)) for uid in self._queue}
-        tries |= {group.uid: (group.attempt + 1, group.failures) for group in self._open.values()}
+        """JSON-able state: prompts to start (those in flight start anew, attempt + 1), finished groups that wait to be
+        taken, and ends that settled() has not told yet."""
+        started = [[group.uid, group.attempt + 1, group.failures] for group in self._open.values()]
         return {
             "version": self.version,
-            "newest_uid": self._newest_uid,
-            "queue": [[uid, *tries[uid]] for uid in sorted(tries)],
+            "newest_uid": self._queue.newest_uid,
+            "queue": sorted(self._queue.saved() + started),
             "finished": [group.saved() for group in self._valid.values()],
+            "settled": [asdict(end) | {"disposition": str(end.disposition)} for end in self._settled],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a new scheduler. Finished samples whose replica is no more get a new home: see finished()."""
-        assert self._newest_uid == -1, "load_state_dict is for a new scheduler"
-        self.version, self._newest_uid = state["version"], state["newest_uid"]
-        for uid, attempt, failures in state["queue"]:
-            heapq.heappush(self._queue, uid)
-            self._tries[uid] = (attempt, failures)
+        self._queue.restore(state["newest_uid"], state["queue"])
+        self.version = state["version"]
+        self._settled = [
+            Settled(**(end | {"disposition": Disposition(end["disposition"]), "rewards": tuple(end["rewards"])}))
+            for end in state.get("settled", [])
+        ]
         for saved in state["finished"]:
             group = self._valid[saved["uid"]] = LiveGroup.restored(saved, list(self._replicas))
             for sample in group.samples:
@@ -244,12 +284,15 @@ class RolloutScheduler:
                     self._tally.record("aborted_length", length)
             case Failed():
                 for sample in self._live(event.sample_ids, *State):
-                    self._fail(sample.group, event.cause)
+                    self._give_up(sample, event.cause)
             case ScorerLost():
                 for sample in self._live(event.sample_ids, State.SCORING):
-                    self._emit(Rescore, sample)
+                    self._out.put(Rescore, sample.replica, sample.id)
             case ReplicaLost():
                 self._replica_lost(event.replica)
+            case Paced():
+                if event.replica in self._replicas:
+                    self._replicas.tell_speed(event.replica, event.speed)
 
     def _burst_done(self, event: BurstDone) -> None:
         ends = [(i, num_tokens, FinishReason(reason), State.SCORING) for i, num_tokens, reason in event.finished]
@@ -280,18 +323,18 @@ class RolloutScheduler:
                 reward, score, error = 0.0, 0.0, error or f"reward {reward} and score {score} are not both finite"
             sample.done = replace(sample.done, reward=reward, score=score, error=error)
             self._tally.count("score_errors", bool(error))
-            sample.group.pending -= 1
-            if sample.group.pending == 0 and not self.config.deterministic:
+            self._lengths.learn(self._kind_of(sample.group.uid), sample.done.num_tokens)
+            sample.group.num_done += 1
+            if sample.group.num_done == sample.group.keep and not self.config.deterministic:
                 self._judge(sample.group)
 
     def _replica_lost(self, name: int) -> None:
         if name not in self._replicas:
             return
-        samples = [self._samples[sample_id] for sample_id in sorted(self._replicas.pop(name).samples)]
-        for sample in samples:
-            self._forget(sample)
-        for group in dict.fromkeys(sample.group for sample in samples):
-            self._fail(group, f"generator replica {name} was lost")
+        for sample_id in sorted(self._replicas.pop(name).samples):
+            if (sample := self._samples.get(sample_id)) is not None:  # else its group was given up for a sibling
+                self._give_up(sample, f"generator replica {name} was lost")
+                self._forget(sample)
 
     def _live(self, ids: Iterable[int], *states: State) -> Iterator[LiveSample]:
         """The samples among `ids` in one of these states; others, dropped or of another scheduler, are counted."""
@@ -304,10 +347,15 @@ class RolloutScheduler:
 
     # -- verdicts
 
-    def _fail(self, group: LiveGroup, cause: str) -> None:
-        """The group has to start anew."""
+    def _give_up(self, sample: LiveSample, cause: str) -> None:
+        """A sample cannot end. Its group does without it where it has members to spare, else it starts anew."""
+        group = sample.group
         if group.uid in self._valid:
             self._requeue(group, cause)
+        elif len(group.samples) > group.keep:
+            group.samples.remove(sample)
+            group.num_done -= sample.state is State.DONE
+            self._drop(sample)
         elif not group.cause:
             group.cause = cause
             if not self.config.deterministic:
@@ -317,12 +365,17 @@ class RolloutScheduler:
         while self._wave and len(self._valid) < self._need:
             group = self._open.get(self._wave[0])
             if group is not None:
-                if group.pending and not group.cause:
+                if group.num_done < len(group.samples) and not group.cause:
                     return
                 self._judge(group)
             self._wave.popleft()
 
     def _judge(self, group: LiveGroup) -> None:
+        if not group.cause:
+            for sample in group.surplus():
+                group.samples.remove(sample)
+                self._tally.count("redundant")
+                self._drop(sample)
         if not (group.cause or self.config.accept_errors) and all(sample.done.error for sample in group.samples):
             group.cause = group.samples[0].done.error
         if group.cause:
@@ -338,35 +391,68 @@ class RolloutScheduler:
 
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
         """Drop the group; its prompt starts anew or, after max_attempts failures, has failed."""
+        home = group.samples[0].replica
         self._release(group)
         group.failures += bool(cause)
         if group.failures >= self.config.max_attempts:
             self._tally.count("failed")
             self._settle(group, Disposition.FAILED, cause)
         else:
-            self._tries[group.uid] = (group.attempt + 1, group.failures)
-            heapq.heappush(self._queue, group.uid)
+            self._queue.put_back(group.uid, group.attempt + 1, group.failures)
+            if home in self._replicas:
+                self._homes[group.uid] = home
+
+    def _restart(self, group: LiveGroup) -> None:
+        """Start the samples anew that are on their way, each max_attempts times at most."""
+        for sample in list(group.samples):
+            going = sample.state in (State.RUNNING, State.ACTING, State.ANSWERED)
+            if not going or split_sample_id(sample.id)[1] >= self.config.max_attempts:
+                continue
+            fresh = group.restart(sample)
+            self._homes[group.uid] = sample.replica
+            self._drop(sample)
+            self._tally.count("restarted")
+            self._samples[fresh.id] = fresh
+            self._waiting.add(fresh)
 
     def _release(self, group: LiveGroup) -> None:
         """Forget the group and have the replicas forget it."""
         self._open.pop(group.uid, None)
         self._valid.pop(group.uid, None)
         self._overdue.discard(group.uid)
+        self._last_chance.discard(group.uid)
         for sample in group.samples:
-            if sample.id in self._samples and sample.replica >= 0:
-                self._emit(Drop, sample)
-            self._forget(sample)
+            self._drop(sample)
+
+    def _drop(self, sample: LiveSample) -> None:
+        """Forget the sample and have its replica forget it."""
+        if sample.id in self._samples and sample.replica >= 0:
+            self._out.put(Drop, sample.replica, sample.id)
+        self._forget(sample)
 
     def _settle(self, group: LiveGroup, disposition: Disposition, reason: str = "") -> None:
+        self._homes.pop(group.uid, None)
         scored = [] if disposition is Disposition.FAILED else group.samples
         rewards = tuple(sample.done.reward for sample in scored)
         self._settled.append(Settled(group.uid, group.attempt, disposition, reason, rewards))
 
     def _pick(self) -> list[LiveGroup]:
-        """The `need` groups to train, those waited for first; none while the batch is not complete."""
-        if self._overdue or len(self._valid) < self._need:
-            return []
-        return sorted(self._valid.values(), key=self._is_overdue, reverse=True)[: self._need]
+        """The `need` groups to train: first those that the batch waits for, then the oldest."""
+        ranked = sorted(self._valid.values(), key=lambda group: (not self._is_overdue(group), group.version))
+        return ranked[: self._need]
+
+    def _all_groups(self) -> list[LiveGroup]:
+        """Those that wait to be taken, then those on their way, in order of uid."""
+        return [*self._valid.values(), *sorted(self._open.values(), key=lambda group: group.uid)]
+
+    def _awaits_overdue(self) -> bool:
+        """Whether a group on its way was dropped too often. To wait for one alone makes every step as long as the
+        longest answer, so they gather until they fill a batch, or one of them was dropped far too often."""
+        if not self._overdue:
+            return False
+        overdue = [*(self._open[uid] for uid in self._overdue), *filter(self._is_overdue, self._valid.values())]
+        patience = PATIENCE * self.config.max_attempts
+        return len(overdue) >= self._need or any(group.attempt - group.failures >= patience for group in overdue)
 
     def _is_overdue(self, group: LiveGroup) -> bool:
         """Dropped so often, without its fault, that the batch waits for it; in order of uid it gets its turn anyway."""
@@ -377,11 +463,11 @@ class RolloutScheduler:
     @property
     def _ahead(self) -> int:
         """Valid groups worth having: this step's and those that may be trained later."""
-        return self._need + math.ceil(self._lead * self._need)
+        return self._fresh.ahead(self._need) + (0 if self._closed else self._need)
 
     def _startable(self) -> int:
         """Groups that may be started now."""
-        if (self._closed and self._lead == 0) or len(self._valid) >= self._ahead:
+        if len(self._valid) >= self._ahead:
             return 0
         if self.config.deterministic and self._open:
             return 0
@@ -393,24 +479,27 @@ class RolloutScheduler:
         return self.config.max_generated_groups or 20 * self._need
 
     def _check_hope(self) -> None:
-        if not self._replicas:
-            raise RolloutExhausted("no generator replica is left")
+        if len(self._replicas) < max(1, self.config.min_replicas):
+            raise RolloutExhausted(
+                f"{len(self._replicas)} generator replicas are left, rollout.min_replicas={self.config.min_replicas}"
+            )
         if self._closed or len(self._open) + len(self._valid) >= self._need or self._generated < self._limit():
             return
         raise self.exhausted(f"relax rollout.filter_* or raise rollout.max_generated_groups ({self._limit()})")
 
     def _start_groups(self) -> None:
-        started = [heapq.heappop(self._queue) for _ in range(min(self._startable(), len(self._queue)))]
-        for uid in started:
-            attempt, failures = self._tries.pop(uid, (0, 0))
-            group = self._open[uid] = LiveGroup(uid, attempt, failures, self.version, self.config.group_size)
+        started = [self._queue.pop() for _ in range(min(self._startable(), len(self._queue)))]
+        for uid, attempt, failures in started:
+            group = self._open[uid] = LiveGroup(
+                uid, attempt, failures, self.version, self.config.num_members, self.config.group_size
+            )
             if self._is_overdue(group):
                 self._overdue.add(uid)
             for sample in group.samples:
                 self._samples[sample.id] = sample
-                heapq.heappush(self._waiting, sample.id)
+                self._waiting.add(sample)
         if started and self.config.deterministic:
-            self._wave = deque(started)
+            self._wave = deque(uid for uid, _, _ in started)
         self._generated += len(started)
         self._tally.count("query_use_count", len(started))
 
@@ -427,42 +516,28 @@ class RolloutScheduler:
                 sample = self._samples.get(replica.answered.popleft())
                 if sample is not None:
                     self._move(sample, State.RUNNING)
-                    self._emit(Continue, sample)
+                    self._out.put(Continue, sample.replica, sample.id)
         self._touched.clear()
 
     def _route(self) -> None:
-        """Give waiting samples to the replicas with the most room, siblings together where it suffices."""
+        """Give waiting samples to replicas."""
         if self.config.deterministic:
-            self._spread()
-        while self._waiting:
-            head = self._samples.get(self._waiting[0])
-            if head is None:
-                heapq.heappop(self._waiting)
-                continue
-            name = self._replicas.roomiest()
-            room = self._replicas[name].room
-            if room <= 0:
-                return
-            for _ in range(room if self.config.siblings_together else 1):
-                self._admit(heapq.heappop(self._waiting), name)
-                following = self._samples.get(self._waiting[0]) if self._waiting else None
-                if following is None or following.group is not head.group:
-                    break
+            routes = self._waiting.spread(self._replicas)
+        else:
+            routes = self._waiting.route(self._replicas, together=self.config.siblings_together, home=self._home)
+        for sample, name in routes:
+            if sample.group.uid in self._homes:
+                self._tally.record("prefix_kept", float(self._homes[sample.group.uid] == name))
+            if self.config.routing == "expected_length" and not self.config.deterministic:
+                sample.weight = self._lengths.expected(self._kind_of(sample.group.uid))
+            sample.replica = name
+            self._replicas[name].samples.add(sample.id)
+            self._move(sample, State.RUNNING)
+            self._out.put(Admit, name, sample.id)
 
-    def _spread(self) -> None:
-        """Give every waiting sample to a replica, in equal runs by sample id."""
-        waiting = sorted(sample_id for sample_id in self._waiting if sample_id in self._samples)
-        self._waiting.clear()
-        names = list(self._replicas)
-        for i, sample_id in enumerate(waiting):
-            self._admit(sample_id, names[i * len(names) // len(waiting)])
-
-    def _admit(self, sample_id: int, name: int) -> None:
-        sample = self._samples[sample_id]
-        sample.replica = name
-        self._replicas[name].samples.add(sample_id)
-        self._move(sample, State.RUNNING)
-        self._emit(Admit, sample)
+    def _home(self, sample: LiveSample) -> int | None:
+        """The replica that a prompt should go to."""
+        return self._homes.get(sample.group.uid) if self.config.prompt_affinity else None
 
     # -- bookkeeping
 
@@ -474,7 +549,7 @@ class RolloutScheduler:
         replica.acting += (state is State.ACTING) - (old is State.ACTING)
         change = (state is State.RUNNING) - (old is State.RUNNING)
         if change:
-            self._replicas.occupy(sample.replica, change)
+            self._replicas.occupy(sample.replica, change, sample.weight)
         self._touched.add(sample.replica)
 
     def _forget(self, sample: LiveSample) -> None:
@@ -485,16 +560,3 @@ class RolloutScheduler:
             self._move(sample, State.DONE)
         if sample.replica in self._replicas:
             self._replicas[sample.replica].samples.discard(sample.id)
-
-    def _emit(self, kind: type, sample: LiveSample) -> None:
-        self._out.setdefault(kind, {}).setdefault(sample.replica, []).append(sample.id)
-
-    def _commands(self) -> list[Command]:
-        """What was emitted since the last plan, without what later events of the same plan overtook."""
-        out, self._out = self._out, {}
-        return [
-            kind(name, kept)
-            for kind in (Drop, Rescore, Continue, Admit)
-            for name, ids in sorted(out.get(kind, {}).items())
-            if name in self._replicas and (kept := tuple(i for i in ids if (i in self._samples) != (kind is Drop)))
-        ]

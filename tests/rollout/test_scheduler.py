@@ -20,6 +20,7 @@ from hpcrl.rollout.events import (
     Continue,
     Drop,
     Failed,
+    Paced,
     ReplicaLost,
     Rescore,
     Scored,
@@ -139,13 +140,7 @@ def run_steps(scheduler, world, need, steps, disturb=None):
         for turn in range(5_000):
             if scheduler.ready():
                 break
-            fresh = range(next_uid, next_uid + scheduler.wants())
-            next_uid += len(fresh)
-            scheduler.offer(fresh)
-            events = world.random_events() if turn else []
-            if disturb:
-                events += disturb(scheduler, world)
-            world.carry_out(scheduler.plan(events))
+            next_uid = run_turn(scheduler, world, next_uid, disturb if turn else None)
             assert scheduler.in_flight + len(scheduler.finished()) <= scheduler.budget
         else:
             raise AssertionError("no batch after 5,000 turns")
@@ -153,8 +148,21 @@ def run_steps(scheduler, world, need, steps, disturb=None):
         for group in batches[-1]:
             for sample in group.samples:
                 del world.held[sample.replica][sample.id]  # the tokens live where the group says
+        for _ in range(world.rng.randrange(12) if scheduler.generates_ahead else 0):  # while the trainer works
+            next_uid = run_turn(scheduler, world, next_uid, disturb)
         ends += scheduler.settled()
     return batches, ends, next_uid
+
+
+def run_turn(scheduler, world, next_uid, disturb=None):
+    """Offer what is wanted, tell what happened, carry out what follows. Returns the next fresh uid."""
+    fresh = range(next_uid, next_uid + scheduler.wants())
+    scheduler.offer(fresh)
+    events = world.random_events()
+    if disturb:
+        events += disturb(scheduler, world)
+    world.carry_out(scheduler.plan(events))
+    return next_uid + len(fresh)
 
 
 def check_accounting(scheduler, batches, ends, offered):
@@ -171,29 +179,39 @@ def check_accounting(scheduler, batches, ends, offered):
 # -- properties
 
 
-@settings(SEARCH, max_examples=200)
+@settings(SEARCH, max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     replicas=st.integers(1, 4),
     capacity=st.integers(1, 9),
     group_size=st.integers(1, 4),
     need=st.integers(1, 5),
-    over_sampling=st.integers(0, 4),
+    extra_prompts=st.integers(0, 4),
     deterministic=st.booleans(),
     max_turns=st.integers(1, 3),
     max_lag=st.sampled_from([0, 0, 0.5, 1, 2]),
+    policies=st.fixed_dictionaries(
+        {
+            "extra_members": st.integers(0, 2),
+            "on_stale": st.sampled_from(["wait", "cancel"]),
+            "on_new_weights": st.sampled_from(["continue", "restart"]),
+            "siblings_together": st.booleans(),
+            "prompt_affinity": st.booleans(),
+            "routing": st.sampled_from(["count", "expected_length"]),
+        }
+    ),
     chaos=st.booleans(),
 )
 def test_accounting_budget_and_termination_under_random_events(
-    seed, replicas, capacity, group_size, need, over_sampling, deterministic, max_turns, max_lag, chaos
+    seed, replicas, capacity, group_size, need, extra_prompts, deterministic, max_turns, max_lag, policies, chaos
 ):
     rng = random.Random(seed)
     world = World(rng, deterministic, {n: capacity for n in range(replicas)}, max_turns=max_turns)
     config = SchedulerConfig(
-        group_size, over_sampling, filter_std=group_size > 1, deterministic=deterministic, max_lag=max_lag,
-        max_generated_groups=100_000,
+        group_size, extra_prompts, filter_std=group_size > 1, deterministic=deterministic, max_lag=max_lag,
+        max_generated_groups=100_000, **policies,
     )  # fmt: skip
-    scheduler = RolloutScheduler(config, world.capacities)
+    scheduler = RolloutScheduler(config, world.capacities, kind_of=lambda uid: str(uid % 3))
 
     def disturb(scheduler, world):
         events = []
@@ -207,6 +225,8 @@ def test_accounting_budget_and_termination_under_random_events(
             events.append(Scored(rng.choice(live), 1.0, 1.0))  # stale, early or doubled
             world.scoring.discard(events[-1].sample_id)
             world.acting.discard(events[-1].sample_id)
+        if chaos and rng.random() < 0.1:
+            events.append(Paced(rng.randrange(replicas), rng.choice([0.1, 0.6, 1.5])))
         if chaos and len(world.held) > 1 and rng.random() < 0.02:
             events.append(world.lose(rng.choice(sorted(world.held))))
         return events
@@ -218,8 +238,13 @@ def test_accounting_budget_and_termination_under_random_events(
         lags = [version - group.version for group in batch]
         assert max(lags) <= -(-max_lag // 1) and sum(lag > max_lag // 1 for lag in lags) <= (max_lag % 1) * need
         for group in batch:
-            ids = [make_sample_id(group.uid, group.attempt, m) for m in range(group_size)]
-            assert [s.id for s in group.samples] == ids
+            uids, attempts, members = zip(*(split_sample_id(sample.id) for sample in group.samples), strict=True)
+            assert set(uids) == {group.uid} and max(attempts) <= group.attempt
+            assert len(set(members)) == group_size and max(members) < group_size + policies["extra_members"]
+            restarts = policies["on_new_weights"] == "restart" and max_lag > 0
+            assert len(set(attempts)) == 1 or restarts
+    if policies["on_stale"] == "wait" and extra_prompts == 0:
+        assert scheduler.metrics()["scheduler/cancelled"][0] == 0
     if max_lag == 0 or deterministic:
         assert scheduler.in_flight == 0 and not any(world.running.values()) and not any(world.held.values())
 
@@ -227,19 +252,19 @@ def test_accounting_budget_and_termination_under_random_events(
 @settings(SEARCH, max_examples=60)
 @given(
     order=st.integers(0, 2**32),
-    over_sampling=st.integers(0, 3),
+    extra_prompts=st.integers(0, 3),
     max_turns=st.integers(1, 3),
 )
-def test_deterministic_mode_ignores_the_order_of_events(order, over_sampling, max_turns):
+def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, max_turns):
     """Same outcomes in another order: the same batches, the same ends, the same admissions on every replica."""
 
     def run(seed):
         world = World(random.Random(seed), True, {0: 4, 1: 4}, max_turns=max_turns)
-        config = SchedulerConfig(3, over_sampling, filter_std=True, deterministic=True)
+        config = SchedulerConfig(3, extra_prompts, filter_std=True, deterministic=True)
         scheduler = RolloutScheduler(config, world.capacities)
         batches, ends, _ = run_steps(scheduler, world, 4, 3)
         # without over-sampling nothing is dropped, and the next turns come at the same place too
-        kinds = ("Admit",) if over_sampling else ("Admit", "Continue")
+        kinds = ("Admit",) if extra_prompts else ("Admit", "Continue")
         orders = {name: [order for order in history if order[0] in kinds] for name, history in world.history.items()}
         return batches, ends, orders
 
@@ -261,10 +286,19 @@ def test_long_answers_do_not_starve():
     """Prompt 0 is always the slowest of the over-sampled; without waiting for it, it would be dropped for ever."""
     world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
     world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] == 0 else 8
-    scheduler = RolloutScheduler(SchedulerConfig(2, over_sampling=2, max_attempts=3), world.capacities)
-    batches, _, _ = run_steps(scheduler, world, 3, 8)
+    scheduler = RolloutScheduler(SchedulerConfig(2, extra_prompts=2, max_attempts=3), world.capacities)
+    batches, _, _ = run_steps(scheduler, world, 3, 14)
     step = next(i for i, batch in enumerate(batches) if any(group.uid == 0 for group in batch))
-    assert step == 3  # dropped three times, then waited for
+    assert step == 12  # dropped four times as often as max_attempts says, then waited for alone
+
+
+def test_long_answers_are_gathered_into_a_batch():
+    """Three prompts are always the slowest: dropped three times each, they are waited for together."""
+    world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
+    world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] < 3 else 8
+    scheduler = RolloutScheduler(SchedulerConfig(2, extra_prompts=3, max_attempts=3), world.capacities)
+    batches, _, _ = run_steps(scheduler, world, 3, 8)
+    assert [i for i, batch in enumerate(batches) if any(group.uid < 3 for group in batch)] == [3]
 
 
 # -- one rule each
@@ -308,7 +342,7 @@ def test_group_larger_than_any_room_is_split_and_the_rest_waits():
 
 
 def test_wants_replaces_filtered_groups_within_the_budget():
-    scheduler, _ = started(SchedulerConfig(1, over_sampling=1, filter_mean_low=0.5), 0, {0: 8}, 2)
+    scheduler, _ = started(SchedulerConfig(1, extra_prompts=1, filter_mean_low=0.5), 0, {0: 8}, 2)
     assert scheduler.wants() == scheduler.budget == 3
     scheduler.offer([0, 1, 2])
     scheduler.plan()
@@ -342,7 +376,7 @@ def test_filters(rewards, scores, reason):
 
 
 def test_over_sampled_groups_are_dropped_and_come_first_next_step():
-    scheduler, _ = started(SchedulerConfig(2, over_sampling=1), 2, {0: 8}, 1)
+    scheduler, _ = started(SchedulerConfig(2, extra_prompts=1), 2, {0: 8}, 1)
     first, second = ids_of(0, 2), ids_of(1, 2)
     commands = scheduler.plan([finish(*second, first[0]), *score(*second)])
     assert commands == [Drop(0, first)] and scheduler.ready()
@@ -357,7 +391,7 @@ def test_over_sampled_groups_are_dropped_and_come_first_next_step():
 
 
 def test_deterministic_mode_accepts_in_order_of_prompts():
-    scheduler, commands = started(SchedulerConfig(1, over_sampling=1, deterministic=True), 2, {0: 1, 1: 1}, 1)
+    scheduler, commands = started(SchedulerConfig(1, extra_prompts=1, deterministic=True), 2, {0: 1, 1: 1}, 1)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
     assert commands == [Admit(0, (a,)), Admit(1, (b,))]
     scheduler.plan([finish(b, replica=1), *score(b)])
@@ -386,7 +420,7 @@ def test_lost_replica_restarts_its_groups_elsewhere_even_accepted_ones():
     assert scheduler.finished() == []
     commands = scheduler.plan([finish(b, replica=1)])
     assert commands == [Admit(1, ids_of(0, 1, attempt=1))]
-    with pytest.raises(RolloutExhausted, match="no generator replica is left"):
+    with pytest.raises(RolloutExhausted, match="0 generator replicas are left"):
         scheduler.plan([ReplicaLost(1)])
 
 
@@ -428,7 +462,7 @@ def test_answers_about_samples_of_another_scheduler_are_stale():
 
 
 def test_ends_carry_the_rewards_of_filtered_groups_too():
-    scheduler, _ = started(SchedulerConfig(2, over_sampling=2, filter_std=True, max_attempts=1), 3, {0: 6}, 1)
+    scheduler, _ = started(SchedulerConfig(2, extra_prompts=2, filter_std=True, max_attempts=1), 3, {0: 6}, 1)
     a, b, c, d, e, _ = [i for uid in range(3) for i in ids_of(uid, 2)]
     scheduler.plan([finish(a, b, c, d), *score(a, b, reward=0.5), *score(c), *score(d, reward=0.0), Failed((e,), "x")])
     scheduler.take()
@@ -484,7 +518,7 @@ def test_state_survives_json_and_restarts_what_was_in_flight():
 
 def test_generation_goes_on_between_steps_only_with_lag():
     for max_lag, wanted in ((0, 0), (1, 1)):
-        scheduler, _ = started(SchedulerConfig(1, max_lag=max_lag), 1 + max_lag, {0: 8}, 1)
+        scheduler, _ = started(SchedulerConfig(1, max_lag=max_lag), 1, {0: 8}, 1)
         (a,) = ids_of(0, 1)
         scheduler.plan([finish(a), *score(a)])
         scheduler.take()
@@ -493,7 +527,7 @@ def test_generation_goes_on_between_steps_only_with_lag():
 
 def test_config_is_read_from_the_run_configuration():
     config = Config.model_validate(
-        {"rollout": {"group_size": 4, "over_sampling": 2, "max_lag": 1}, "deterministic": True}
+        {"rollout": {"group_size": 4, "extra_prompts": 2, "max_lag": 1}, "deterministic": True}
     )
     read = SchedulerConfig.of(config)
-    assert (read.group_size, read.over_sampling, read.max_lag, read.deterministic) == (4, 2, 1, True)
+    assert (read.group_size, read.extra_prompts, read.max_lag, read.deterministic) == (4, 2, 1, True)

@@ -1,0 +1,29 @@
+"""Commands on their way out of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from hpcrl.rollout.events import Admit, Command, Continue, Drop, Rescore
+
+
+class Outbox:
+    """What was ordered since the last take(), by kind and replica."""
+
+    def __init__(self) -> None:
+        self._orders: dict[type, dict[int, list[int]]] = {}
+
+    def put(self, kind: type, replica: int, sample_id: int) -> None:
+        """Order something of a replica for a sample."""
+        self._orders.setdefault(kind, {}).setdefault(replica, []).append(sample_id)
+
+    def take(self, replicas: Container[int], living: Container[int]) -> list[Command]:
+        """The commands, Drops first, without what later orders overtook: to replicas that are gone, for samples that
+        were dropped (or, of Drops, live)."""
+        orders, self._orders = self._orders, {}
+        return [
+            kind(name, kept)
+            for kind in (Drop, Rescore, Continue, Admit)
+            for name, ids in sorted(orders.get(kind, {}).items())
+            if name in replicas and (kept := tuple(i for i in ids if (i in living) != (kind is Drop)))
+        ]

@@ -1,0 +1,187 @@
+"""The scheduler's policies one by one: redundancy, freshness, restarts, routing."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.rollout.events import Aborted, Admit, BurstDone, Drop, Failed, Paced, ReplicaLost, Scored
+from hpcrl.rollout.pace import Pace
+from hpcrl.rollout.policies import Lengths, SchedulerConfig
+from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.types import FinishReason, make_sample_id
+
+STOP = FinishReason.STOP
+
+
+def started(config, uids, replicas, need=1, kind_of=lambda uid: ""):
+    scheduler = RolloutScheduler(config, replicas, kind_of)
+    scheduler.begin_step(0, need)
+    scheduler.offer(range(uids))
+    return scheduler, scheduler.plan()
+
+
+def ids(uid, members, attempt=0):
+    return tuple(make_sample_id(uid, attempt, member) for member in range(members))
+
+
+def ended(*samples, replica=0, tokens=5):
+    """Events of samples that finish and are scored at once."""
+    scored = [Scored(sample, 1.0, 1.0) for sample in samples]
+    return [BurstDone(replica, tuple((sample, tokens, STOP) for sample in samples)), *scored]
+
+
+def counted(scheduler, name):
+    return scheduler.metrics()[f"scheduler/{name}"][0]
+
+
+def test_the_first_members_make_the_group_and_the_last_is_dropped():
+    scheduler, commands = started(SchedulerConfig(2, extra_members=1), 1, {0: 8})
+    a, b, c = ids(0, 3)
+    assert commands == [Admit(0, (a, b, c))]
+    assert scheduler.plan(ended(c)) == [] and not scheduler.ready()
+    assert scheduler.plan(ended(a)) == [Drop(0, (b,))]
+    scheduler.plan([Aborted(((b, 40),))])
+    (group,) = scheduler.take()
+    assert [sample.id for sample in group.samples] == [a, c]
+    metrics = scheduler.metrics()
+    assert metrics["scheduler/redundant"][0] == 1
+    assert metrics["scheduler/kept_length"][:2] == (10, 2) and metrics["scheduler/aborted_length"][:2] == (40, 1)
+    assert scheduler.plan(ended(b)) == []  # stale
+
+
+def test_a_spare_member_stands_in_for_one_that_fails():
+    for extra, attempt in ((1, 0), (0, 1)):
+        scheduler, _ = started(SchedulerConfig(2, extra_members=extra), 1, {0: 8})
+        members = ids(0, 2 + extra)
+        commands = scheduler.plan([Failed(members[:1], "its environment crashed")])
+        if attempt:
+            assert commands == [Drop(0, members), Admit(0, ids(0, 2, attempt=1))]
+        else:
+            assert commands == [Drop(0, members[:1])]
+            scheduler.plan(ended(*members[1:]))
+            assert [sample.id for sample in scheduler.take()[0].samples] == [*members[1:]]
+
+
+def test_spare_members_outlive_a_replica():
+    config = SchedulerConfig(2, extra_members=1, siblings_together=False)
+    scheduler, commands = started(config, 1, {0: 4, 1: 4, 2: 4})
+    assert {command.replica: len(command.sample_ids) for command in commands} == {0: 1, 1: 1, 2: 1}
+    homes = {command.replica: command.sample_ids[0] for command in commands}
+    assert scheduler.plan([ReplicaLost(1)]) == []
+    scheduler.plan([*ended(homes[0]), *ended(homes[2], replica=2)])
+    assert scheduler.ready() and scheduler.take()[0].attempt == 0
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "cancel"])
+def test_a_straggler_is_waited_for_or_cancelled(on_stale):
+    """Prompt 0 takes longer than a step; with max_lag=1 it may be trained at version 1 at the latest."""
+    scheduler, _ = started(SchedulerConfig(1, max_lag=1, on_stale=on_stale), 3, {0: 8})
+    scheduler.plan(ended(*ids(1, 1)))
+    assert [group.uid for group in scheduler.take()] == [1]
+    scheduler.begin_step(1, 1)
+    assert scheduler.plan() == [Admit(0, ids(2, 1))]
+    scheduler.plan(ended(*ids(2, 1)))
+    if on_stale == "wait":
+        assert not scheduler.ready()
+        scheduler.plan(ended(*ids(0, 1)))
+        assert [group.uid for group in scheduler.take()] == [0]
+    else:
+        assert [group.uid for group in scheduler.take()] == [2]
+        scheduler.begin_step(2, 1)
+        assert scheduler.plan() == [Drop(0, ids(0, 1)), Admit(0, ids(0, 1, attempt=1))]
+    assert counted(scheduler, "cancelled") == (on_stale == "cancel")
+
+
+def test_new_weights_restart_what_is_on_its_way():
+    config = SchedulerConfig(2, max_lag=1, on_new_weights="restart", max_attempts=2)
+    scheduler, _ = started(config, 2, {0: 8})
+    (a, b), (c, d) = ids(0, 2), ids(1, 2)
+    scheduler.plan(ended(a, b, c))
+    scheduler.take()
+    scheduler.begin_step(1, 1)
+    again = make_sample_id(1, 1, 1)
+    assert scheduler.plan() == [Drop(0, (d,)), Admit(0, (again,))]  # its sibling has ended and stays
+    scheduler.plan(ended(again))
+    (group,) = scheduler.take()
+    assert [sample.id for sample in group.samples] == [c, again]
+    assert (group.attempt, group.version) == (1, 0), "as old as its oldest response"
+    assert counted(scheduler, "restarted") == 1
+
+
+def test_restarts_end_after_max_attempts_and_make_a_group_fresh():
+    config = SchedulerConfig(1, max_lag=4, on_new_weights="restart", max_attempts=2)
+    scheduler, _ = started(config, 1, {0: 1})
+    for version in range(1, 5):
+        scheduler.begin_step(version, 1)
+        commands = scheduler.plan()
+        assert bool(commands) == (version <= 2)
+    scheduler.plan(ended(make_sample_id(0, 2, 0)))
+    (group,) = scheduler.take()
+    assert (group.version, group.attempt) == (2, 2)
+
+
+def test_kept_samples_are_not_restarted():
+    scheduler, _ = started(SchedulerConfig(1, max_lag=1, on_new_weights="recompute"), 1, {0: 8})
+    scheduler.begin_step(1, 1)
+    assert scheduler.plan() == []
+
+
+def test_a_slow_replica_gets_less():
+    scheduler, _ = started(SchedulerConfig(1), 0, {0: 8, 1: 8}, need=12)
+    scheduler.plan([Paced(1, 0.5)])
+    scheduler.offer(range(12))
+    commands = scheduler.plan()
+    assert {command.replica: len(command.sample_ids) for command in commands} == {0: 8, 1: 4}
+
+
+def test_a_pace_is_told_when_it_changes_and_settles():
+    pace = Pace()
+    assert [pace.learn(name, 1.0) for name in (0, 1, 2)] == [[], [], []]
+    told = [event for _ in range(100) for name in (0, 1, 2) for event in pace.learn(name, 3.0 if name == 1 else 1.0)]
+    assert {event.replica for event in told} == {1}, "the median is no slower"
+    assert told[-1].speed == pytest.approx(1 / 3, rel=0.3) and len(told) < 8
+
+
+def test_siblings_spread_over_replicas_or_stay_together():
+    for together, spread in ((True, {0: 4}), (False, {0: 2, 1: 2})):
+        _, commands = started(SchedulerConfig(4, siblings_together=together), 1, {0: 8, 1: 8})
+        assert {command.replica: len(command.sample_ids) for command in commands} == spread
+
+
+def test_expected_length_weighs_the_load():
+    """After responses of 90 tokens to even prompts and of 10 to odd ones, an even prompt weighs nine times as much."""
+    loads = {}
+    for routing in ("count", "expected_length"):
+        kind = lambda uid: "even" if uid % 2 == 0 else "odd"  # noqa: E731
+        scheduler, _ = started(SchedulerConfig(1, routing=routing), 2, {0: 16, 1: 16}, need=2, kind_of=kind)
+        scheduler.plan([*ended(*ids(0, 1), tokens=90), *ended(*ids(1, 1), replica=1, tokens=10)])
+        scheduler.take()
+        scheduler.begin_step(1, 8)
+        scheduler.offer([2, 3, 5, 7, 9, 11, 13, 15])  # one even prompt
+        commands = scheduler.plan()
+        loads[routing] = {command.replica: len(command.sample_ids) for command in commands}
+    assert loads == {"count": {0: 4, 1: 4}, "expected_length": {0: 1, 1: 7}}
+
+
+def test_recent_lengths_count_more():
+    lengths = Lengths()
+    assert lengths.expected("a") == 1.0
+    for length in [10] * 100 + [30] * 100:
+        lengths.learn("a", length)
+        lengths.learn("b", 60)
+    assert lengths.expected("a") / lengths.expected("b") == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_prompt_that_starts_anew_goes_where_its_prefix_is():
+    for affinity, replica in ((True, 0), (False, 1)):
+        scheduler, _ = started(SchedulerConfig(1, prompt_affinity=affinity), 3, {0: 8, 1: 8}, need=3)
+        scheduler.plan(ended(*ids(1, 1), replica=1))
+        assert scheduler.plan([Failed(ids(0, 1), "refused")])[-1] == Admit(replica, ids(0, 1, attempt=1))
+        assert counted(scheduler, "prefix_kept") == affinity
+
+
+def test_too_few_replicas_end_the_run():
+    scheduler, _ = started(SchedulerConfig(1, min_replicas=2), 1, {0: 8, 1: 8, 2: 8})
+    scheduler.plan([ReplicaLost(0)])
+    with pytest.raises(RolloutExhausted, match=r"1 generator replicas are left, rollout\.min_replicas=2"):
+        scheduler.plan([ReplicaLost(2)])
