@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hpcrl.config.problems import Path, Problem, dotted
-from hpcrl.config.schema import Config, Reinforce
+from hpcrl.config.schema import MOST_MEMBERS, Config, Reinforce
 
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 """The keys of rollout that evaluation reads too."""
@@ -35,6 +35,8 @@ def check(config: Config) -> list[Problem]:
     return [
         *_reinforcement(config),
         *_filters(config),
+        *_redundancy(config),
+        *_asynchronous(config),
         *_evaluation(config),
         *_optimizer(config),
         *_model(config),
@@ -93,6 +95,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
                 yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates for evaluation only"
     elif not config.algorithm.uses_reference:
         yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
+    if config.reinforces:
+        yield from _unread_policies(config)
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "a job that goes on is requeued"
     if config.cluster.container == "none":
@@ -116,6 +120,21 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("layout", role, "min_ranks"), (), "only reward and env go on with fewer ranks"
 
 
+def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    rollout, correction = config.rollout, config.algorithm.correction
+    if rollout.max_lag == 0:
+        for key in ("on_stale", "on_new_weights"):
+            yield ("rollout", key), ("rollout", "max_lag"), "max_lag is 0, so nothing is generated ahead"
+    if config.deterministic:
+        for key in ("siblings_together", "prompt_affinity", "routing"):
+            yield ("rollout", key), ("deterministic",), "deterministic=true spreads responses by their ids"
+    if correction == "none":
+        for key in ("correction_level", "correction_high"):
+            yield ("algorithm", key), ("algorithm", "correction"), "correction is none"
+    if correction != "mask":
+        yield ("algorithm", "correction_low"), ("algorithm", "correction"), f"correction is {correction}"
+
+
 def check_built(config: Config) -> list[Problem]:
     """What the run asks for and this version plans but cannot run."""
     problems = []
@@ -125,9 +144,6 @@ def check_built(config: Config) -> list[Problem]:
             value = getattr(value, str(key), None)
         if value in values:
             problems.append(Problem(path, f"{dotted(path)}: {value} is not built yet"))
-    if config.rollout.max_lag > 0:
-        path = ("rollout", "max_lag")
-        problems.append(Problem(path, f"rollout.max_lag: {config.rollout.max_lag:g} is not built yet; use 0"))
     return problems
 
 
@@ -144,6 +160,12 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
     if rollout.temperature == 0:
         text = "rollout.temperature: 0 makes the responses of a group equal, so there is nothing to learn from; use 1"
         yield Problem(("rollout", "temperature"), text)
+    if algorithm.correction == "mask" and algorithm.correction_low >= algorithm.correction_high:
+        text = (
+            f"algorithm.correction_low: {algorithm.correction_low:g} must be below algorithm.correction_high, "
+            f"which is {algorithm.correction_high:g}"
+        )
+        yield Problem(("algorithm", "correction_low"), text, (("algorithm", "correction_high"),))
     samples, parts = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches
     if samples % parts:
         text = (
@@ -169,14 +191,55 @@ def _filters(config: Config) -> Iterator[Problem]:
     if active and rollout.group_size == 1:
         text = f"rollout.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
         yield Problem(("rollout", active[0]), text, (("rollout", "group_size"),))
-    wanted, limit = rollout.num_prompts + rollout.over_sampling, rollout.max_generated_groups
+    wanted, limit = rollout.num_prompts + rollout.extra_prompts, rollout.max_generated_groups
     if limit is not None and limit < wanted:
         text = (
-            f"rollout.max_generated_groups: {limit} is less than num_prompts + over_sampling = {wanted}, "
+            f"rollout.max_generated_groups: {limit} is less than num_prompts + extra_prompts = {wanted}, "
             "which a step always starts"
         )
-        involved = (("rollout", "num_prompts"), ("rollout", "over_sampling"))
+        involved = (("rollout", "num_prompts"), ("rollout", "extra_prompts"))
         yield Problem(("rollout", "max_generated_groups"), text, involved)
+
+
+def _redundancy(config: Config) -> Iterator[Problem]:
+    if not config.reinforces:
+        return
+    rollout, members = config.rollout, ("rollout", "extra_members")
+    count = rollout.group_size + rollout.extra_members
+    if count > MOST_MEMBERS:
+        text = (
+            f"rollout.extra_members: with group_size {rollout.group_size} at most {MOST_MEMBERS - rollout.group_size}"
+        )
+        yield Problem(members, text, (("rollout", "group_size"),))
+    generators = config.layout.generator
+    if generators.num_ranks is None:  # as many as those it shares ranks with
+        return
+    replicas = generators.num_ranks // generators.tensor_parallel
+    if rollout.min_replicas > replicas:
+        text = f"rollout.min_replicas: {rollout.min_replicas}, and layout.generator makes {replicas} replicas"
+        yield Problem(("rollout", "min_replicas"), text, (("layout", "generator"),))
+    room = replicas * config.generator.most_requests
+    if rollout.extra_members and count > room:
+        text = (
+            f"rollout.extra_members: {count} responses to a prompt, and {replicas} replicas are given {room} at once, "
+            "so the redundant ones only start when others have ended; raise generator.max_requests or lower it"
+        )
+        yield Problem(members, text, (("generator", "max_requests"), ("layout", "generator")))
+
+
+def _asynchronous(config: Config) -> Iterator[Problem]:
+    rollout, at = config.rollout, ("rollout", "max_lag")
+    if not config.reinforces or rollout.max_lag == 0:
+        return
+    if config.deterministic:
+        text = f"rollout.max_lag: {rollout.max_lag:g}, and deterministic=true generates nothing ahead; use 0"
+        yield Problem(at, text, (("deterministic",),))
+    if rollout.max_lag * rollout.num_prompts < 1:
+        text = (
+            f"rollout.max_lag: {rollout.max_lag:g} of {rollout.num_prompts} prompts is less than one, so that nothing "
+            f"can be generated ahead; use at least {1 / rollout.num_prompts:.3g}, or 0"
+        )
+        yield Problem(at, text, (("rollout", "num_prompts"),))
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:

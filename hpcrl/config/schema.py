@@ -12,6 +12,9 @@ from pydantic import Discriminator, Field, Tag
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig
 from hpcrl.config.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
 
+MOST_MEMBERS = 1 << 14
+"""What a sample id has room for (hpcrl.rollout.types)."""
+
 
 class TinyModel(Section):
     """A model made from these numbers with seeded random weights where model.path is not given (demos, tests)."""
@@ -113,7 +116,7 @@ class RolloutConfig(Section):
 
     num_prompts: Positive = 64
     """Prompts (groups) of a step."""
-    group_size: Annotated[int, Field(ge=1, le=1 << 14), NUMBER] = 8
+    group_size: Annotated[int, Field(ge=1, le=MOST_MEMBERS), NUMBER] = 8
     """Responses of a prompt."""
     max_new_tokens: Positive = 256
     """Longest response, tokens."""
@@ -128,9 +131,26 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """Strings that end a response."""
     max_lag: NonNegative = 0
-    """Steps a token may be behind the weights it trains; 0: synchronous."""
-    over_sampling: Natural = 0
-    """Groups generated beyond num_prompts; aborted once enough valid groups exist."""
+    """Steps a token may be behind the weights it trains; 0: synchronous; 0.5: half of a batch by one step."""
+    on_stale: Literal["wait", "cancel"] = "wait"
+    """Groups that get too old for max_lag on their way: the batch waits for them, or they are cancelled and start
+    anew, which is faster and favours short responses."""
+    on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
+    """Responses on their way when weights arrive: go on with the keys and values of the old ones, compute these anew,
+    or start anew (each max_attempts times at most)."""
+    extra_prompts: Natural = 0
+    """Redundant groups: generated beyond num_prompts, aborted once enough valid groups exist."""
+    extra_members: Natural = 0
+    """Redundant responses: generated to each prompt beyond group_size; the first group_size count, which favours short
+    ones (scheduler/kept_length, scheduler/aborted_length)."""
+    siblings_together: bool = True
+    """Responses to a prompt go to one replica as long as it has room; false: each to the replica with the least."""
+    prompt_affinity: bool = False
+    """A prompt that starts anew goes to the replica that has its prefix, if there is room."""
+    routing: Literal["count", "expected_length"] = "count"
+    """What a replica's load is measured in: responses, or tokens expected from the recent lengths of their domains."""
+    min_replicas: Positive = 1
+    """Generator replicas without which the run stops; lost ones above it are done without."""
     max_attempts: Annotated[int, Field(ge=1, le=1 << 10), NUMBER] = 3
     """Attempts at a prompt before it counts as failed."""
     filter_mean_low: Float | None = None
@@ -168,6 +188,16 @@ class PolicyLoss(Section):
     """Rewards are clamped to +- this; null: off."""
     advantage_clip: PositiveFloat | None = None
     """Advantages are clamped to +- this; null: off."""
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """What is done about responses of older weights or another engine: token losses are multiplied by the ratio of the
+    trainer's probabilities before the step to the generator's, cut at correction_high (TIS) or dropped outside
+    correction_low..correction_high (MIS)."""
+    correction_level: Literal["token", "geometric", "sequence"] = "token"
+    """The ratio is each token's, or the geometric mean or the product over a response."""
+    correction_low: NonNegative = 0.5
+    """Lower bound of the ratio; read by mask alone."""
+    correction_high: PositiveFloat = 2.0
+    """Upper bound of the ratio."""
     whiten_advantages: bool = False
     """Normalise advantages over the batch."""
     ppo_epochs: Positive = 1
@@ -322,12 +352,19 @@ class GeneratorConfig(Section):
     """Generation engine."""
     max_slots: Positive = 256
     """Responses a replica decodes at once."""
+    max_requests: Positive | None = None
+    """Responses a replica is given at once, those that wait there for a slot included; null: twice max_slots."""
     burst_tokens: Positive = 16
     """Decode steps between two looks at the inbox."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and KV cache."""
     kv_bucket: Positive = 32
     """KV cache lengths are rounded up to this many tokens."""
+
+    @property
+    def most_requests(self) -> int:
+        """max_requests, or what it is when it is not given."""
+        return self.max_requests or 2 * self.max_slots
 
 
 class EvalConfig(Section):

@@ -70,6 +70,7 @@ class Controller:
         self.lost: set[int] = set()
         self.pump: Callable[[], bool] | None = None
         self.between: Callable[[], None] | None = None
+        self.background: Callable[[list[tuple[int, Event]]], None] | None = None  # gets events while answers are awaited
 
     def describe(self, rank: int) -> str:
         """How errors name a rank."""
@@ -116,6 +117,8 @@ class Controller:
         for key in started:
             while key not in self._answers and key[0] not in self.lost:
                 self._take(self.check_s)
+                if self.background is not None and self._events:
+                    self.background(self._taken())
         return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
     def answered(self, started: Started) -> bool:
@@ -132,6 +135,9 @@ class Controller:
         for _ in range(MAX_TAKEN):
             if not self._take(0.0):
                 break
+        return self._taken()
+
+    def _taken(self) -> list[tuple[int, Event]]:
         events = list(self._events)
         self._events.clear()
         return events

@@ -105,6 +105,20 @@ class Forget(Message):
     samples: list[int]
 
 
+class SaveHeld(Message):
+    """Write held samples into the folder of a checkpoint; answer with the file."""
+
+    folder: str
+    samples: list[int]
+
+
+class LoadHeld(Message):
+    """Hold these samples of a checkpoint."""
+
+    folder: str
+    samples: list[int]
+
+
 class Peek(Message):
     """Answer with the text of held samples."""
 
@@ -264,6 +278,8 @@ Command = (
     | AbortSamples
     | Rescore
     | Forget
+    | SaveHeld
+    | LoadHeld
     | Peek
     | HandOver
     | LoadRows

@@ -98,7 +98,7 @@ def _batch(config: Config, layout: RoleLayout) -> str:
         return f"{config.sft.batch_size} rows a step over {trainers} trainer rank(s)"
     rollout, algorithm = config.rollout, config.algorithm
     samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs
-    extra = f" (+ {rollout.over_sampling} prompts over-sampled)" if rollout.over_sampling else ""
+    extra = f" (+ {rollout.extra_prompts} redundant prompts)" if rollout.extra_prompts else ""
     return (
         f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}; "
         f"{updates} optimizer step(s) of {samples // algorithm.num_mini_batches} over {trainers} trainer rank(s)"

@@ -19,14 +19,14 @@ from hpcrl.checkpoint.lineage import abandon_after, cut_metrics
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.config import Config
 from hpcrl.dist.controller import Controller, RankFailed
-from hpcrl.dist.messages import CheckFiles, FinishCheck, FinishSave, LoadState, SaveState
+from hpcrl.dist.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld, LoadState, SaveHeld, SaveState
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.longwork import LongWork, Stalled
 from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
-COMMANDS = [c.__name__ for c in (SaveState, FinishSave, CheckFiles, FinishCheck, LoadState)]
+COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
 LOOK_EVERY_S = 5.0  # at a save under way, within a step
 LOAD_PER_CHECK = 2.0
 """Loading may take so much longer than any other command, as multiple of what reading all files to check them took."""
@@ -50,6 +50,9 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def held(self) -> dict[int, list[int]]:
+        """Generator rank -> samples that belong to the state and lie there."""
+
 
 @dataclass
 class _Snapshot:
@@ -62,6 +65,7 @@ class _Snapshot:
     began: float
     stall_s: float
     writing: LongWork
+    held: list[FileEntry]
     committing: Future[float] | None = None
 
 
@@ -158,13 +162,17 @@ class Checkpoints:
         self.check_owner()  # begin() removes what others left of this step, which may be a newer attempt's
         with self._explained(step):
             folder = begin(self._root, step, self._attempt)
-            self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
             self.counters["seconds"] += time.time() - self._started
             self._started = time.time()
             state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
             content = encode_state({**state, "counters": {**self.counters, "step": step}})
+            # At once, before a generator that goes on is told to drop what the state says it holds.
+            holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
+            holding = self._controller.start(holders)
+            self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
+            held = [FileEntry(*file) for done in self._controller.finish(holding).values() for file in done.files]
         writing = LongWork(self._controller, self._layout.ranks["trainer"], "writing")
-        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing)
+        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
 
     def _drain(self, wait: bool) -> None:
         """Bring the save under way as far as it goes; `wait`: to its end."""
@@ -190,6 +198,7 @@ class Checkpoints:
         """Commit what the ranks have written, together with the small state; returns the seconds it took."""
         start = time.perf_counter()
         entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
+        entries += snapshot.held
         write_durably(snapshot.folder / STATE, snapshot.state)
         entries += seal_files(snapshot.folder, [STATE])
         facts = Facts(
@@ -243,6 +252,7 @@ class Checkpoints:
             # Once more: an attempt that does not know yet that it is superseded may have logged while this one loaded.
             cut_metrics(self._run_dir, step, self._attempt)
         self._owner.load_state_dict(state)
+        self._controller.call({rank: LoadHeld(str(latest.path), held) for rank, held in self._owner.held().items()})
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
         print(f"hpcrl: resumed from {latest.path.name}", flush=True)

@@ -203,15 +203,21 @@ class Run:
     def _make_loop(self) -> RolloutLoop | None:
         if not self._layout.replicas:
             return None
-        return RolloutLoop(
+        ranks, config = self._layout.ranks, self.config
+        busy = {*ranks["controller"], *ranks["trainer"], *ranks["reference"]}
+        loop = RolloutLoop(
             self._controller,
-            replica_capacity(self.config, self._layout),
-            self._layout.ranks["reward"],
-            self._layout.ranks["env"],
-            seed=self.config.seed,
-            burst_tokens=self.config.generator.burst_tokens,
-            deterministic=self.config.deterministic,
+            replica_capacity(config, self._layout),
+            ranks["reward"],
+            ranks["env"],
+            seed=config.seed,
+            burst_tokens=config.generator.burst_tokens,
+            deterministic=config.deterministic,
+            free=[replica[0] for replica in self._layout.replicas if busy.isdisjoint(replica)],
         )
+        if config.rollout.max_lag > 0:
+            self._controller.background = loop.background
+        return loop
 
 
 def _load_tokenizer(model_path: Path) -> Any:

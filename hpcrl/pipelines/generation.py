@@ -8,8 +8,8 @@ from hpcrl.layout import RoleLayout
 
 
 def replica_capacity(config: Config, layout: RoleLayout) -> dict[int, int]:
-    """First rank of each replica -> requests it is given at once: twice its slots, so that none waits for work."""
-    return {replica[0]: 2 * config.generator.max_slots for replica in layout.replicas}
+    """First rank of each replica -> requests it is given at once."""
+    return dict.fromkeys((replica[0] for replica in layout.replicas), config.generator.most_requests)
 
 
 def training_sampling(config: Config) -> Sampling:

@@ -15,7 +15,7 @@ from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.batches import BatchHandle
 from hpcrl.pipelines.generation import replica_capacity, training_sampling
 from hpcrl.pipelines.parts import Trainer, hand_over, timed
-from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.rollout.loop import RolloutLoop, Sizes
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.rollout.store import DispositionRecord, write_dispositions
@@ -40,8 +40,10 @@ class Rollouts:
         self._loop, self._controller, self._layout, self._config = loop, controller, layout, config
         self.source, self._folder = source, run_dir / "rollouts"
         self._fence = fence
-        self.scheduler = RolloutScheduler(SchedulerConfig.of(config), replica_capacity(config, layout))
         self._prompts: dict[int, Prompt] = {}
+        self.scheduler = RolloutScheduler(
+            SchedulerConfig.of(config), replica_capacity(config, layout), lambda uid: self._prompts[uid].domain
+        )
         self._records: list[DispositionRecord] = []
         self.stats: Stats = {}
 
@@ -77,12 +79,23 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor, ledger of prompts and scheduler; JSON-able."""
-        return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict()}
+        sizes = self._loop.sizes(self.scheduler.finished())
+        waiting = {"sizes": [[sample, size.total, size.model] for sample, size in sizes.items()]}
+        return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
+
+    def held(self) -> dict[int, list[int]]:
+        """Replica -> the samples it holds of finished groups that wait to be trained."""
+        held: dict[int, list[int]] = {}
+        for group in self.scheduler.finished():
+            for sample in group.samples:
+                held.setdefault(sample.replica, []).append(sample.id)
+        return held
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore. The open prompts, those of finished groups too, are read again from their rows."""
         self.source.load_state_dict(state["cursor"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self._loop.restore_sizes({s: Sizes(total, model) for s, total, model in state["scheduler"].get("sizes", [])})
         self._prompts = {uid: self.source.prompt(uid) for uid in self.source.dispositions.open_uids}
 
     def _draw(self, count: int) -> list[Prompt]:

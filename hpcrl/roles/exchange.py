@@ -106,6 +106,8 @@ class Exchange:
             buckets = receive_buckets(fabric.group, fabric.ranks.index(command.source))
         if rank in command.ranks and generator is not None:
             generator.engine.load_weights((named for bucket in buckets for named in bucket.tensors()), command.version)
+            if worker.config.rollout.on_new_weights == "recompute":
+                generator.engine.recompute()
         return Done(seq)
 
 

@@ -6,12 +6,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hpcrl.batch import STATUS
+from hpcrl.checkpoint.commit import seal_files
 from hpcrl.dist.control import StoreLost
 from hpcrl.dist.messages import (
     AbortSamples,
@@ -21,16 +23,19 @@ from hpcrl.dist.messages import (
     Done,
     Ended,
     Forget,
+    LoadHeld,
     Peek,
     PromptPayload,
     Rescore,
     Response,
+    SaveHeld,
     Scored,
     ScoredSample,
     TurnDelta,
 )
 from hpcrl.engines.gen import make_gen_engine
 from hpcrl.engines.gen.base import Output, PromptRefused, Request, SamplingParams
+from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample, split_sample_id
 
 if TYPE_CHECKING:
@@ -70,6 +75,8 @@ class GeneratorRole:
             AbortSamples: self._abort,
             Rescore: self._rescore,
             Forget: self._forget,
+            SaveHeld: self._save_held,
+            LoadHeld: self._load_held,
             Peek: self._peek,
         }
 
@@ -243,6 +250,15 @@ class GeneratorRole:
 
     def _forget(self, command: Forget, seq: int) -> None:
         self._drop(command.samples)
+
+    def _save_held(self, command: SaveHeld, seq: int) -> Done:
+        folder = Path(command.folder)
+        name = write_held(folder, self._worker.world.rank, [self.held[sample] for sample in command.samples])
+        return Done(seq, files=[(entry.path, entry.size, entry.sha256) for entry in seal_files(folder, [name])])
+
+    def _load_held(self, command: LoadHeld, seq: int) -> Done:
+        self.held |= read_held(Path(command.folder), set(command.samples))
+        return Done(seq)
 
     def _drop(self, samples: Sequence[int]) -> None:
         known: tuple[dict[int, Any], ...] = (self.held, self._admitted, self._env_of, self._refused)

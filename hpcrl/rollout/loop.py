@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from hpcrl.dist import messages
 from hpcrl.dist.controller import Controller
 from hpcrl.rollout import events
+from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, sampling_seed, split_sample_id
 from hpcrl.stats import Stat, Stats, merge, scalar
@@ -27,6 +29,18 @@ class Sizes:
 
     total: int
     model: int
+
+
+@dataclass
+class _Stream:
+    """A scheduler at work: where its prompts come from and what it has still to hear."""
+
+    scheduler: RolloutScheduler
+    prompts: dict[int, Prompt]
+    draw: Callable[[int], list[Prompt]]
+    sampling: messages.Sampling
+    arrived: list[events.Event] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)
 
 
 @dataclass
@@ -55,13 +69,11 @@ class RolloutLoop:
         seed: int,
         burst_tokens: int,
         deterministic: bool,
+        free: Collection[int] = (),
     ):
-        self._controller, self._seed, self._burst_tokens, self._deterministic = (
-            controller,
-            seed,
-            burst_tokens,
-            deterministic,
-        )
+        """`free`: the replicas whose ranks neither train nor control, so that they may go on while others do."""
+        self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
+        self._deterministic, self._free = deterministic, frozenset(free)
         self._replicas, self._scorers, self._envs = dict(replicas), list(scorers), list(envs)
         self._live: Counter[int] = Counter()  # samples a replica decodes or queues
         self._bursts: Counter[int] = Counter()  # bursts on their way
@@ -70,9 +82,10 @@ class RolloutLoop:
         self._early: set[int] = set()  # samples whose answer overtook the BurstDone they ended in
         self._receivers: dict[tuple[int, int], list[int]] = {}  # (replica, burst) -> whom it was told to send to
         self._dropped: dict[tuple[int, int], list[int]] = {}  # (replica, abort) -> samples it was told to drop
+        self._pace = Pace()
         self._heard: dict[int, float] = {}  # scorer or env rank -> when it last showed that it works
         self._sizes: dict[int, Sizes] = {}  # of ended samples that were neither taken nor dropped
-        self._stats: list[Stats] = []
+        self._streams: list[_Stream] = []  # the one that is driven last
 
     def drive(
         self,
@@ -83,32 +96,62 @@ class RolloutLoop:
     ) -> Harvest:
         """Run until the scheduler's batch is ready and take it. `prompts` (uid -> prompt) gains what is drawn.
 
-        The trained samples stay on their replicas until they are handed over or forgotten. RolloutExhausted when the
-        step can get no batch; RankFailed and RankSilent as the controller raises them.
+        The trained samples stay on their replicas until they are handed over or forgotten. A scheduler that may
+        generate ahead goes on afterwards: between two drives of its own under background() and the drives of others.
+        RolloutExhausted when the step can get no batch; RankFailed and RankSilent as the controller raises them.
         """
-        self._stats = []
-        arrived: list[events.Event] = []
+        stream = next((stream for stream in self._streams if stream.scheduler is scheduler), None)
+        if stream is None:
+            stream = _Stream(scheduler, prompts, draw, sampling)
+            self._streams.append(stream)
         while True:
-            fresh = draw(scheduler.wants())
-            prompts.update((prompt.uid, prompt) for prompt in fresh)
-            scheduler.offer(prompt.uid for prompt in fresh)
-            commands = scheduler.plan(arrived)
-            for command in commands:
-                self._carry_out(command, prompts, sampling)
+            moved = [self._advance(each) for each in self._streams]
             if scheduler.ready():
                 break
-            self._keep_busy()
+            self._keep_busy(self._replicas)
             if any(self._bursts.values()) or self._reached:
-                arrived = self._collect(prompts)
-            elif arrived or fresh or commands:
-                arrived = []  # the scheduler may want other prompts now
-            else:
+                self._collect()
+            elif not any(moved):
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
-        scheduler.plan(self._settle_down(prompts))  # the batch stands: this only counts what was aborted
+        self._settle_down(self._free if scheduler.generates_ahead else ())
+        if not scheduler.generates_ahead:
+            scheduler.plan(stream.arrived)  # the batch stands: this only counts what was aborted
+            stream.arrived = []
         groups = scheduler.take()
         sizes = {sample.id: self._sizes.pop(sample.id) for group in groups for sample in group.samples}
-        self._early.clear()  # no burst is on its way that could still tell of them
-        return Harvest(groups, sizes, merge(self._stats))
+        stats, stream.stats = merge(stream.stats), []
+        if not scheduler.generates_ahead:
+            self._streams.remove(stream)
+        if not self._streams:
+            self._early.clear()  # no burst is on its way that could still tell of them
+        return Harvest(groups, sizes, stats)
+
+    def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
+        """Go on with the schedulers that generate ahead, while the controller waits for other ranks' answers."""
+        self._take_in(arrived)
+        for stream in self._streams:
+            self._advance(stream)
+        self._keep_busy(self._free)
+
+    def _advance(self, stream: _Stream) -> bool:
+        """Let a scheduler hear what has arrived and carry out what it wants; whether there was anything."""
+        arrived, stream.arrived = stream.arrived, []
+        stream.scheduler.tell(arrived)  # first, since a rejected group wants another prompt
+        fresh = stream.draw(stream.scheduler.wants())
+        stream.prompts.update((prompt.uid, prompt) for prompt in fresh)
+        stream.scheduler.offer(prompt.uid for prompt in fresh)
+        commands = stream.scheduler.plan()
+        for command in commands:
+            self._carry_out(command, stream.prompts, stream.sampling)
+        return bool(arrived or fresh or commands)
+
+    def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
+        """Of the samples of groups that were not taken yet."""
+        return {sample.id: self._sizes[sample.id] for group in groups for sample in group.samples}
+
+    def restore_sizes(self, sizes: Mapping[int, Sizes]) -> None:
+        """Know the samples that the replicas hold from a checkpoint."""
+        self._sizes |= sizes
 
     def forget(self, groups: Sequence[events.Group]) -> None:
         """Let the replicas drop the groups' samples."""
@@ -138,22 +181,21 @@ class RolloutLoop:
                 seq = self._controller.send(replica, messages.AbortSamples(samples))
                 self._dropped[replica, seq] = samples
 
-    def _keep_busy(self) -> None:
+    def _keep_busy(self, replicas: Iterable[int]) -> None:
         ahead = 1 if self._deterministic else BURSTS_AHEAD
-        for replica in self._replicas:
+        for replica in replicas:
             receivers = self._receivers_of(replica)
             while self._live[replica] > 0 and self._bursts[replica] < ahead and replica not in self._controller.lost:
                 seq = self._controller.send(replica, messages.Burst(self._burst_tokens, receivers))
                 self._receivers[replica, seq] = receivers
                 self._bursts[replica] += 1
 
-    def _settle_down(self, prompts: Mapping[int, Prompt]) -> list[events.Event]:
-        """Wait for the bursts that are still on their way, so that a step ends with silent replicas; what they said."""
-        late: list[events.Event] = []
-        while any(self._bursts[r] > 0 for r in self._replicas if r not in self._controller.lost):
-            for rank, event in self._controller.events():
-                late.extend(self._translate(rank, event, prompts))
-        return late
+    def _settle_down(self, going_on: Collection[int]) -> None:
+        """Wait for the bursts that are still on their way, so that a step ends with silent replicas, but for those
+        that go on."""
+        pausing = [replica for replica in self._replicas if replica not in going_on]
+        while any(self._bursts[replica] > 0 for replica in pausing if replica not in self._controller.lost):
+            self._take_in(self._controller.events())
 
     def _receivers_of(self, replica: int) -> list[int]:
         """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
@@ -186,27 +228,48 @@ class RolloutLoop:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def _collect(self, prompts: Mapping[int, Prompt]) -> list[events.Event]:
-        arrived: list[events.Event] = []
+    def _collect(self) -> None:
+        """Wait for events; in deterministic mode for all that a burst leads to, in an order of their own."""
         while True:
-            for rank, event in self._controller.events():
-                self._heard[rank] = time.monotonic()
-                arrived.extend(self._translate(rank, event, prompts))
+            self._take_in(self._controller.events())
             self._check_receivers()
             if not self._deterministic:
-                return arrived
+                return
             if not any(self._bursts.values()) and not self._reached:
-                return sorted(arrived, key=_order)
+                for stream in self._streams:
+                    stream.arrived.sort(key=_order)
+                return
 
-    def _translate(self, rank: int, event: messages.Event, prompts: Mapping[int, Prompt]) -> Iterator[events.Event]:
+    def _take_in(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
+        """Give every event to the stream whose samples it is about; one that nobody knows any more to the first."""
+        for rank, event in happened:
+            self._heard[rank] = time.monotonic()
+            for told in self._translate(rank, event):
+                if len(self._streams) == 1:
+                    self._streams[0].arrived.append(told)
+                    continue
+                for stream in self._streams:
+                    if (part := events.only(told, partial(self._belongs, stream))) is not None:
+                        stream.arrived.append(part)
+
+    def _belongs(self, stream: _Stream, sample: int) -> bool:
+        return self._stream_of(sample) is stream
+
+    def _stream_of(self, sample: int) -> _Stream | None:
+        """Whose sample it is; the first stream's if nobody knows it any more."""
+        uid = split_sample_id(sample)[0]
+        known = next((stream for stream in self._streams if uid in stream.prompts), None)
+        return known or next(iter(self._streams), None)
+
+    def _translate(self, rank: int, event: messages.Event) -> Iterator[events.Event]:
         match event:
             case messages.BurstDone():
                 yield from self._burst_done(rank, event)
             case messages.Scored():
-                yield from (self._scored(result, prompts) for result in event.samples)
+                yield from (self._scored(result) for result in event.samples)
             case messages.Observed():
                 if event.ended:
-                    yield self._scored(event.result, prompts)
+                    yield self._scored(event.result)
                 else:
                     self._answered(event.sample)
                     yield events.Answered((event.sample,))
@@ -225,8 +288,10 @@ class RolloutLoop:
             yield events.Aborted(aborted)
         finished = [e for e in event.finished if e.reason != FinishReason.ABORT]
         ended = finished + event.turns
-        if event.tokens:
-            self._note({"system/decode_tps": Stat(event.tokens, event.seconds)})
+        if event.tokens and self._streams:
+            self._streams[0].stats.append({"system/decode_tps": Stat(event.tokens, event.seconds)})
+        if event.tokens and not self._deterministic:
+            yield from self._pace.learn(rank, event.seconds)
         if not ended:
             return
         self._sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens) for e in ended}
@@ -252,16 +317,14 @@ class RolloutLoop:
                 self._leave(sample)
             yield events.Failed(samples, "an env rank was lost") if self._envs else events.ScorerLost(samples)
 
-    def _scored(self, result: messages.ScoredSample, prompts: Mapping[int, Prompt]) -> events.Event:
+    def _scored(self, result: messages.ScoredSample) -> events.Event:
         self._answered(result.sample)
-        prompt = prompts.get(split_sample_id(result.sample)[0])
-        if prompt is not None:
-            self._note({f"{prompt.domain}/score": scalar(result.score)})
-            self._note({f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()})
+        stream = self._stream_of(result.sample)
+        prompt = stream.prompts.get(split_sample_id(result.sample)[0]) if stream is not None else None
+        if stream is not None and prompt is not None:
+            stats = {f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()}
+            stream.stats.append(stats | {f"{prompt.domain}/score": scalar(result.score)})
         return events.Scored(result.sample, result.reward, result.score, result.error)
-
-    def _note(self, stats: Stats) -> None:
-        self._stats.append(stats)
 
 
 def _order(event: events.Event) -> tuple:

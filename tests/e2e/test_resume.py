@@ -8,6 +8,7 @@ import random
 import re
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ TIMED = ("time/", "system/tps", "system/decode_tps")
 WORDS = f"""
 max_steps={NUM_STEPS} save_every=2 eval_every=3 eval.num_prompts=4
 rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3 data.max_prompt_tokens=32 rollout.filter_std=true
-rollout.over_sampling=2 generator.max_slots=8 generator.burst_tokens=2 algorithm.num_mini_batches=2
+rollout.extra_prompts=2 generator.max_slots=8 generator.burst_tokens=2 algorithm.num_mini_batches=2
 algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 reward.default.name=exact_match reward.default.timeout_s=100
 """.split()
 
@@ -45,6 +46,7 @@ VARIANTS = {
     "two_turns": ["deterministic=true", "env.name=scripted"],
     "disaggregated": ["deterministic=true", "env.name=scripted", "layout=disaggregated"],
     "default": [],
+    "ahead": ["layout=disaggregated", "rollout.max_lag=1", "rollout.on_new_weights=recompute"],
 }
 
 
@@ -292,14 +294,36 @@ def test_there_is_something_to_lose(runs: Runs, digit_model: Path) -> None:
     assert len({line for line in undisturbed["metrics"].splitlines() if " actor/grad_norm " in line}) == NUM_STEPS
 
 
-def test_every_prompt_ends_once_in_the_default_mode(variants: dict[str, Runs]) -> None:
-    runs, rng = variants["default"], random.Random(7)
-    for after_step in (1, 3, 2):
+@pytest.mark.parametrize(("variant", "max_lag"), [("default", 0), ("ahead", 1)])
+def test_every_prompt_ends_once_outside_deterministic_mode(
+    variants: dict[str, Runs], variant: str, max_lag: int
+) -> None:
+    check_kills(variants[variant], random.Random(7), (1, 3, 2), max_lag)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("variant", "max_lag"), [("default", 0), ("ahead", 1)])
+def test_every_prompt_ends_once_after_twenty_kills(variants: dict[str, Runs], variant: str, max_lag: int) -> None:
+    rng = random.Random(11)
+    words = [*variants[variant].words, "max_steps=60"]
+    check_kills(Runs(variants[variant].folder / "soaked", words), rng, [rng.randrange(4) for _ in range(20)], max_lag)
+
+
+def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_lag: int) -> None:
+    """The accounts are right after every kill and at the end, and what is trained is as fresh as max_lag says."""
+    for after_step in after_steps:
         kill_somewhere(runs, "killed", rng, after_step)
         check_accounts(runs.folder / "killed")
     run_dir = runs.finish("killed")
     check_accounts(run_dir)
-    assert [row["step"] for row in read_metrics(run_dir)] == list(range(NUM_STEPS + 1))
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    reader, lags = RolloutReader(run_dir), set()
+    for step in reader.steps():
+        batch = reader.batch(step)
+        lags |= set((step - 1 - batch.versions[batch.loss_mask]).tolist())
+    assert lags == set(range(max_lag + 1))
 
 
 def check_accounts(run_dir: Path) -> None:

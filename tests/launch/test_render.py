@@ -20,7 +20,7 @@ from hpcrl.placement import Placement
 from tests.conftest import ROOT
 
 RECIPES = {path.stem for path in (ROOT / "slurm").glob("*.sbatch")}
-RUNNABLE = {"rlvr_tiny", "rlvr_7b"}
+RUNNABLE = {"rlvr_tiny", "rlvr_7b", "rlvr_7b_async"}
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
 
 

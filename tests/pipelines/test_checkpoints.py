@@ -9,21 +9,34 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import psutil
 import pytest
 
 from hpcrl.checkpoint.check import Check
-from hpcrl.checkpoint.commit import FileEntry, find_latest
+from hpcrl.checkpoint.commit import FileEntry, find_latest, seal_files
 from hpcrl.checkpoint.state import read_state
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.config import Config
 from hpcrl.dist.controller import Controller
-from hpcrl.dist.messages import CheckFiles, Command, Done, FinishCheck, FinishSave, LoadState, SaveState
+from hpcrl.dist.messages import (
+    CheckFiles,
+    Command,
+    Done,
+    FinishCheck,
+    FinishSave,
+    LoadHeld,
+    LoadState,
+    SaveHeld,
+    SaveState,
+)
 from hpcrl.files import steps_in
 from hpcrl.layout import RoleLayout
 from hpcrl.metrics import MetricsLog, read_metrics
 from hpcrl.pipelines.checkpoints import CheckpointError, Checkpoints, NotSavedError
 from hpcrl.pipelines.longwork import Stalled
+from hpcrl.rollout.held import read_held, write_held
+from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.rundir import OWNERS, SupersededError, close_run, open_run
 from hpcrl.stats import scalar
 
@@ -36,6 +49,8 @@ class Ranks:
     def __init__(self) -> None:
         self.writers = {1: Writer(), 2: Writer()}
         self.cursor = 0
+        self.waiting: list[Sample] = []  # of a generator rank
+        self.held_again: dict[int, Sample] = {}
         self.checks: dict[int, Check] = {}
         self.shares: list[list[str]] = []
         self.loaded: list[str] = []
@@ -47,11 +62,14 @@ class Ranks:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor = state["cursor"]["next"]
 
+    def held(self) -> dict[int, list[int]]:
+        return {3: [sample.id for sample in self.waiting]} if self.waiting else {}
+
     def describe(self, rank: int) -> str:
         return f"rank {rank} (trainer)"
 
     def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
-        return {rank: self._answer(self.writers[rank], rank, command) for rank, command in commands.items()}
+        return {rank: self._answer(self.writers.get(rank), rank, command) for rank, command in commands.items()}
 
     def start(self, commands: Mapping[int, Command]) -> list[tuple[int, Command]]:
         return list(commands.items())
@@ -62,7 +80,9 @@ class Ranks:
     def finish(self, started: list[tuple[int, Command]]) -> dict[int, Done]:
         return self.call(dict(started))
 
-    def _answer(self, writer: Writer, rank: int, command: Command) -> Done:
+    def _answer(self, writer: Writer | None, rank: int, command: Command) -> Done:
+        if writer is None:
+            return self._generator(rank, command)
         match command:
             case SaveState():
                 writer.start(Path(command.folder), {f"shard_{rank}": b"weights"})
@@ -82,6 +102,15 @@ class Ranks:
             case LoadState():
                 self.loaded.append(Path(command.folder).name)
                 self.while_loading()
+        return Done(0)
+
+    def _generator(self, rank: int, command: Command) -> Done:
+        match command:
+            case SaveHeld():
+                files = seal_files(Path(command.folder), [write_held(Path(command.folder), rank, self.waiting)])
+                return Done(0, files=[(entry.path, entry.size, entry.sha256) for entry in files])
+            case LoadHeld():
+                self.held_again |= read_held(Path(command.folder), command.samples)
         return Done(0)
 
 
@@ -133,6 +162,21 @@ def test_a_save_is_of_its_step_and_committed_when_it_is_written(tmp_path: Path, 
     assert [entry.path for entry in manifest.files] == ["shard_1", "shard_2", "state.json"]
     assert read_state(path)["cursor"] == {"next": 20}, "the state of the step at which it began"
     assert checkpoints.expected_save_s() > 0
+
+
+def test_responses_that_wait_to_be_trained_are_part_of_it(tmp_path: Path, ranks: Ranks) -> None:
+    ranks.waiting = [sample_of(5, 3), sample_of(9, 4)]
+    make(tmp_path, ranks).save(2)
+    manifest = find_latest(tmp_path / "checkpoints").manifest
+    assert manifest is not None
+    assert "held_rank0003.safetensors" in [entry.path for entry in manifest.files], "sealed, so that damage is noticed"
+    make(tmp_path, ranks).restore()
+    assert sorted(ranks.held_again) == [5, 9] and len(ranks.held_again[9].token_ids) == 4
+
+
+def sample_of(sample_id: int, count: int) -> Sample:
+    ones = np.ones(count, dtype=np.int32)
+    return Sample(sample_id, ones, ones.astype(bool), -0.5 * ones.astype(np.float32), ones, ones, FinishReason.STOP)
 
 
 def test_a_save_is_committed_within_a_long_step(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

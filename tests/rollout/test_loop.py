@@ -93,7 +93,7 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
     """Siblings that ended before their group was dropped, and those that were cut short."""
     ranks = Ranks(bursts=lambda uid: 1 + 9 * (uid % 2), score=lambda sample: (1.0, ""))
     loop = make_loop(ranks)
-    steps(loop, SchedulerConfig(2, over_sampling=2), [1, 1, 1], prompts())
+    steps(loop, SchedulerConfig(2, extra_prompts=2), [1, 1, 1], prompts())
     assert any(isinstance(command, m.AbortSamples) for command in ranks.sent)
     assert loop._sizes == {} and loop._dropped == {} and loop._early == set()
 

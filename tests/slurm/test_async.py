@@ -1,0 +1,34 @@
+"""Generators that go on while the trainer works, as components of one job that is preempted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.metrics import read_metrics
+from tests.e2e.test_resume import check_accounts
+from tests.slurm.jobs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+COMPONENTS = "{train: {roles: [controller, trainer]}, gen: {roles: [generator]}, cpu: {roles: [reward]}}"
+
+
+def test_an_asynchronous_job_is_preempted_with_its_accounts_in_order(
+    cluster: Any, tmp_path: Path, tiny: list[str]
+) -> None:
+    words = [*tiny, "deterministic=false", "layout=disaggregated", "layout.trainer.num_ranks=1"]
+    words += ["layout.generator.num_ranks=2", "rollout.max_lag=1", "algorithm.correction=truncate"]
+    words += [f"cluster.components={COMPONENTS}", "rollout.save_rollouts=true", "max_steps=24"]
+    run = Run(cluster, tmp_path, *words)
+    run.wait_step(4)
+    run.preempt(1)
+    run.wait_said("resumed from", 1)
+    check_accounts(run.dir)
+    run.tell(pace=0)
+    run.wait_end()
+    check_accounts(run.dir)
+    lags = [row["scheduler/version_lag/max"] for row in read_metrics(run.dir) if row["step"]]
+    assert max(lags) == 1 and run.restarts == 1
