@@ -101,9 +101,16 @@ def _tell(world: World, code: ExitCode, message: str) -> int:
 
 
 def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
-    """A rank may be lost where all it does is reward or env, and enough of its kind remain."""
+    """A rank may be lost where all it does is to generate, reward or play environments, and enough of its kind remain.
+    A replica of several ranks cannot: the others would wait for the lost one in the middle of a burst."""
     roles = layout.roles_of(rank)
-    if not roles or not set(roles) <= {"reward", "env"}:
+    if not roles or not set(roles) <= {"generator", "reward", "env"}:
         return False
-    least = {"reward": config.layout.reward.min_ranks, "env": config.layout.env.min_ranks}
+    if "generator" in roles and (rank,) not in layout.free_replicas:
+        return False
+    least = {
+        "generator": config.rollout.min_replicas,
+        "reward": config.layout.reward.min_ranks,
+        "env": config.layout.env.min_ranks,
+    }
     return all(len(set(layout.ranks[role]) - set(lost)) >= least[role] for role in roles)

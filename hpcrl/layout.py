@@ -43,6 +43,13 @@ class RoleLayout:
         ranks, size = self.ranks["generator"], self.generator_tensor_parallel
         return tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
 
+    @property
+    def free_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Those whose ranks neither control nor train nor are the reference: they go on while others do, and may be
+        lost."""
+        busy = {CONTROLLER, *self.ranks["trainer"], *self.ranks["reference"]}
+        return tuple(replica for replica in self.replicas if busy.isdisjoint(replica))
+
 
 def needed_roles(config: Config) -> tuple[RoleName, ...]:
     """The roles, besides the controller, that the run needs."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hpcrl.dist.messages import ONE_WAY, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
+from hpcrl.dist.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
 from hpcrl.dist.world import World, rank_queue
 
 CHECK_EVERY_S = 10.0  # with nothing to hear
@@ -148,6 +148,15 @@ class Controller:
             raise RankSilent(f"{self.describe(rank)} did not answer within {silent_s:.0f} s: {cause}")
         self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
 
+    def lose(self, ranks: Collection[int], cause: str) -> None:
+        """Go on without these ranks, which others could not reach. Their agent may say in a moment what became of
+        them; errors as give_up() where the run cannot go on without them."""
+        deadline = time.monotonic() + min(CAUSE_S, self.command_s)
+        while not self.lost.issuperset(ranks) and time.monotonic() < deadline:
+            self._take(min(self.check_s, 1.0))
+        for rank in ranks:
+            self._lose(Lost(rank, cause, silent=True))
+
     def dismiss(self) -> None:
         """Tell every other rank to leave and wait for their answers: the store lives here, so this rank leaves last."""
         self.call({rank: Leave() for rank in range(self._world.size) if rank != self._world.rank})
@@ -174,7 +183,7 @@ class Controller:
                 self._answered[sender] = time.monotonic()
                 self._outstanding.pop((sender, event.seq), None)
                 self._events.append((sender, event))
-            case Failed() if not event.seq and self._survivable(sender, self.lost | {sender}):
+            case Failed() if self._is_own(event) and self._survivable(sender, self.lost | {sender}):
                 self._lose(Lost(sender, f"failed in {event.command}: {event.error}"))
             case Failed():
                 raise self._cause_of(sender, event)
@@ -183,6 +192,12 @@ class Controller:
             case _:
                 self._events.append((sender, event))
         return True
+
+    @staticmethod
+    def _is_own(event: Failed) -> bool:
+        """Whether the failure is that rank's alone, so that others of its role may do better: not what it was given is
+        the cause, nor a peer."""
+        return not event.seq or (event.command == Burst.__name__ and event.kind == "")
 
     def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
         """What to raise for a failure. Where a peer went away, its own word or its agent's is waited for."""
@@ -222,8 +237,15 @@ class Controller:
         self._events.append((event.rank, event))
         print(f"hpcrl: {loss}; the run goes on without it", flush=True)
 
+    def _lose_late(self, rank: int) -> bool:
+        """Go on without a rank that did not answer in time, where that is possible."""
+        if not self._survivable(rank, self.lost | {rank}):
+            return False
+        self._lose(Lost(rank, "it did not answer in time", silent=True))
+        return True
+
     def _check_deadlines(self) -> None:
-        """RankSilent where answers are overdue; looks through what is outstanding once per check_s."""
+        """RankSilent where answers are overdue that the run needs; looks through what is outstanding once per check_s."""
         now = time.monotonic()
         if not self._outstanding or now < self._next_check:
             return
@@ -234,6 +256,10 @@ class Controller:
         }
         late = [(key, o) for key, o in self._outstanding.items() if now - begun[key] > o.allowed_s]
         if not late:
+            return
+        if lost := [rank for rank in sorted({rank for (rank, _), _ in late}) if self._lose_late(rank)]:
+            # What others did not do may have been to wait for these.
+            self._outstanding |= {key: replace(o, since=now) for key, o in late if key[0] not in lost}
             return
         # A rank works in order, so its oldest command is the one it is stuck in; waiting for a peer looks the same.
         first: dict[int, tuple[int, _Outstanding]] = {}

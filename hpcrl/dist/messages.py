@@ -142,7 +142,7 @@ class HandOver(Message):
 
     rewards and scores: float32 bytes, of the samples that this rank gets in the order of its moves. A large transfer
     comes in several commands; with the last one, marked `forms`, a rank that gets samples, be it none, has its share
-    and forms batch `batch`. The trainers then tell each other all rewards, since group statistics need them.
+    and forms batch `batch`.
     """
 
     batch: int
@@ -181,7 +181,8 @@ class SendTokens(Message):
 
 
 class Advantages(Message):
-    """Fill advantages and returns of the batch."""
+    """Fill advantages and returns of the batch. The trainers tell each other all rewards: group statistics need them.
+    """
 
     batch: int
 
@@ -318,6 +319,7 @@ class Done(Message):
     """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
 
     progress: where that which the command asks for is not done yet, the file it is at and the bytes done in all.
+    unreached: ranks without which the run may go on, and which did not send or take what the command asks for.
     """
 
     seq: int
@@ -325,6 +327,7 @@ class Done(Message):
     files: list[tuple[str, int, str]] = []
     texts: list[str] = []
     progress: tuple[str, int] | None = None
+    unreached: list[int] = []
 
 
 class Failed(Message):

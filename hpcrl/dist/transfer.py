@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,23 @@ from hpcrl.dist.messages import Move
 
 Fields = Sequence[tuple[str, np.dtype]]
 Pick = Callable[[Sequence[int]], Mapping[str, Sequence[np.ndarray]]]
+
+
+PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def blames_peer(error: BaseException) -> bool:
+    """Whether a group says by this error that another rank is gone. Gloo and NCCL raise plain RuntimeErrors."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
+
+
+class PeerLost(RuntimeError):
+    """What rank `peer` should have sent or taken did not get through; the text has gloo's words. The group is of no use
+    any more."""
+
+    def __init__(self, peer: int, text: str):
+        super().__init__(text)
+        self.peer = peer
 
 
 @dataclass
@@ -34,7 +52,7 @@ class Fabric:
 
         pick(sample ids) gives for every field one array per sample; ValueError where they are not as long as the move
         says. Called by every source and destination of a move with the same list; at most one move per pair. Waits
-        under the group's timeout; RuntimeError when that is over or a peer has ended.
+        under the group's timeout; PeerLost when that is over or a peer has ended, after everything else got through.
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
         parcels = [
@@ -45,15 +63,28 @@ class Fabric:
         ]
         # Two ranks that talk for the first time connect here, and one of them waits for the other. Nobody waits for
         # data before, and all follow the list of moves: no circle of ranks that wait for each other.
-        works = []
+        works: list[tuple[int, Any]] = []
+        errors: list[PeerLost] = []
         for move, (buffer, _) in zip(own, parcels, strict=True):
             if move.source == move.dest or not move.samples:
                 continue
             peer, act = (move.dest, self.group.send) if move.source == rank else (move.source, self.group.recv)
-            works.append(act([torch.from_numpy(buffer)], self.ranks.index(peer), 0))
-        for work in works:
-            work.wait()
+            with _noting(peer, errors):
+                works.append((peer, act([torch.from_numpy(buffer)], self.ranks.index(peer), 0)))
+        for peer, work in works:
+            with _noting(peer, errors):
+                work.wait()
+        if errors:  # the first: a wait that times out closes all connections of the group
+            raise errors[0]
         return [(move, fields) for move, (_, fields) in zip(own, parcels, strict=True) if move.dest == rank]
+
+
+@contextlib.contextmanager
+def _noting(peer: int, errors: list[PeerLost]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        errors.append(PeerLost(peer, str(error)))
 
 
 def _buffer(move: Move, token_fields: Fields, row_fields: Fields) -> tuple[np.ndarray, dict[str, np.ndarray]]:

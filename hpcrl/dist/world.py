@@ -28,6 +28,8 @@ from hpcrl.dist.trace import LEAVING, Trace
 from hpcrl.dist.watch import StoreWatch
 
 CONTROLLER_QUEUE = "controller"
+PEER_SHARE = 0.8
+"""Of the time that a command has, how long a rank waits for another one: then there is time to tell which it was."""
 
 
 def rank_queue(rank: int) -> str:
@@ -68,7 +70,7 @@ class World:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=self.host, lazy_init=True)]
-        options._timeout = timedelta(seconds=self.timeout_s)
+        options._timeout = timedelta(seconds=PEER_SHARE * self.timeout_s)
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
     def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:

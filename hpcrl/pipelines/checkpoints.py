@@ -18,11 +18,12 @@ from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest
 from hpcrl.checkpoint.lineage import abandon_after, cut_metrics
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.config import Config
-from hpcrl.dist.controller import Controller, RankFailed
+from hpcrl.dist.controller import Controller, RankFailed, Started
 from hpcrl.dist.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld, LoadState, SaveHeld, SaveState
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.longwork import LongWork, Stalled
+from hpcrl.rollout.held import held_file
 from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
@@ -164,15 +165,23 @@ class Checkpoints:
             folder = begin(self._root, step, self._attempt)
             self.counters["seconds"] += time.time() - self._started
             self._started = time.time()
-            state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
-            content = encode_state({**state, "counters": {**self.counters, "step": step}})
-            # At once, before a generator that goes on is told to drop what the state says it holds.
-            holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
-            holding = self._controller.start(holders)
+            content, holding = self._hold(step, folder)
             self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
-            held = [FileEntry(*file) for done in self._controller.finish(holding).values() for file in done.files]
+            while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
+                for rank in self._controller.lost:
+                    (folder / held_file(rank)).unlink(missing_ok=True)
+                content, holding = self._hold(step, folder)
+            held = [FileEntry(*file) for done in answers.values() for file in done.files]
         writing = LongWork(self._controller, self._layout.ranks["trainer"], "writing")
         self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
+
+    def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
+        """The small state, and the command to the generators to write what it says they hold: at once, before one that
+        goes on is told to drop some of it."""
+        state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
+        content = encode_state({**state, "counters": {**self.counters, "step": step}})
+        holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
+        return content, self._controller.start(holders)
 
     def _drain(self, wait: bool) -> None:
         """Bring the save under way as far as it goes; `wait`: to its end."""

@@ -22,7 +22,7 @@ from hpcrl.pipelines.checkpoints import Checkpoints
 from hpcrl.pipelines.deadline import Deadline
 from hpcrl.pipelines.evaluation import Evaluation
 from hpcrl.pipelines.generation import replica_capacity
-from hpcrl.pipelines.parts import FABRIC, Reference, Trainer, Weights
+from hpcrl.pipelines.parts import Fabric, Reference, Trainer, Weights
 from hpcrl.pipelines.rollouts import Rollouts
 from hpcrl.plot import plot as draw_plot
 from hpcrl.rollout.loop import RolloutLoop
@@ -65,6 +65,7 @@ class Run:
         self.trainer = Trainer(controller, layout, config)
         self.reference = Reference(controller, layout, config)
         self.weights = Weights(controller, layout)
+        self.fabric = Fabric(controller, layout)
         self._build()
         loop = self._make_loop()
         self._data = self._make_data(loop)
@@ -186,10 +187,8 @@ class Run:
             ranks = list(self._layout.ranks[role])
             if ranks:
                 self._controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks)))
-        generators, layout = self._layout.ranks["generator"], self._layout.ranks
-        if generators:
-            ranks = sorted({*generators, *layout["trainer"], *layout["reference"]})
-            self._controller.call(dict.fromkeys(ranks, messages.BuildGroup(FABRIC, ranks)))
+        if self._layout.ranks["generator"]:
+            self.fabric.build()
             self.weights.build_groups()
 
     def _make_data(self, loop: RolloutLoop | None) -> Rollouts | SFTRows:
@@ -198,13 +197,13 @@ class Run:
             return sft_rows(data, "train", self.tokenizer, seed)
         assert loop is not None, "the layout of a reinforcement run has generators"
         source = PromptSource(data, "train", self.tokenizer, seed, self.config.rollout.num_prompts)
-        return Rollouts(loop, self._controller, self._layout, self.config, source, self.run_dir, self._fence)
+        replicas = replica_capacity(self.config, self._layout)
+        return Rollouts(loop, self.fabric, replicas, self.config, source, self.run_dir, self._fence)
 
     def _make_loop(self) -> RolloutLoop | None:
         if not self._layout.replicas:
             return None
         ranks, config = self._layout.ranks, self.config
-        busy = {*ranks["controller"], *ranks["trainer"], *ranks["reference"]}
         loop = RolloutLoop(
             self._controller,
             replica_capacity(config, self._layout),
@@ -213,7 +212,7 @@ class Run:
             seed=config.seed,
             burst_tokens=config.generator.burst_tokens,
             deterministic=config.deterministic,
-            free=[replica[0] for replica in self._layout.replicas if busy.isdisjoint(replica)],
+            free=[replica[0] for replica in self._layout.free_replicas],
         )
         if config.rollout.max_lag > 0:
             self._controller.background = loop.background

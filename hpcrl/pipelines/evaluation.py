@@ -74,7 +74,8 @@ class Evaluation:
     def _generate(self, temperature: float) -> Harvest:
         # Every prompt has its say once: one whose reward cannot be computed is worth 0.
         settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
-        scheduler = RolloutScheduler(settings, self._slots)
+        living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
+        scheduler = RolloutScheduler(settings, living)
         scheduler.begin_step(0, len(self._prompts))
         waiting = iter(self._prompts)
         return self._loop.drive(
@@ -91,12 +92,14 @@ class Evaluation:
         examples = []
         for group in chosen:
             sample, prompt = group.samples[0], by_uid[group.uid]
-            response = self._controller.call({sample.replica: Peek([sample.id])})[sample.replica].texts[0]
+            answers = self._controller.call({sample.replica: Peek([sample.id])})
+            if not answers:  # the replica is lost
+                continue
             examples.append(
                 {
                     "prompt": self._tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
                     "answer": prompt.answer,
-                    "response": response,
+                    "response": answers[sample.replica].texts[0],
                     "score": sample.score,
                 }
             )

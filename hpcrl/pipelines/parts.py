@@ -17,8 +17,6 @@ from hpcrl.pipelines.transfers import hand_overs, token_transfers
 from hpcrl.rollout.loop import Harvest, Sizes
 from hpcrl.stats import Stat, Stats, merge, scalar
 
-FABRIC = "rollout"
-
 
 def answers_stats(answers: Iterable[messages.Done]) -> Stats:
     """The statistics of all ranks together."""
@@ -73,8 +71,7 @@ class Trainer:
 
     def drop(self, batch: BatchHandle) -> None:
         """Free the batch everywhere."""
-        for rank in sorted({*batch.rows, *batch.reference_rows}):
-            self._controller.send(rank, messages.DropBatch(batch.id))
+        _drop(self._controller, batch)
 
     def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> Callable[[], object]:
         """Let every trainer rank write its rows; returns what waits until they have."""
@@ -102,7 +99,7 @@ class Reference:
         stats = _logprobs(self._controller, self._config, "reference", batch, batch.reference_rows, into)
         homes = {sample: rank for rank, samples in batch.reference_rows.items() for sample in samples}
         between = moves(homes, batch.rows, batch.sizes)
-        for part in token_transfers(batch.id, FABRIC, into, between, {*self.ranks, *self._trainer_ranks}):
+        for part in token_transfers(batch.id, Fabric.NAME, into, between, {*self.ranks, *self._trainer_ranks}):
             self._controller.call(part)
         return stats
 
@@ -127,13 +124,18 @@ class Weights:
                 self._controller.call(dict.fromkeys(ranks, build))
 
     def publish(self, version: int) -> Stats:
-        """Load the trainers' weights into every replica under this version."""
-        if not self._replicas:
+        """Load the trainers' weights into every living replica under this version; one that is lost meanwhile goes
+        without."""
+        waiting = [
+            (i, (source, replica))
+            for i, (source, replica) in enumerate(zip(self._sources, self._replicas, strict=True))
+            if self._controller.lost.isdisjoint(replica)
+        ]
+        if not waiting:
             return {}
         start = time.perf_counter()
-        stage = messages.Stage(version, self._sources)
+        stage = messages.Stage(version, [source for _, (source, _) in waiting])
         started = [self._controller.start(dict.fromkeys(self._trainers, stage))]
-        waiting = list(enumerate(zip(self._sources, self._replicas, strict=True)))
         while waiting:
             wave: dict[int, messages.Pull] = {}
             later = []
@@ -145,35 +147,65 @@ class Weights:
                     wave |= dict.fromkeys(ranks, messages.Pull(version, source, list(replica), _weights_group(i)))
             started.append(self._controller.start(wave))
             waiting = later
-        for commands in started:
-            self._controller.finish(commands)
+        answers = [answer for commands in started for answer in self._controller.finish(commands).values()]
+        lose_unreached(self._controller, answers)
         return timed("time/step_model_update", start)
 
 
-def hand_over(
-    controller: Controller,
-    layout: RoleLayout,
-    config: Config,
-    step: int,
-    harvest: Harvest,
-    truncated: bool,
-) -> BatchHandle:
-    """Move the harvested samples from the replicas that hold them to the ranks that train on them; `truncated`: with
-    their behaviour log-probs."""
-    groups, sizes = harvest.groups, harvest.sizes
-    done = {sample.id: sample for group in groups for sample in group.samples}
-    homes = {sample.id: sample.replica for sample in done.values()}
-    parts = split_mini_batches([[s.id for s in g.samples] for g in groups], config.algorithm.num_mini_batches)
-    trainers, references = layout.ranks["trainer"], layout.ranks["reference"]
-    prompts = {sample.id: group.uid for group in groups for sample in group.samples}
-    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
-    if references and references != trainers:
-        handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
-    wanted = handle.rows | handle.reference_rows
-    scored = {sample.id: (sample.reward, sample.score) for sample in done.values()}
-    for part in hand_overs(handle.id, FABRIC, moves(homes, wanted, sizes), wanted.keys(), scored, truncated):
-        controller.call(part)
-    return handle
+class Fabric:
+    """The group in which replicas, trainers and references exchange samples."""
+
+    NAME = "rollout"
+
+    def __init__(self, controller: Controller, layout: RoleLayout):
+        self._controller, self._layout = controller, layout
+        ranks = layout.ranks
+        self._ranks = sorted({*ranks["generator"], *ranks["trainer"], *ranks["reference"]})
+        self._epoch = 0
+
+    def build(self) -> None:
+        """Make it of the ranks that are left."""
+        ranks = [rank for rank in self._ranks if rank not in self._controller.lost]
+        build = messages.BuildGroup(self.NAME, ranks, epoch=self._epoch)
+        self._controller.call(dict.fromkeys(ranks, build))
+        self._epoch += 1
+
+    def hand_over(self, config: Config, step: int, harvest: Harvest, truncated: bool) -> BatchHandle | None:
+        """Move the harvested samples from the replicas that hold them to the ranks that train on them; `truncated`:
+        with their behaviour log-probs. None, with all as it was, where a replica was lost that held some of them."""
+        groups, sizes = harvest.groups, harvest.sizes
+        done = {sample.id: sample for group in groups for sample in group.samples}
+        homes = {sample.id: sample.replica for sample in done.values()}
+        if not self._controller.lost.isdisjoint(homes.values()):
+            return None
+        parts = split_mini_batches([[s.id for s in g.samples] for g in groups], config.algorithm.num_mini_batches)
+        trainers, references = self._layout.ranks["trainer"], self._layout.ranks["reference"]
+        prompts = {sample.id: group.uid for group in groups for sample in group.samples}
+        handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
+        if references and references != trainers:
+            handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
+        wanted = handle.rows | handle.reference_rows
+        scored = {sample.id: (sample.reward, sample.score) for sample in done.values()}
+        answers: list[messages.Done] = []
+        for part in hand_overs(handle.id, self.NAME, moves(homes, wanted, sizes), wanted.keys(), scored, truncated):
+            answers += self._controller.call(part).values()
+            if lose_unreached(self._controller, answers):
+                _drop(self._controller, handle)
+                self.build()
+                return None
+        return handle
+
+
+def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> bool:
+    """Go on without the ranks that others did not reach; whether there are any."""
+    unreached = {rank for answer in answers for rank in answer.unreached}
+    controller.lose(sorted(unreached), "others could not reach it")
+    return bool(unreached)
+
+
+def _drop(controller: Controller, batch: BatchHandle) -> None:
+    for rank in sorted({*batch.rows, *batch.reference_rows}):
+        controller.send(rank, messages.DropBatch(batch.id))
 
 
 def _logprobs(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.data import PromptSource
-from hpcrl.dist.controller import Controller
 from hpcrl.files import step_name
-from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.batches import BatchHandle
-from hpcrl.pipelines.generation import replica_capacity, training_sampling
-from hpcrl.pipelines.parts import Trainer, hand_over, timed
+from hpcrl.pipelines.generation import training_sampling
+from hpcrl.pipelines.parts import Fabric, Trainer, timed
 from hpcrl.rollout.loop import RolloutLoop, Sizes
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
@@ -29,39 +27,43 @@ class Rollouts:
     def __init__(
         self,
         loop: RolloutLoop,
-        controller: Controller,
-        layout: RoleLayout,
+        fabric: Fabric,
+        replicas: Mapping[int, int],
         config: Config,
         source: PromptSource,
         run_dir: Path,
         fence: Callable[[], None],
     ):
-        """fence: raises when another attempt has taken the run over."""
-        self._loop, self._controller, self._layout, self._config = loop, controller, layout, config
+        """replicas: replica_capacity(). fence: raises when another attempt has taken the run over."""
+        self._loop, self._fabric, self._config = loop, fabric, config
         self.source, self._folder = source, run_dir / "rollouts"
         self._fence = fence
         self._prompts: dict[int, Prompt] = {}
-        self.scheduler = RolloutScheduler(
-            SchedulerConfig.of(config), replica_capacity(config, layout), lambda uid: self._prompts[uid].domain
-        )
+        self.scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas, lambda uid: self._prompts[uid].domain)
         self._records: list[DispositionRecord] = []
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, generated, rewarded, filtered and handed over."""
-        start, config = time.perf_counter(), self._config
+        """The batch of this step, generated, rewarded, filtered and handed over; anew, as far as need be, where a
+        replica is lost that held some of it."""
+        start, config, parts = time.perf_counter(), self._config, []
         self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
-        sampling = training_sampling(config)
-        harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
-        generated = timed("time/step_generate", start)
-        handle = hand_over(self._controller, self._layout, config, step, harvest, sampling.truncates)
+        sampling, handle = training_sampling(config), None
+        while handle is None:
+            harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
+            generated = timed("time/step_generate", start)
+            parts.append(harvest.stats)
+            handle = self._fabric.hand_over(config, step, harvest, sampling.truncates)
+            if handle is None:
+                self.scheduler.give_back()
+                self._loop.restore_sizes(harvest.groups, harvest.sizes)
         self._loop.forget(harvest.groups)
         self._record()
         total = sum(size.total for size in harvest.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
         ended = {f"prompts/{name}": scalar(n) for name, n in self.source.dispositions.counts().items()}
         counted = {"_tokens": scalar(total), "_samples": scalar(len(harvest.sizes))}
-        self.stats = merge([generated, harvest.stats, scheduled, counted, ended])
+        self.stats = merge([*parts, generated, scheduled, counted, ended])
         return handle
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
@@ -78,7 +80,8 @@ class Rollouts:
         self._records.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor, ledger of prompts and scheduler; JSON-able."""
+        """Cursor, ledger of prompts and scheduler; JSON-able. What lay on a lost replica is to be generated again."""
+        self._loop.tell_lost()
         sizes = self._loop.sizes(self.scheduler.finished())
         waiting = {"sizes": [[sample, size.total, size.model] for sample, size in sizes.items()]}
         return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
@@ -95,7 +98,8 @@ class Rollouts:
         """Restore. The open prompts, those of finished groups too, are read again from their rows."""
         self.source.load_state_dict(state["cursor"])
         self.scheduler.load_state_dict(state["scheduler"])
-        self._loop.restore_sizes({s: Sizes(total, model) for s, total, model in state["scheduler"].get("sizes", [])})
+        sizes = {sample: Sizes(total, model) for sample, total, model in state["scheduler"].get("sizes", [])}
+        self._loop.restore_sizes(self.scheduler.finished(), sizes)
         self._prompts = {uid: self.source.prompt(uid) for uid in self.source.dispositions.open_uids}
 
     def _draw(self, count: int) -> list[Prompt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from hpcrl.batch import DTYPES, Batch
-from hpcrl.dist.messages import Done, HandOver, Logprobs, Move, Pull, SendTokens
+from hpcrl.dist.messages import Done, DropBatch, HandOver, Logprobs, Move, Pull, SendTokens
+from hpcrl.dist.transfer import PeerLost, blames_peer
 from hpcrl.dist.weights import Bucket, receive_buckets, send_buckets
 from hpcrl.roles.generator import BEHAVIOUR_FIELD, ROW_FIELDS, TOKEN_FIELDS, GeneratorRole
-from hpcrl.roles.trainer import ReferenceRole, TrainerRole, gather_rewards, group_ids
+from hpcrl.roles.trainer import ReferenceRole, TrainerRole, group_ids
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -40,6 +41,7 @@ class Exchange:
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
             HandOver: self._hand_over,
+            DropBatch: self._drop_batch,
             Logprobs: self._logprobs,
             SendTokens: self._send_tokens,
             Pull: self._pull,
@@ -53,7 +55,10 @@ class Exchange:
             return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
 
         exchange = worker.fabrics[command.group].exchange
-        received = exchange(worker.world.rank, command.moves, fields, ROW_FIELDS, pick)
+        try:
+            received = exchange(worker.world.rank, command.moves, fields, ROW_FIELDS, pick)
+        except PeerLost as lost:
+            return self._without((lost.peer,), seq, lost)
         if not received and not command.forms:
             return Done(seq)
         share = self._shares.setdefault(command.batch, _Share())
@@ -62,10 +67,12 @@ class Exchange:
         share.scores += command.scores
         if not command.forms:
             return Done(seq)
-        batch = worker.batches[command.batch] = _to_batch(self._shares.pop(command.batch), fields)
-        if "trainer" in worker.roles:
-            worker.tables[command.batch] = gather_rewards(batch)
+        worker.batches[command.batch] = _to_batch(self._shares.pop(command.batch), fields)
         return Done(seq)
+
+    def _drop_batch(self, command: DropBatch, seq: int) -> None:
+        self._shares.pop(command.batch, None)
+        self._worker.batches.pop(command.batch, None)
 
     def _logprobs(self, command: Logprobs, seq: int) -> Done:
         return cast(TrainerRole | ReferenceRole, self._worker.roles[command.role]).logprobs(command, seq)
@@ -101,7 +108,10 @@ class Exchange:
         if rank == command.source:
             buckets = staged = cast(TrainerRole, worker.roles["trainer"]).staged(command.version)
             if fabric is not None:
-                send_buckets(fabric.group, staged, fabric.ranks.index(rank))
+                try:
+                    send_buckets(fabric.group, staged, fabric.ranks.index(rank))
+                except RuntimeError as error:
+                    return self._without(command.ranks, seq, error)
         elif fabric is not None:
             buckets = receive_buckets(fabric.group, fabric.ranks.index(command.source))
         if rank in command.ranks and generator is not None:
@@ -109,6 +119,13 @@ class Exchange:
             if worker.config.rollout.on_new_weights == "recompute":
                 generator.engine.recompute()
         return Done(seq)
+
+    def _without(self, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
+        """What to answer where ranks did not take part; raises the error where the run cannot do without them."""
+        disposable = {rank for replica in self._worker.layout.free_replicas for rank in replica}
+        if not blames_peer(error) or not disposable.issuperset(ranks):
+            raise error
+        return Done(seq, unreached=sorted(ranks))
 
 
 def _to_batch(share: _Share, fields: Sequence[tuple[str, np.dtype]]) -> Batch:

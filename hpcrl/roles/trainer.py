@@ -124,8 +124,8 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
-        batch, table = self._worker.batches[command.batch], self._worker.tables[command.batch]
-        return Done(seq, stats=self._algorithm.advantages(batch, table, _all_sum))
+        batch = self._worker.batches[command.batch]
+        return Done(seq, stats=self._algorithm.advantages(batch, _gather_rewards(batch), _all_sum))
 
     def _train_step(self, command: TrainStep, seq: int) -> Done:
         stats = self.engine.train_step(
@@ -202,7 +202,7 @@ def group_ids(sample_ids: Tensor) -> Tensor:
     return sample_ids >> (ATTEMPT_BITS + MEMBER_BITS)
 
 
-def gather_rewards(batch: Batch) -> RewardTable:
+def _gather_rewards(batch: Batch) -> RewardTable:
     """Rewards of the samples of all trainer ranks, which all of them call: each knows those of its own rows."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, torch.tensor([batch.num_sequences]))

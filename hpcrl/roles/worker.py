@@ -13,13 +13,12 @@ from typing import Any, Literal, Protocol, cast
 
 import torch.distributed as dist
 
-from hpcrl.algorithms.base import RewardTable
 from hpcrl.batch import Batch
 from hpcrl.config import Config
 from hpcrl.dist.control import StoreLost
 from hpcrl.dist.listener import Listener
-from hpcrl.dist.messages import BuildGroup, BuildRole, Done, DropBatch, Failed, Joined, Leave
-from hpcrl.dist.transfer import Fabric
+from hpcrl.dist.messages import BuildGroup, BuildRole, Done, Failed, Joined, Leave
+from hpcrl.dist.transfer import Fabric, blames_peer
 from hpcrl.dist.world import CONTROLLER_QUEUE, World
 from hpcrl.layout import RoleLayout
 from hpcrl.roles.exchange import Exchange
@@ -27,7 +26,6 @@ from hpcrl.roles.exchange import Exchange
 IDLE_FIRST_S = 0.0005
 BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two looks, where a role has work of its own and where none has
 WAIT_S = 60.0
-PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Role(Protocol):
@@ -58,14 +56,12 @@ class Worker:
         self.world, self.config, self.layout = world, config, layout
         self.model_path, self.run_dir = model_path, run_dir
         self.batches: dict[int, Batch] = {}
-        self.tables: dict[int, RewardTable] = {}
         self.fabrics: dict[str, Fabric] = {}
         self.roles: dict[str, Role] = {}
         self._default_ranks: list[int] | None = None
         self._handlers: dict[type, Callable[[Any, int], Any]] = {
             BuildRole: self._build_role,
             BuildGroup: self._build_group,
-            DropBatch: self._drop_batch,
         }
         self._handlers |= Exchange(self).handlers()
         self._commands: Listener | None = None
@@ -181,19 +177,14 @@ class Worker:
         self.fabrics[command.name] = Fabric(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
         return Done(seq)
 
-    def _drop_batch(self, command: DropBatch, seq: int) -> None:
-        self.batches.pop(command.batch, None)
-        self.tables.pop(command.batch, None)
-
 
 def _kind(error: BaseException) -> Literal["", "input", "numbers", "peer"]:
-    """What an exception says about its cause (hpcrl.dist.messages.Failed). Gloo and NCCL raise plain RuntimeErrors."""
+    """What an exception says about its cause (hpcrl.dist.messages.Failed)."""
     if isinstance(error, ValueError | OSError):
         return "input"
     if isinstance(error, FloatingPointError):
         return "numbers"
-    lost = isinstance(error, StoreLost) or any(word in str(error) for word in PEER_WORDS)
-    return "peer" if lost and isinstance(error, RuntimeError) else ""
+    return "peer" if isinstance(error, StoreLost) or blames_peer(error) else ""
 
 
 def leave_default_group() -> None:

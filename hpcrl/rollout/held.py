@@ -18,6 +18,11 @@ BEHAVIOUR = "gen_logprobs_behaviour"
 REASONS = tuple(FinishReason)
 
 
+def held_file(rank: int) -> str:
+    """Name of the file of a rank."""
+    return PATTERN.replace("*", f"{rank:04d}")
+
+
 def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     """Write a rank's responses, of which there is at least one; returns the file's name."""
     fields = [*TOKEN_FIELDS, *([BEHAVIOUR] if samples[0].gen_logprobs_behaviour is not None else [])]
@@ -25,7 +30,7 @@ def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     columns["ids"] = np.array([sample.id for sample in samples], dtype=np.int64)
     columns["offsets"] = np.cumsum([0, *(len(sample.token_ids) for sample in samples)], dtype=np.int64)
     columns["reasons"] = np.array([REASONS.index(sample.finish_reason) for sample in samples], dtype=np.uint8)
-    name = PATTERN.replace("*", f"{rank:04d}")
+    name = held_file(rank)
     save_file(columns, folder / name)
     return name
 

@@ -77,14 +77,14 @@ class RolloutLoop:
         self._replicas, self._scorers, self._envs = dict(replicas), list(scorers), list(envs)
         self._live: Counter[int] = Counter()  # samples a replica decodes or queues
         self._bursts: Counter[int] = Counter()  # bursts on their way
-        self._reached: dict[int, int] = {}  # sample with a scorer or environment -> that rank
+        self._reached: dict[int, tuple[int, int]] = {}  # sample with a scorer or environment -> that rank, replica
         self._waiting: Counter[int] = Counter()  # of these, the number per rank
         self._early: set[int] = set()  # samples whose answer overtook the BurstDone they ended in
         self._receivers: dict[tuple[int, int], list[int]] = {}  # (replica, burst) -> whom it was told to send to
         self._dropped: dict[tuple[int, int], list[int]] = {}  # (replica, abort) -> samples it was told to drop
         self._pace = Pace()
         self._heard: dict[int, float] = {}  # scorer or env rank -> when it last showed that it works
-        self._sizes: dict[int, Sizes] = {}  # of ended samples that were neither taken nor dropped
+        self._sizes: dict[int, dict[int, Sizes]] = {}  # by replica, of ended samples neither taken nor dropped
         self._streams: list[_Stream] = []  # the one that is driven last
 
     def drive(
@@ -104,21 +104,23 @@ class RolloutLoop:
         if stream is None:
             stream = _Stream(scheduler, prompts, draw, sampling)
             self._streams.append(stream)
+        self.tell_lost()
         while True:
             moved = [self._advance(each) for each in self._streams]
             if scheduler.ready():
-                break
+                self._settle_down(self._free if scheduler.generates_ahead else ())
+                if not any(isinstance(event, events.ReplicaLost) for event in stream.arrived):
+                    break
             self._keep_busy(self._replicas)
             if any(self._bursts.values()) or self._reached:
                 self._collect()
             elif not any(moved):
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
-        self._settle_down(self._free if scheduler.generates_ahead else ())
         if not scheduler.generates_ahead:
             scheduler.plan(stream.arrived)  # the batch stands: this only counts what was aborted
             stream.arrived = []
         groups = scheduler.take()
-        sizes = {sample.id: self._sizes.pop(sample.id) for group in groups for sample in group.samples}
+        sizes = {s.id: self._sizes[s.replica].pop(s.id) for group in groups for s in group.samples}
         stats, stream.stats = merge(stream.stats), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
@@ -147,11 +149,21 @@ class RolloutLoop:
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
         """Of the samples of groups that were not taken yet."""
-        return {sample.id: self._sizes[sample.id] for group in groups for sample in group.samples}
+        return {s.id: self._sizes[s.replica][s.id] for group in groups for s in group.samples}
 
-    def restore_sizes(self, sizes: Mapping[int, Sizes]) -> None:
-        """Know the samples that the replicas hold from a checkpoint."""
-        self._sizes |= sizes
+    def restore_sizes(self, groups: Iterable[events.Group], sizes: Mapping[int, Sizes]) -> None:
+        """Know the samples of groups that wait to be taken again, or that replicas hold from a checkpoint."""
+        for group in groups:
+            for sample in group.samples:
+                self._sizes.setdefault(sample.replica, {})[sample.id] = sizes[sample.id]
+
+    def tell_lost(self) -> None:
+        """Let every scheduler know at once which replicas are lost."""
+        lost = [replica for replica in self._replicas if replica in self._controller.lost]
+        for replica in lost:
+            self._lose(replica)
+        for stream in self._streams:
+            stream.scheduler.tell(events.ReplicaLost(replica) for replica in lost)
 
     def forget(self, groups: Sequence[events.Group]) -> None:
         """Let the replicas drop the groups' samples."""
@@ -174,7 +186,7 @@ class RolloutLoop:
                     self._controller.send(replica, message)
             case events.Rescore():
                 receivers = self._receivers_of(replica)
-                self._reach(samples, receivers)
+                self._reach(replica, samples, receivers)
                 self._controller.send(replica, messages.Rescore(samples, receivers))
             case events.Drop():
                 self._bursts[replica] += 1  # answered like a burst
@@ -203,20 +215,29 @@ class RolloutLoop:
         alive = [rank for rank in self._envs or self._scorers if rank not in self._controller.lost]
         return [replica] if replica in alive and self._replicas.keys() >= set(alive) else alive
 
-    def _reach(self, samples: Sequence[int], receivers: Sequence[int]) -> None:
+    def _reach(self, replica: int, samples: Sequence[int], receivers: Sequence[int]) -> None:
         for sample in samples:
-            receiver = self._reached[sample] = receivers[split_sample_id(sample)[0] % len(receivers)]
+            receiver = receivers[split_sample_id(sample)[0] % len(receivers)]
+            self._reached[sample] = receiver, replica
             if not self._waiting[receiver]:
                 self._heard[receiver] = time.monotonic()
             self._waiting[receiver] += 1
 
     def _leave(self, sample: int) -> bool:
         """The sample is with its scorer or environment no more; whether it was."""
-        receiver = self._reached.pop(sample, None)
-        if receiver is None:
-            return False
-        self._waiting[receiver] -= 1
-        return True
+        reached = self._reached.pop(sample, None)
+        if reached is not None:
+            self._waiting[reached[0]] -= 1
+        return reached is not None
+
+    def _lose(self, replica: int) -> None:
+        """Expect nothing any more of a replica, nor of those that it should have sent something to."""
+        self._bursts.pop(replica, None)
+        self._live.pop(replica, None)
+        self._sizes.pop(replica, None)
+        self._pace.forget(replica)
+        for sample in [sample for sample, (_, home) in self._reached.items() if home == replica]:
+            self._leave(sample)
 
     def _check_receivers(self) -> None:
         """Give up a scorer or env rank that has work and has not answered anything for the deadline."""
@@ -274,15 +295,17 @@ class RolloutLoop:
                     self._answered(event.sample)
                     yield events.Answered((event.sample,))
             case messages.Lost():
-                stranded = tuple(s for s, receiver in self._reached.items() if receiver == rank)
-                yield from self._stranded(stranded)
+                if rank in self._replicas:
+                    self._lose(rank)
+                    yield events.ReplicaLost(rank)
+                yield from self._stranded(tuple(s for s, (receiver, _) in self._reached.items() if receiver == rank))
 
     def _burst_done(self, rank: int, event: messages.BurstDone) -> Iterator[events.Event]:
         self._bursts[rank] -= 1
         self._live[rank] -= len(event.finished) + len(event.turns)
         receivers = self._receivers.pop((rank, event.seq), [])
         for sample in self._dropped.pop((rank, event.seq), []):
-            self._sizes.pop(sample, None)
+            self._sizes.get(rank, {}).pop(sample, None)
         aborted = tuple((e.sample, e.model_tokens) for e in event.finished if e.reason == FinishReason.ABORT)
         if aborted:
             yield events.Aborted(aborted)
@@ -294,16 +317,17 @@ class RolloutLoop:
             yield from self._pace.learn(rank, event.seconds)
         if not ended:
             return
-        self._sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens) for e in ended}
+        sizes = self._sizes.setdefault(rank, {})
+        sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens) for e in ended}
         waiting = [e.sample for e in ended if e.sample not in self._early]
         self._early.difference_update(e.sample for e in ended)
-        self._reach(waiting, receivers)
+        self._reach(rank, waiting, receivers)
         yield events.BurstDone(
             rank,
             finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in finished),
             turns=tuple((e.sample, e.model_tokens) for e in event.turns),
         )
-        yield from self._stranded(tuple(s for s in waiting if self._reached[s] in self._controller.lost))
+        yield from self._stranded(tuple(s for s in waiting if self._reached[s][0] in self._controller.lost))
 
     def _answered(self, sample: int) -> None:
         """Its scorer or environment has answered, maybe before the replica's BurstDone came."""

@@ -11,6 +11,7 @@ A pure state machine: no torch, no torch.distributed, no clock, no randomness. T
         for command in scheduler.plan():
             push it to command.replica
     groups = scheduler.take()                                      # `need` groups in order of uid
+                                                               # give_back() where they cannot be handed over
     ended = scheduler.settled()                                    # one Settled per prompt that ended
     stats = scheduler.metrics()                                    # name -> (sum, count, min, max), reset by the call
 
@@ -87,6 +88,7 @@ COUNTS = (
 )
 
 
+LOST = "a generator replica was lost"
 PATIENCE = 4
 """Times max_attempts that a prompt is dropped until the batch waits for it alone."""
 
@@ -113,6 +115,7 @@ class RolloutScheduler:
         self._overdue: set[int] = set()  # of these, the ones the batch waits for since they were dropped too often
         self._last_chance: set[int] = set()  # open or valid, too old for the next batch
         self._valid: dict[int, LiveGroup] = {}  # accepted, not taken; in order of acceptance
+        self._taken: list[LiveGroup] = []  # by the last take()
         self._wave: deque[int] = deque()  # deterministic mode: uids in the order of their verdicts
         self._samples: dict[int, LiveSample] = {}
         self._waiting = Waiting(self._samples)
@@ -190,6 +193,7 @@ class RolloutScheduler:
             raise ValueError(f"take() before ready(): {len(self._valid)} valid groups, {self._need} needed")
         picked = sorted(self._pick(), key=lambda group: group.uid)
         assert not self._fresh.too_old(picked, self.version, self._need), "a batch would be older than max_lag allows"
+        self._taken = picked
         for group in picked:
             del self._valid[group.uid]
             self._settle(group, Disposition.TRAINED)
@@ -200,6 +204,22 @@ class RolloutScheduler:
                 self._tally.record("kept_length", sample.done.num_tokens)
         self._closed = True
         return [group.frozen() for group in picked]
+
+    def give_back(self) -> None:
+        """Undo take(), whose groups could not be handed over: those of a lost replica start anew, the others wait to be
+        taken again. settled() and metrics() must not have been called since."""
+        taken, self._taken = self._taken, []
+        uids = {group.uid for group in taken}
+        self._settled = [end for end in self._settled if end.uid not in uids]
+        self._valid |= {group.uid: group for group in taken}
+        self._closed = False
+        for group in taken:
+            self._samples |= {sample.id: sample for sample in group.samples}
+            homes = {sample.replica for sample in group.samples}
+            for name in homes & self._replicas.keys():
+                self._replicas[name].samples |= {sample.id for sample in group.samples if sample.replica == name}
+            if not homes <= self._replicas.keys():
+                self._requeue(group, LOST)
 
     def settled(self) -> list[Settled]:
         """Prompts that ended since the last call."""
@@ -333,7 +353,7 @@ class RolloutScheduler:
             return
         for sample_id in sorted(self._replicas.pop(name).samples):
             if (sample := self._samples.get(sample_id)) is not None:  # else its group was given up for a sibling
-                self._give_up(sample, f"generator replica {name} was lost")
+                self._give_up(sample, LOST)
                 self._forget(sample)
 
     def _live(self, ids: Iterable[int], *states: State) -> Iterator[LiveSample]:

@@ -149,7 +149,7 @@ from pathlib import Path
 import numpy as np
 from hpcrl.dist.bootstrap import Place
 from hpcrl.dist.messages import Move
-from hpcrl.dist.transfer import Fabric
+from hpcrl.dist.transfer import Fabric, PeerLost
 from hpcrl.dist.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 LENGTH, FIELDS = 1 << 20, [("token_ids", np.dtype(np.int32))]
@@ -170,8 +170,8 @@ start = time.monotonic()
 try:
     exchange(fabric, (2, 0), (2, 1))
     error = ""
-except RuntimeError as caught:
-    error = str(caught)
+except PeerLost as caught:
+    error = f"{caught.peer}: {caught}"
 seconds = time.monotonic() - start
 sums += exchange(make([0, 1], 1), (0, 1), (1, 0))
 (folder / f"result_{rank}.tmp").write_text(json.dumps([error, seconds, sums]))
@@ -204,6 +204,7 @@ def test_a_killed_member_is_noticed_and_the_group_rebuilt_without_it(tmp_path: P
             member.wait()
     for rank, peer in ((0, 1), (1, 0)):
         error, seconds, sums = json.loads((tmp_path / f"result_{rank}").read_text())
+        assert error.startswith("2: ")
         assert "Connection closed by peer" in error or "Connection reset by peer" in error
         assert 0 < seconds < 20  # the group's timeout
         assert sums == [(rank - 1) % SIZE << 20, peer << 20]

@@ -17,6 +17,7 @@ from hpcrl.files import steps_in
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.evaluation import Evaluation
 from hpcrl.pipelines.generation import evaluation_sampling, replica_capacity, training_sampling
+from hpcrl.pipelines.parts import Fabric
 from hpcrl.pipelines.rollouts import Rollouts
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.store import RolloutReader
@@ -57,7 +58,9 @@ def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
 
 def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], None] = lambda: None) -> Rollouts:
     source = PromptSource(config.data, "train", Words(), config.seed, config.rollout.num_prompts)
-    return Rollouts(make_loop(config, ranks), ranks, RoleLayout.from_config(config), config, source, folder, fence)
+    layout = RoleLayout.from_config(config)
+    fabric, replicas = Fabric(ranks, layout), replica_capacity(config, layout)
+    return Rollouts(make_loop(config, ranks), fabric, replicas, config, source, folder, fence)
 
 
 def test_truncation_is_that_of_training_at_its_temperature_alone(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcrl.dist import messages as m
@@ -54,6 +54,9 @@ class Ranks:
 
     def call(self, commands: Mapping[int, m.Command]) -> dict[int, m.Done]:
         return {rank: m.Done(self.send(rank, command)) for rank, command in commands.items()}
+
+    def lose(self, ranks: Sequence[int], cause: str) -> None:
+        self.lost |= set(ranks)
 
     def say(self, rank: int, event: m.Event) -> None:
         self._events.append((rank, event))

@@ -95,17 +95,26 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(2, extra_prompts=2), [1, 1, 1], prompts())
     assert any(isinstance(command, m.AbortSamples) for command in ranks.sent)
-    assert loop._sizes == {} and loop._dropped == {} and loop._early == set()
+    assert not any(loop._sizes.values()) and loop._dropped == {} and loop._early == set()
+
+
+def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
+    ranks = Ranks()
+    loop = make_loop(ranks)
+    loop._reach(GENERATOR, [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER])
+    ranks.lost.add(GENERATOR)
+    loop.tell_lost()
+    assert not loop._reached and loop._waiting[SCORER] == 0
 
 
 def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
     def cost(outstanding: int) -> float:
         """CPU-seconds of 500 bursts with one answer each while so many other responses wait at the scorer."""
         loop = make_loop(Ranks())
-        loop._reach([make_sample_id(HELD_OUT + uid, 0, 0) for uid in range(outstanding)], [SCORER])
+        loop._reach(GENERATOR, [make_sample_id(HELD_OUT + uid, 0, 0) for uid in range(outstanding)], [SCORER])
         before = time.thread_time()
         for uid in range(500):
-            loop._reach([make_sample_id(uid, 0, 0)], [SCORER])
+            loop._reach(GENERATOR, [make_sample_id(uid, 0, 0)], [SCORER])
             loop._check_receivers()
             loop._answered(make_sample_id(uid, 0, 0))
         return time.thread_time() - before

@@ -132,19 +132,22 @@ class World:
         return chosen
 
 
-def run_steps(scheduler, world, need, steps, disturb=None):
+def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None):
     """Drive whole steps; checks the budget at every turn. Returns the batches and the prompts' ends."""
     batches, ends, next_uid = [], [], 0
     for version in range(steps):
         scheduler.begin_step(version, need)
         for turn in range(5_000):
             if scheduler.ready():
-                break
+                batch = scheduler.take()
+                if not (break_hand_over and break_hand_over()):
+                    break
+                scheduler.give_back()
             next_uid = run_turn(scheduler, world, next_uid, disturb if turn else None)
             assert scheduler.in_flight + len(scheduler.finished()) <= scheduler.budget
         else:
             raise AssertionError("no batch after 5,000 turns")
-        batches.append(scheduler.take())
+        batches.append(batch)
         for group in batches[-1]:
             for sample in group.samples:
                 del world.held[sample.replica][sample.id]  # the tokens live where the group says
@@ -231,7 +234,15 @@ def test_accounting_budget_and_termination_under_random_events(
             events.append(world.lose(rng.choice(sorted(world.held))))
         return events
 
-    batches, ends, offered = run_steps(scheduler, world, need, 4, disturb)
+    def break_hand_over():
+        """A replica is lost, which the scheduler is told before it takes the batch back or with the next events."""
+        if not chaos or len(world.held) < 2 or rng.random() < 0.8:
+            return False
+        lost = world.lose(rng.choice(sorted(world.held)))
+        scheduler.tell([lost]) if rng.random() < 0.5 else world.late.append(lost)
+        return True
+
+    batches, ends, offered = run_steps(scheduler, world, need, 4, disturb, break_hand_over)
     check_accounting(scheduler, batches, ends, offered)
     for version, batch in enumerate(batches):
         assert len(batch) == need and [g.uid for g in batch] == sorted(g.uid for g in batch)
@@ -422,6 +433,21 @@ def test_lost_replica_restarts_its_groups_elsewhere_even_accepted_ones():
     assert commands == [Admit(1, ids_of(0, 1, attempt=1))]
     with pytest.raises(RolloutExhausted, match="0 generator replicas are left"):
         scheduler.plan([ReplicaLost(1)])
+
+
+def test_a_batch_that_could_not_be_handed_over_is_given_back():
+    scheduler, _ = started(SchedulerConfig(1, max_attempts=2), 3, {0: 2, 1: 2}, 3)
+    (a,), (b,), (c,) = (ids_of(uid, 1) for uid in range(3))
+    scheduler.plan([finish(a, c), finish(b, replica=1), *score(a, b, c)])
+    assert [group.uid for group in scheduler.take()] == [0, 1, 2]
+    scheduler.tell([ReplicaLost(1)])
+    scheduler.give_back()
+    assert not scheduler.ready() and scheduler.settled() == []
+    assert scheduler.plan() == [Admit(0, ids_of(1, 1, attempt=1))]
+    (again,) = ids_of(1, 1, attempt=1)
+    scheduler.plan([finish(again), *score(again)])
+    assert [(group.uid, group.attempt) for group in scheduler.take()] == [(0, 0), (1, 1), (2, 0)]
+    assert [end.uid for end in scheduler.settled()] == [0, 1, 2]
 
 
 def test_prompt_fails_after_max_attempts_with_its_cause():

@@ -1,0 +1,58 @@
+"""A run goes on without generator replicas that die or hang, whatever they were doing, and loses no prompt."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.e2e.program import Start
+from tests.e2e.test_resume import WORDS, check_accounts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_STEPS, COMMAND_S = 16, 14.0
+APART = f"""
+layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=4 layout.reward.colocate_with=trainer
+layout.reward.num_ranks=null layout.reference.colocate_with=trainer layout.reference.num_ranks=null
+timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_slots=2
+""".split()
+"""Rank 1 trains, 2 to 5 generate."""
+
+
+@pytest.mark.parametrize(
+    ("lag", "dies"),
+    [
+        ("0", "2:HandOver:4:SIGKILL 3:Pull:6:SIGKILL 4:Burst:40:SIGSTOP"),
+        ("1", "2:HandOver:4:SIGSTOP 3:Pull:6:SIGKILL 4:SaveHeld:4:SIGKILL"),
+    ],
+)
+def test_replicas_are_lost_one_after_another(
+    tmp_path: Path, digit_model: Path, digit_data: Path, lag: str, dies: str
+) -> None:
+    inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
+    words = [*inputs, *WORDS, *APART, f"rollout.max_lag={lag}", "save_every=2"]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies}
+    start = Start(tmp_path / "run", words, environment)
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    lost = re.findall(r"rank (\d) \(generator\).* is lost: .*; the run goes on without it", start.text)
+    assert sorted(lost) == ["2", "3", "4"], start.text
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
+    check_accounts(tmp_path / "run")
+
+
+def test_a_replica_that_the_run_needs_ends_it(tmp_path: Path, digit_model: Path, digit_data: Path) -> None:
+    inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
+    more = ["layout.generator.num_ranks=2", "rollout.min_replicas=2"]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": "2:HandOver:2:SIGKILL"}
+    start = Start(tmp_path / "run", [*inputs, *WORDS, *APART, *more], environment)
+    assert start.wait() == ExitCode.RANK_KILLED, start.text
+    lines = start.errors.read_text().splitlines()
+    killed = rf"hpcrl: rank 2 \(generator\) .* was killed by {signal.SIGKILL.name} in HandOver"
+    assert len(lines) == 1 and re.match(killed, lines[0]), start.text
