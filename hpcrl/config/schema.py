@@ -277,6 +277,11 @@ class EnvConfig(Section):
     """package.module:Class, with name=class."""
     max_turns: Positive = 2
     """Model turns of an episode."""
+    num_threads: Positive = 1
+    """Environments of an env rank that step at once; more than 1 for those that wait (a network, a process), whose
+    code must be fit for threads."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds for one turn; after that its sample ends with reward 0 and its thread is given up."""
     options: dict[str, Any] = {}
     """Arguments of the environment."""
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from hpcrl.dist.control import StoreLost
 from hpcrl.dist.messages import Observed, Response, ScoredSample, TurnDelta
 from hpcrl.envs import env_class, make_env
 from hpcrl.envs.base import Env
@@ -31,67 +36,128 @@ class _Episode:
     num_turns: int = 0
 
 
+class _Turn:
+    """A turn that an environment plays, in a thread of its own."""
+
+    def __init__(self, response: Response):
+        self.response, self._began = response, time.monotonic()
+        self.played: Future[tuple[str, ScoredSample, bool]] = Future()
+
+    def is_over(self, now: float, timeout_s: float) -> bool:
+        """Whether it has ended; one that takes longer than timeout_s does now, with TimeoutError."""
+        if not self.played.done() and now - self._began > timeout_s:
+            self.end(TimeoutError(f"step() did not return within {timeout_s:g} s (env.timeout_s)"))
+        return self.played.done()
+
+    def end(self, result: tuple[str, ScoredSample, bool] | BaseException) -> None:
+        """Set what came of it, unless something has before."""
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(result, BaseException):
+                self.played.set_exception(result)
+            else:
+                self.played.set_result(result)
+
+
 class EnvRole:
     """Has no commands of its own: a turn comes by mail, the observation goes back to the sample's generator rank.
 
+    env.num_threads turns are played at once, so that environments that wait for something do not wait for each other.
     Siblings of a group get the same seed. An environment that raises, or gives what is no number or no text, costs its
     sample reward 0 and ends the episode; an observation that leaves no room for another turn ends it with the reward so
     far. Both are errors of the sample. A generator rank says which samples it has dropped.
     """
 
-    busy = False
-
     def __init__(self, worker: Worker):
         """ValueError when the section leads to no environment."""
-        if worker.config.env is not None:
-            env_class(worker.config.env)
+        assert worker.config.env is not None, "a run with env ranks has an environment"
+        self._config = worker.config.env
+        env_class(self._config)
         self._worker = worker
         self._episodes: dict[int, _Episode] = {}
+        self._waiting: deque[Response] = deque()  # turns without a thread, in order
+        self._playing: dict[int, _Turn] = {}
+        self._at_work: set[int] = set()  # samples that wait or play
+        self._dropped: set[int] = set()  # of these, the ones whose episode nobody wants any more
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {}
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._playing)
+
     def look_after(self) -> bool:
         arrived = self._worker.world.mailbox.receive(Response)
-        for turn in arrived:
-            if turn.reason == FinishReason.ABORT:
-                self._end(turn.sample)
+        for response in arrived:
+            if response.reason != FinishReason.ABORT:
+                self._waiting.append(response)
+                self._at_work.add(response.sample)
+            elif response.sample in self._at_work:
+                self._dropped.add(response.sample)
             else:
-                self._answer(turn)
-        return bool(arrived)
+                self._end(response.sample)
+        now = time.monotonic()
+        over = [sample for sample, turn in self._playing.items() if turn.is_over(now, self._config.timeout_s)]
+        for sample in over:
+            turn = self._playing.pop(sample)
+            self._answer(turn.response, turn.played)
+        while self._waiting and len(self._playing) < self._config.num_threads:
+            self._begin(self._waiting.popleft())
+        if over and not self._playing:
+            self._worker.world.trace.enter("idle")
+        return bool(arrived or over)
 
     def close(self) -> None:
         for sample in list(self._episodes):
             self._end(sample)
 
-    def _answer(self, turn: Response) -> None:
-        """Play a turn; its observation goes to the generator rank, what became of the sample to the controller."""
-        worker, config = self._worker, self._worker.config.env
-        assert config is not None
-        worker.world.trace.enter(f"environment {config.name}")
+    def _begin(self, response: Response) -> None:
+        self._worker.world.trace.enter(f"environment {self._config.name}")
+        turn = self._playing[response.sample] = _Turn(response)
+        turn.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
+        # A daemon, and one of its own: an environment that hangs keeps it for ever, and no other may wait behind it.
+        threading.Thread(target=self._run, args=(turn,), name="environment", daemon=True).start()
+
+    def _run(self, turn: _Turn) -> None:
+        result: tuple[str, ScoredSample, bool] | BaseException
+        try:
+            result = self._play(turn.response)
+        except BaseException as error:  # told by _answer; a user's code may call sys.exit
+            result = error
+        turn.end(result)
+
+    def _answer(self, turn: Response, played: Future) -> None:
+        """Tell what came of a turn: its observation to the generator rank, what became of the sample to the
+        controller."""
+        worker, name = self._worker, self._config.name
         token_ids = NO_TOKENS
         try:
-            observation, result, ended = self._play(turn)
+            observation, result, ended = played.result()
             if not ended:
                 token_ids = observation_ids(worker.tokenizer, observation, turn.last_token)
                 if len(token_ids) > turn.room:
                     text = f"an observation of {len(token_ids)} tokens is too long, there is room for {turn.room}"
-                    result, ended = msgspec.structs.replace(result, error=_text(config.name, text)), True
+                    result, ended = msgspec.structs.replace(result, error=_text(name, text)), True
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
-            error = _text(config.name, f"{type(failure).__name__}: {failure}")
+            error = _text(name, f"{type(failure).__name__}: {failure}")
             result, ended = ScoredSample(turn.sample, 0.0, 0.0, error), True
-        if ended:
+        if isinstance(played.exception(), TimeoutError):
+            self._episodes.pop(turn.sample, None)  # its environment is at work and cannot be closed
+        dropped = turn.sample in self._dropped
+        self._dropped.discard(turn.sample)
+        self._at_work.discard(turn.sample)
+        if ended or dropped:
             self._end(turn.sample)
         else:
-            worker.world.mailbox.send(turn.reply_to, [TurnDelta(turn.sample, token_ids.tobytes())])
+            # A generator that is gone: the controller learns of it from its agent and starts the sample anew.
+            with contextlib.suppress(StoreLost):
+                worker.world.mailbox.send(turn.reply_to, [TurnDelta(turn.sample, token_ids.tobytes())])
         worker.emit(Observed(turn.sample, ended, result))
-        worker.world.trace.enter("idle")
 
     def _play(self, turn: Response) -> tuple[str, ScoredSample, bool]:
         """(observation, result so far, whether the episode is over). Raises whatever the environment raises."""
-        config = self._worker.config.env
-        assert config is not None
+        config = self._config
         episode = self._episodes.get(turn.sample)
         if episode is None:
             episode = self._episodes[turn.sample] = _Episode(make_env(config, json.loads(turn.meta)))

@@ -6,6 +6,10 @@ Four processes each time: controller, trainer, generator, reward. max_lag 0 agai
 layers of 256, and ends an answer at every token with probability 1/64 (vs_trl's long setting): the longest of 128 is
 about seven times the median. One JSON line: seconds of a step, of it the trainer waiting for a batch and for its
 weights to be taken, decode rate, the speed-up, and its bound: sync generation + training over the longer of the two.
+
+Then the same with environments that answer late (tests/bench/slow_env.py: three turns of N(.2, .06) s, one in a
+hundred ten times as long; up to 16 tokens a turn), all of them at once. The slowest of a batch holds a synchronous step
+up; ahead of it they only have to be there in the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +26,13 @@ from tests.bench.vs_trl import launch, make_long_model, write_rows
 
 WARM_STEPS = 3
 LAYOUT = "layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=1"
-SIZES = "rollout.num_prompts=16 rollout.group_size=8 rollout.max_new_tokens=256 algorithm.num_mini_batches=1"
+ANSWERS = "rollout.num_prompts=16 rollout.group_size=8 rollout.max_new_tokens=256 algorithm.num_mini_batches=1"
+LATE = """
+rollout.num_prompts=8 rollout.group_size=8 rollout.max_new_tokens=16 algorithm.num_mini_batches=1 env.name=class
+env.class_path=tests.bench.slow_env:SlowEnv env.max_turns=3 env.num_threads=256 +env.options.mean_s=0.2
++env.options.std_s=0.06 layout.env.num_ranks=1 layout.reward.num_ranks=null layout.reward.colocate_with=env
+generator.max_slots=64 generator.max_requests=256 generator.burst_tokens=4
+"""
 FIGURES = {
     "step_s": "time/step_total",
     "waits_for_batch_s": "time/step_generate",
@@ -34,13 +44,13 @@ FIGURES = {
 }
 
 
-def measure(model: Path, rows: Path, max_lag: int, steps: int, run_dir: Path) -> dict[str, float]:
-    """Medians over the steps after the warm ones."""
-    words = ["pipeline=rlvr", "algorithm=grpo", *LAYOUT.split(), *SIZES.split(), "save_every=0", "eval_every=0"]
+def measure(model: Path, rows: Path, sizes: str, max_lag: int, steps: int, run_dir: Path) -> dict[str, float]:
+    """Means over the steps after the warm ones."""
+    words = ["pipeline=rlvr", "algorithm=grpo", *LAYOUT.split(), *sizes.split(), "save_every=0", "eval_every=0"]
     words += [f"model.path={model}", f"data.train={rows}", f"rollout.max_lag={max_lag}", f"max_steps={steps}"]
     launch([*words, "reward.default.name=exact_match", "trainer.lr=1e-5"], run_dir)
     metrics = [row for row in read_metrics(run_dir) if row["step"] > WARM_STEPS]
-    found = {name: statistics.median(float(row.get(key) or 0.0) for row in metrics) for name, key in FIGURES.items()}
+    found = {name: statistics.mean(float(row.get(key) or 0.0) for row in metrics) for name, key in FIGURES.items()}
     tokens = statistics.mean(float(row["token/response_length/mean"] or 0.0) for row in metrics)
     return {name: round(value, 4) for name, value in found.items()} | {"mean_response_tokens": round(tokens, 1)}
 
@@ -48,23 +58,26 @@ def measure(model: Path, rows: Path, max_lag: int, steps: int, run_dir: Path) ->
 def main() -> None:
     """Print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=24)
     steps = parser.parse_args().steps
-    result: dict[str, object] = {"bench": "async_live", "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_long_model(folder / "model")
         rows, _ = write_rows(folder)
-        found = {lag: measure(folder / "model", rows, lag, steps, folder / f"lag_{lag}") for lag in (0, 1, 2)}
-    sync = found[0]
-    generates, trains = sync["waits_for_batch_s"], sync["step_s"] - sync["waits_for_batch_s"]
-    for lag, figures in found.items():
-        result[f"lag_{lag}"] = figures
-        if lag:
-            result[f"speedup_lag_{lag}"] = round(sync["step_s"] / figures["step_s"], 2)
-    result["bound"] = round(sync["step_s"] / max(generates, trains), 2)
-    result["load_1min"] = round(os.getloadavg()[0], 2)
-    print(json.dumps(result))
+        for kind, sizes in {"answers": ANSWERS, "environments": LATE}.items():
+            result: dict[str, object] = {"bench": "async_live", "tail": kind, "cores": os.cpu_count()}
+            found = {
+                lag: measure(folder / "model", rows, sizes, lag, steps, folder / f"{kind}_{lag}") for lag in (0, 1, 2)
+            }
+            sync = found[0]
+            generates, trains = sync["waits_for_batch_s"], sync["step_s"] - sync["waits_for_batch_s"]
+            for lag, figures in found.items():
+                result[f"lag_{lag}"] = figures
+                if lag:
+                    result[f"speedup_lag_{lag}"] = round(sync["step_s"] / figures["step_s"], 2)
+            result["bound"] = round(sync["step_s"] / max(generates, trains), 2)
+            result["load_1min"] = round(os.getloadavg()[0], 2)
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

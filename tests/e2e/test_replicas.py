@@ -26,17 +26,19 @@ timeouts.command_s={COMMAND_S} max_steps={NUM_STEPS} generator.max_slots=2
 
 
 @pytest.mark.parametrize(
-    ("lag", "dies"),
+    ("more", "dies"),
     [
-        ("0", "2:HandOver:4:SIGKILL 3:Pull:6:SIGKILL 4:Burst:40:SIGSTOP"),
-        ("1", "2:HandOver:4:SIGSTOP 3:Pull:6:SIGKILL 4:SaveHeld:4:SIGKILL"),
+        (["rollout.max_lag=0"], "2:HandOver:4:SIGKILL 3:Pull:6:SIGKILL 4:Burst:40:SIGSTOP"),
+        (["rollout.max_lag=1"], "2:HandOver:4:SIGSTOP 3:Pull:6:SIGKILL 4:SaveHeld:4:SIGKILL"),
+        (["env=scripted", "layout.env.num_ranks=1"], "2:HandOver:3:SIGKILL 3:Burst:20:SIGKILL 4:Burst:60:SIGKILL"),
     ],
+    ids=["sync", "async", "environments"],
 )
 def test_replicas_are_lost_one_after_another(
-    tmp_path: Path, digit_model: Path, digit_data: Path, lag: str, dies: str
+    tmp_path: Path, digit_model: Path, digit_data: Path, more: list[str], dies: str
 ) -> None:
     inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
-    words = [*inputs, *WORDS, *APART, f"rollout.max_lag={lag}", "save_every=2"]
+    words = [*inputs, *WORDS, *APART, *more, "save_every=2"]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies}
     start = Start(tmp_path / "run", words, environment)
     assert start.wait(200.0) == ExitCode.DONE, start.text

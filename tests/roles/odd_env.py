@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 
 OPEN: set[int] = set()
 """Those that were made and not closed."""
+MEETING = threading.Barrier(2, timeout=20)
+RELEASE = threading.Event()
 
 
 class OddEnv:
@@ -29,6 +32,10 @@ class OddEnv:
         self._turn += 1
         over = self._turn == 2
         match self._how:
+            case "meets":
+                MEETING.wait()
+            case "hangs":
+                RELEASE.wait(60)
             case "raises":
                 raise KeyError("\udcff" + "x" * (5 << 20))
             case "no text":

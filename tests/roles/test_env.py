@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,9 +34,19 @@ def role(stage: Stage) -> Iterator[EnvRole]:
     stage.heard()
 
 
+def settle(role: EnvRole) -> None:
+    """Until it has nothing to do."""
+    role.look_after()
+    deadline = time.monotonic() + 20
+    while role.busy:
+        assert time.monotonic() < deadline
+        role.look_after()
+        time.sleep(0.001)
+
+
 def play(stage: Stage, role: EnvRole, sent: Response) -> Observed:
     stage.send(1, 1, [sent])
-    assert role.look_after()
+    settle(role)
     [observed] = stage.heard()
     assert isinstance(observed, Observed) and observed.sample == observed.result.sample == sent.sample
     return observed
@@ -85,16 +97,37 @@ def test_a_response_cut_by_its_length_ends_the_episode(stage: Stage, role: EnvRo
 def test_episodes_of_dropped_samples_are_closed(stage: Stage, role: EnvRole, how: str) -> None:
     samples = [make_sample_id(next(UIDS), 0, member) for member in range(3)]
     stage.send(1, 1, [response(sample, how) for sample in samples])
-    role.look_after()
+    settle(role)
     assert len(odd_env.OPEN) == 3
     stage.heard()
     # In order of the mail: the last turn of the first sample is played and answered before it is dropped.
     stage.send(1, 1, [response(samples[0], how), *(response(s, how, reason="abort") for s in samples[:2])])
-    role.look_after()
+    settle(role)
     assert len(odd_env.OPEN) == 1
     assert [event.sample for event in stage.heard()] == [samples[0]]
     stage.send(1, 1, [response(make_sample_id(next(UIDS), 0, 0), how, reason="abort")])  # one that it never had
     assert role.look_after() and not stage.heard()
+
+
+def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sample(stage: Stage) -> None:
+    settings = {"env": {**SETTINGS["env"], "num_threads": 3, "timeout_s": 1.0}}
+    role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
+    together, hangs = [make_sample_id(next(UIDS), 0, 0) for _ in range(2)], make_sample_id(next(UIDS), 0, 0)
+    later = make_sample_id(next(UIDS), 0, 0)
+    stage.send(1, 1, [response(hangs, "hangs"), *(response(sample, "meets") for sample in together)])
+    stage.send(1, 1, [response(later, "plain")])
+    settle(role)
+    heard = {event.sample: event for event in stage.heard()}
+    assert all(not heard[sample].ended for sample in (*together, later))  # each of the two waited for the other
+    assert heard[hangs].ended and heard[hangs].result.reward == 0.0
+    assert "step() did not return within 1 s (env.timeout_s)" in heard[hangs].result.error
+    stage.send(1, 1, [response(sample, "meets") for sample in together])  # the thread that hangs takes no place
+    settle(role)
+    assert [event.ended for event in stage.heard()] == [True, True]
+    odd_env.RELEASE.set()
+    role.close()
+    stage.mail(2, TurnDelta)
+    odd_env.OPEN.clear()
 
 
 def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) -> None:
