@@ -133,6 +133,11 @@ class Batch:
         picked["cu_seqlens"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return Batch(**picked)
 
+    def as_generated(self) -> Batch:
+        """The same rows without what training adds to them."""
+        added: dict[str, Any] = {name: None for name in LATE_TOKEN_FIELDS if name != "gen_logprobs_behaviour"}
+        return replace(self, **added)
+
     def to(self, device: torch.device | str) -> Batch:
         moved = {f.name: t.to(device) for f in fields(self) if (t := getattr(self, f.name)) is not None}
         return replace(self, **moved)

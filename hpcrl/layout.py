@@ -56,10 +56,10 @@ def needed_roles(config: Config) -> tuple[RoleName, ...]:
     reinforces = config.reinforces
     needed: dict[RoleName, bool] = {
         "trainer": True,
-        "generator": reinforces or config.evaluates,
-        "reference": reinforces and config.algorithm.uses_reference,
-        "reward": reinforces or config.evaluates,
-        "env": reinforces and config.env is not None,
+        "generator": config.generates or config.evaluates,
+        "reference": reinforces and config.learns and config.algorithm.uses_reference,
+        "reward": config.generates or config.evaluates,
+        "env": reinforces and (config.generates or config.evaluates) and config.env is not None,
     }
     return tuple(role for role in ROLES if needed[role])
 

@@ -99,8 +99,8 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
         "data.train.0.path: missing (override 'data.train=[{pth:x}]')",
         "data.train.0.pth: unknown key; did you mean data.train.0.path? (override 'data.train=[{pth:x}]')",
         "rollout.num_promts: unknown key; did you mean rollout.num_prompts? (override 'rollout.num_promts=4')",
-        "reward.default.name: expected 'exact_match', 'math', 'reasoning_gym', 'sort_digits' or 'function', got 'mth'; "
-        "did you mean math? (override 'reward.default.name=mth')",
+        "reward.default.name: expected 'exact_match', 'math', 'reasoning_gym', 'sort_digits', 'fake' or 'function', "
+        "got 'mth'; did you mean math? (override 'reward.default.name=mth')",
         "trainer.lr: expected a number, got 'fast' (override 'trainer.lr=fast')",
         "trainer.betas.1: missing (override 'trainer.betas=[.9]')",
         "group_size: unknown key; did you mean rollout.group_size? (override 'group_size=4')",
@@ -171,6 +171,16 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             ["algorithm.correction=mask", "algorithm.correction_low=3"],
             "algorithm.correction_low: 3 must be below algorithm.correction_high, which is 2",
         ),
+        (["debug=train_only"], "rollouts: debug=train_only needs the run folder to read them from"),
+        (["debug=fake", "pipeline=sft"], "debug: fake is for pipelines that generate and train; the sft pipeline does"),
+        (
+            ["debug=rollout_only", "algorithm.kl_reward_coef=.1"],
+            "algorithm.kl_reward_coef: 0.1 needs log-probs, and debug=rollout_only computes none; use 0",
+        ),
+        (
+            ["debug=fak"],
+            "debug: expected 'none', 'rollout_only', 'train_only' or 'fake', got 'fak'; did you mean fake?",
+        ),
         (["trainer.lr=inf"], "trainer.lr: expected a finite number"),
         (["rollout.top_p=0"], "rollout.top_p: expected greater than 0"),
         (["data.train=[]"], "data.train: expected "),
@@ -207,6 +217,9 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
         (["model.path=m", "model.tiny.seed=1"], "model.tiny.seed: not read here, model.path is given"),
         (["eval.temperature=1"], "eval.temperature: not read here, data.val is null"),
         (["trainer.min_lr=1e-9"], "trainer.min_lr: not read here, the learning rate is constant"),
+        (["rollouts=runs/demo"], "rollouts: not read here, debug is none"),
+        (["debug=fake", "rollouts=runs/demo"], "rollouts: not read here, debug is fake"),
+        (["fake.decode_s=1"], "fake.decode_s: not read here, debug is none"),
         (["layout.trainer.min_ranks=2"], "layout.trainer.min_ranks: not read here"),
     ],
 )
@@ -219,6 +232,12 @@ def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line()
     assert load(["+experiment=demo", "pipeline=sft"]).algorithm.num_mini_batches == 4
     assert load(["+experiment=demo", "data.val=null"]).eval.num_prompts == 256
     assert "algorithm.pg_clip_low: not read here" in problems("+experiment=demo_sft", "algorithm.pg_clip_low=.1")[0]
+
+
+def test_a_debug_run_has_a_name_of_its_own_so_that_it_does_not_meet_the_folder_of_the_whole_run() -> None:
+    assert load(["+experiment=demo", "debug=fake"]).run_dir == "runs/demo_fake"
+    assert load(["+experiment=demo", "debug=none"]).run_dir == "runs/demo"
+    assert load(["debug=rollout_only", "run_name=mine"]).run_dir == "runs/mine"
 
 
 def test_the_longest_sequence_counts_evaluation_and_turns() -> None:

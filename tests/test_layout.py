@@ -57,6 +57,16 @@ def test_roles_that_nobody_needs_take_no_ranks() -> None:
     assert layout("algorithm.kl_reward_coef=.1").ranks["reference"] == (1, 2)
 
 
+def test_half_a_run_takes_the_ranks_of_its_half() -> None:
+    words = ("layout=disaggregated", KL, "env=scripted")
+    training = layout(*words, "debug=train_only", "rollouts=runs/demo")
+    assert (training.ranks["trainer"], training.ranks["reference"], training.world_size) == ((1, 2), (3,), 4)
+    evaluating = layout(*words, "debug=train_only", "rollouts=runs/demo", "data.val=task:sort_digits")
+    assert evaluating.world_size == layout(*words).world_size == layout(*words, "debug=fake").world_size == 8
+    generating = layout(*words, "debug=rollout_only")
+    assert (generating.ranks["trainer"], generating.ranks["reference"], generating.world_size) == ((1, 2), (), 7)
+
+
 def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() -> None:
     made = layout("layout.trainer.num_ranks=4", "layout.generator.num_ranks=3", "layout.reward.colocate_with=generator")
     assert (made.ranks["generator"], made.ranks["reward"]) == ((1, 2, 3), (1, 2, 3))

@@ -5,6 +5,8 @@ with every problem at once, one line each.
 """
 
 from hpcrl.config.cluster import ClusterConfig, ComponentConfig, LayoutConfig, RoleConfig, RoleName
+from hpcrl.config.data import DataConfig, DataSource
+from hpcrl.config.fake import FakeConfig
 from hpcrl.config.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.config.problems import ConfigError, Problem
 from hpcrl.config.reading import Reading, load, parse, read
@@ -12,8 +14,6 @@ from hpcrl.config.schema import (
     GRPO,
     AlgorithmConfig,
     Config,
-    DataConfig,
-    DataSource,
     EnvConfig,
     EvalConfig,
     GeneratorConfig,
@@ -40,6 +40,7 @@ __all__ = [
     "DataSource",
     "EnvConfig",
     "EvalConfig",
+    "FakeConfig",
     "GeneratorConfig",
     "LayoutConfig",
     "ModelConfig",

@@ -33,6 +33,7 @@ FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
 def check(config: Config) -> list[Problem]:
     """Every impossible combination of values."""
     return [
+        *_debug(config),
         *_reinforcement(config),
         *_filters(config),
         *_redundancy(config),
@@ -97,6 +98,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
     if config.reinforces:
         yield from _unread_policies(config)
+    if config.debug != "train_only":
+        yield ("rollouts",), ("debug",), f"debug is {config.debug}"
+    if config.debug != "fake":
+        yield ("fake",), ("debug",), f"debug is {config.debug}"
     if config.cluster.after != "chain":
         yield ("cluster", "num_links"), ("cluster", "after"), "a job that goes on is requeued"
     if config.cluster.container == "none":
@@ -145,6 +150,24 @@ def check_built(config: Config) -> list[Problem]:
         if value in values:
             problems.append(Problem(path, f"{dotted(path)}: {value} is not built yet"))
     return problems
+
+
+def _debug(config: Config) -> Iterator[Problem]:
+    if config.debug == "none":
+        return
+    if not config.reinforces:
+        text = (
+            f"debug: {config.debug} is for pipelines that generate and train; the {config.pipeline} pipeline does not"
+        )
+        yield Problem(("debug",), text, (("pipeline",),))
+    elif config.debug == "train_only" and config.rollouts is None:
+        yield Problem(("rollouts",), "rollouts: debug=train_only needs the run folder to read them from", (("debug",),))
+    elif config.debug == "rollout_only" and config.algorithm.kl_reward_coef > 0:
+        text = (
+            f"algorithm.kl_reward_coef: {config.algorithm.kl_reward_coef:g} needs log-probs, and debug=rollout_only "
+            "computes none; use 0"
+        )
+        yield Problem(("algorithm", "kl_reward_coef"), text, (("debug",),))
 
 
 def _reinforcement(config: Config) -> Iterator[Problem]:
@@ -297,7 +320,7 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
 def check_family(config: Config, model_type: str, path: Path) -> Iterator[Problem]:
     """Whether the generation engine, where the run needs one, can run a model of this family, given at `path`."""
     families = GENERATOR_FAMILIES.get(config.generator.engine, (model_type,))
-    if (config.reinforces or config.evaluates) and model_type not in families:
+    if (config.generates or config.evaluates) and model_type not in families:
         text = f"{dotted(path)}: the {config.generator.engine} generator runs {', '.join(families)}, not {model_type}"
         yield Problem(path, text, (("generator", "engine"), ("model",)))
 

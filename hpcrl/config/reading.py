@@ -90,7 +90,10 @@ def read(argv: Sequence[str]) -> Reading:
     """Like load(), but collects the problems, so that the caller can look for more before it gives up."""
     composition = compose(argv)
     pipeline = "sft" if composition.data.get("pipeline") == "sft" else "rlvr"
-    composition.data.setdefault("run_name", composition.choices.get("experiment", pipeline))
+    mode = composition.data.get("debug")
+    modes = get_args(Config.model_fields["debug"].annotation)
+    ending = f"_{mode}" if mode in modes and mode != "none" else ""  # not the run folder of the whole run
+    composition.data.setdefault("run_name", composition.choices.get("experiment", pipeline) + ending)
     reading = _validate(composition.data, composition)
     reading.problems[:0] = composition.problems
     reading.unread += [path for p in composition.problems for path in (p.path, *p.involves) if path]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig
+from hpcrl.config.data import DataConfig
+from hpcrl.config.fake import FakeConfig
 from hpcrl.config.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
 
 MOST_MEMBERS = 1 << 14
@@ -52,63 +54,6 @@ class ModelConfig(Section):
     """The model to make where no path is given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The trainer's master copy of the weights."""
-
-
-class DataSource(Section):
-    """One source of prompts: a jsonl or parquet file, `task:NAME` (built in) or `reasoning_gym:NAME`."""
-
-    path: str
-    """File, task:NAME or reasoning_gym:NAME."""
-    tag: str | None = None
-    """Domain of all its rows; null: each row's own tag."""
-    size: Positive | None = None
-    """Generated sources: rows of an epoch."""
-    options: dict[str, Any] = {}
-    """Generated sources: arguments of the task."""
-
-
-def _one_or_many(value: Any) -> str:
-    return "<many>" if isinstance(value, list | tuple) else "<one>"
-
-
-def _path_or_source(value: Any) -> str:
-    return "<source>" if isinstance(value, dict | DataSource) else "<path>"
-
-
-# Tags keep an error in one branch of a union; they are in angle brackets so that no key can be taken for one.
-Source = Annotated[
-    Annotated[str, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
-    Discriminator(_path_or_source),
-]
-Sources = Annotated[
-    Annotated[str, Tag("<one>")] | Annotated[list[Source], Field(min_length=1), Tag("<many>")],
-    Discriminator(_one_or_many),
-]
-
-
-class DataConfig(Section):
-    """Where prompts come from and how a row is read."""
-
-    train: Sources = "task:sort_digits"
-    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of them or of {path, tag, size, options}."""
-    val: Sources | None = None
-    """Held-out prompts, in the same forms; null: no evaluation."""
-    prompt_key: str | None = None
-    """Column of the prompt; null: prompt, messages, question or problem, whichever the file has."""
-    answer_key: str | None = None
-    """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
-    tag_key: str = "tag"
-    """Column of the domain."""
-    system_prompt: str | None = None
-    """System message put before every prompt."""
-    max_prompt_tokens: Positive = 1024
-    """Longest prompt, tokens."""
-    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to a longer one."""
-    shuffle: bool = True
-    """Shuffle every epoch, by the seed."""
-    domain_interleave_probs: dict[str, Share] = {}
-    """Share of each domain in every rollout batch; empty: by the sizes of the sources."""
 
 
 class RolloutConfig(Section):
@@ -254,7 +199,7 @@ AlgorithmConfig = Annotated[GRPO | ReinforcePlusPlus | Reinforce, Field(discrimi
 class RewardConfig(Section):
     """How the rows of one domain are scored: built in by name, or `function`, an import path or a file."""
 
-    name: Literal["exact_match", "math", "reasoning_gym", "sort_digits", "function"] = "exact_match"
+    name: Literal["exact_match", "math", "reasoning_gym", "sort_digits", "fake", "function"] = "exact_match"
     """Built-in reward, or function."""
     function: str | None = None
     """package.module:callable or file.py:callable, with name=function."""
@@ -416,16 +361,13 @@ class Timeouts(Section):
     """One store call, and the time until a lost store is noticed, seconds."""
 
 
-# What Slurm reads as one word; a line break or a space in it would be another option.
-
-
 class Config(Section):
     """Everything about a run."""
 
     pipeline: Literal["rlvr", "sft", "rlvr_vl", "agentic", "convert"] = "rlvr"
     """What a step does."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "rlvr"
-    """Name of the run; from the command line its default is the experiment's name, else the pipeline's."""
+    """Name of the run; from the command line its default is the experiment's or pipeline's name, and debug's mode."""
     run_dir: str = ""
     """Run folder; empty: runs/<run_name>."""
     seed: Seed = 0
@@ -444,6 +386,10 @@ class Config(Section):
     """Bit-exact resume on the same layout, at a cost in speed."""
     dry_run: bool = False
     """Check everything, print the plan, start nothing."""
+    debug: Literal["none", "rollout_only", "train_only", "fake"] = "none"
+    """Half a run: generate only, train only on another run's rollouts, or both with engines without a model (fake)."""
+    rollouts: str | None = None
+    """Run folder whose rollouts debug=train_only trains on."""
     model: ModelConfig = ModelConfig()
     """The policy."""
     data: DataConfig = DataConfig()
@@ -468,6 +414,8 @@ class Config(Section):
     """Conversion of a checkpoint."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of each role."""
+    fake: FakeConfig = FakeConfig()
+    """Engines of debug=fake."""
     timeouts: Timeouts = Timeouts()
     """Deadlines."""
     cluster: ClusterConfig = ClusterConfig()
@@ -477,6 +425,16 @@ class Config(Section):
     def reinforces(self) -> bool:
         """Whether the run learns from rewards."""
         return self.pipeline not in ("sft", "convert")
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run generates the responses it learns from."""
+        return self.reinforces and self.debug != "train_only"
+
+    @property
+    def learns(self) -> bool:
+        """Whether the run changes the weights."""
+        return self.pipeline != "convert" and self.debug != "rollout_only"
 
     @property
     def evaluates(self) -> bool:

@@ -161,6 +161,15 @@ class LoadRows(Message):
     rows: list[int]
 
 
+class LoadRollouts(Message):
+    """Form batch `batch` from these samples of a step in the rollout store of a run."""
+
+    batch: int
+    run_dir: str
+    step: int
+    samples: list[int]
+
+
 class Logprobs(Message):
     """Fill `into` (old_logprobs or ref_logprobs) of the batch with the log-probs of `role`'s policy."""
 
@@ -284,6 +293,7 @@ Command = (
     | Peek
     | HandOver
     | LoadRows
+    | LoadRollouts
     | Logprobs
     | SendTokens
     | Advantages

@@ -18,6 +18,7 @@ from hpcrl.launch.hub import find_model
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import describe, plan_shape
 from hpcrl.launch.render import check_prologue, check_words, render
+from hpcrl.launch.stored import check_rollouts
 from hpcrl.layout import RoleLayout, check_layout
 from hpcrl.placement import Placement, check_placement
 from hpcrl.planner.parallel import check_parallel
@@ -136,13 +137,15 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 
 def _check_inputs(reading: Reading, config: Config) -> None:
-    """Files of prompts, how they are scored, and what the ranks run in."""
+    """Files of prompts, how they are scored, stored rollouts, and what the ranks run in."""
     from hpcrl.data import validate_sources
     from hpcrl.rewards.router import validate_rewards
 
-    prompts = config.rollout.num_prompts if config.reinforces else None
-    reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
-    reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
+    if config.debug != "train_only" or config.evaluates:
+        prompts = config.rollout.num_prompts if config.reinforces else None
+        reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
+        reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
+    reading.add(check_rollouts(config))
     reading.add(check_container(config.cluster))
     reading.add(check_prologue(config.cluster))
 

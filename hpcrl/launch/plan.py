@@ -22,14 +22,19 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
     rows = [
         ("run", f"{config.run_name}, {_kind(run)}, folder {run.run_dir}"),
         ("work", _work(config)),
+        *((("debug", _debug(config)),) if config.debug != "none" else ()),
         *(_inputs(config, layout, model, shape) if trains else ()),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
         *(node_rows(config, layout) if config.cluster.name == "slurm" else ()),
     ]
     if trains:
-        rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
-        rows.append(("files", "config.yaml metrics.jsonl tensorboard/ rollouts/ checkpoints/ hf/ plot.png logs/"))
+        if config.debug == "fake":
+            rows.append(("memory", "not counted: no rank holds the model"))
+        else:
+            rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
+        rollouts = "rollouts/ " if config.generates and config.rollout.save_rollouts else ""
+        rows.append(("files", f"config.yaml metrics.jsonl tensorboard/ {rollouts}checkpoints/ hf/ plot.png logs/"))
     return "\n".join(f"{name:<8}{text}" for name, text in rows)
 
 
@@ -40,6 +45,8 @@ def _inputs(
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
     if config.pipeline == "agentic" and config.env is not None:
         yield "data", f"environment {config.env.name}, episodes of up to {config.env.max_turns} turns"
+    elif not config.generates and config.reinforces:
+        yield "data", f"train rollouts of {config.rollouts}"
     else:
         yield "data", f"train {_sources(config.data.train)}"
     if config.data.val is not None:
@@ -74,6 +81,17 @@ def _work(config: Config) -> str:
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
 
 
+def _debug(config: Config) -> str:
+    fake = config.fake
+    return {
+        "rollout_only": "rollout_only: no log-probs, no optimizer step; the weights stay those of the start",
+        "train_only": f"train_only: nothing is generated for training; step N trains on that of {config.rollouts}",
+        "fake": "fake: engines without a model (its tokenizer alone is used) take set times: "
+        f"{fake.decode_s:g} s a decode step, {fake.logprobs_s:g} s the log-probs of a batch, {fake.train_s:g} s an "
+        f"optimizer step; rewards by lot, {fake.pass_rate:.0%} pass",
+    }[config.debug]
+
+
 def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) -> str:
     count = f"{_count(shape.num_parameters)} parameters" if shape is not None else "parameters not counted"
     if shape is not None and shape.num_active < shape.num_parameters:
@@ -98,10 +116,15 @@ def _batch(config: Config, layout: RoleLayout) -> str:
         return f"{config.sft.batch_size} rows a step over {trainers} trainer rank(s)"
     rollout, algorithm = config.rollout, config.algorithm
     samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs
+    if not config.generates:
+        return f"the stored responses of a step; {updates} optimizer step(s) over {trainers} trainer rank(s)"
     extra = f" (+ {rollout.extra_prompts} redundant prompts)" if rollout.extra_prompts else ""
+    responses = f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}"
+    if not config.learns:
+        return f"{responses}; handed over to {trainers} trainer rank(s), not trained"
     return (
-        f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}; "
-        f"{updates} optimizer step(s) of {samples // algorithm.num_mini_batches} over {trainers} trainer rank(s)"
+        f"{responses}; {updates} optimizer step(s) of {samples // algorithm.num_mini_batches} "
+        f"over {trainers} trainer rank(s)"
     )
 
 

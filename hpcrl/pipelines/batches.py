@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpcrl.config import Config
 from hpcrl.dist.messages import Move
+from hpcrl.layout import RoleLayout
 from hpcrl.planning import balance, micro_batches
 from hpcrl.rollout.loop import Sizes
+from hpcrl.rollout.types import split_sample_id
 
 
 @dataclass
@@ -52,14 +55,25 @@ class BatchHandle:
         return float(sum(counts)), float(sum(count > 0 for count in counts))
 
 
-def split_mini_batches(group_samples: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Samples dealt out to `count` mini-batches, so that each holds a few siblings of every prompt.
+def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
+    """Which rank trains on which of a step's samples, and in which mini-batch: a function of ids and sizes alone."""
+    parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
+    trainers, references = layout.ranks["trainer"], layout.ranks["reference"]
+    prompts = {sample: split_sample_id(sample)[0] for sample in sizes}
+    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
+    if references and references != trainers:
+        handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
+    return handle
+
+
+def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:
+    """Samples, siblings next to each other, dealt out to `count` mini-batches, so that each holds a few siblings of
+    every prompt.
 
     Whole groups per mini-batch share their prompt more often, but learnt less from the same rollouts: an optimizer step
     then sees a quarter of the prompts instead of all (docs/measured.md).
     """
-    flat = [sample for group in group_samples for sample in group]
-    return [flat[i::count] for i in range(count)]
+    return [list(samples[i::count]) for i in range(count)]
 
 
 def assign_rows(

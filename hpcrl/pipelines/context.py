@@ -20,6 +20,7 @@ from hpcrl.layout import RoleLayout
 from hpcrl.metrics import MetricsLog, read_metrics
 from hpcrl.pipelines.checkpoints import Checkpoints
 from hpcrl.pipelines.deadline import Deadline
+from hpcrl.pipelines.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.pipelines.evaluation import Evaluation
 from hpcrl.pipelines.generation import replica_capacity
 from hpcrl.pipelines.parts import Fabric, Reference, Trainer, Weights
@@ -62,9 +63,9 @@ class Run:
         self.stop_signal = 0
         self.last_step = config.max_steps
         self.tokenizer = _load_tokenizer(model_path)
-        self.trainer = Trainer(controller, layout, config)
+        self.trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
         self.reference = Reference(controller, layout, config)
-        self.weights = Weights(controller, layout)
+        self.weights = (Weights if config.learns else FixedWeights)(controller, layout)
         self.fabric = Fabric(controller, layout)
         self._build()
         loop = self._make_loop()
@@ -84,9 +85,9 @@ class Run:
         self._told_notice = False
 
     @property
-    def rollouts(self) -> Rollouts:
+    def rollouts(self) -> Rollouts | StoredRollouts:
         """The training rollouts of a reinforcement run."""
-        assert isinstance(self._data, Rollouts), f"pipeline {self.config.pipeline} has no rollouts"
+        assert isinstance(self._data, Rollouts | StoredRollouts), f"pipeline {self.config.pipeline} has no rollouts"
         return self._data
 
     @property
@@ -187,15 +188,17 @@ class Run:
             ranks = list(self._layout.ranks[role])
             if ranks:
                 self._controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks)))
-        if self._layout.ranks["generator"]:
+        if self._layout.ranks["generator"] or self._layout.ranks["reference"]:
             self.fabric.build()
-            self.weights.build_groups()
+        self.weights.build_groups()
 
-    def _make_data(self, loop: RolloutLoop | None) -> Rollouts | SFTRows:
+    def _make_data(self, loop: RolloutLoop | None) -> Rollouts | StoredRollouts | SFTRows:
         data, seed = self.config.data, self.config.seed
         if self.config.pipeline == "sft":
             return sft_rows(data, "train", self.tokenizer, seed)
-        assert loop is not None, "the layout of a reinforcement run has generators"
+        if not self.config.generates:
+            return StoredRollouts(self._controller, self._layout, self.config)
+        assert loop is not None, "the layout of a run that generates has generators"
         source = PromptSource(data, "train", self.tokenizer, seed, self.config.rollout.num_prompts)
         replicas = replica_capacity(self.config, self._layout)
         return Rollouts(loop, self.fabric, replicas, self.config, source, self.run_dir, self._fence)

@@ -12,7 +12,7 @@ from hpcrl.config import Config
 from hpcrl.dist import messages
 from hpcrl.dist.controller import Controller
 from hpcrl.layout import RoleLayout
-from hpcrl.pipelines.batches import BatchHandle, assign_rows, moves, split_mini_batches
+from hpcrl.pipelines.batches import BatchHandle, assign_rows, lay_out, moves
 from hpcrl.pipelines.transfers import hand_overs, token_transfers
 from hpcrl.rollout.loop import Harvest, Sizes
 from hpcrl.stats import Stat, Stats, merge, scalar
@@ -178,12 +178,7 @@ class Fabric:
         homes = {sample.id: sample.replica for sample in done.values()}
         if not self._controller.lost.isdisjoint(homes.values()):
             return None
-        parts = split_mini_batches([[s.id for s in g.samples] for g in groups], config.algorithm.num_mini_batches)
-        trainers, references = self._layout.ranks["trainer"], self._layout.ranks["reference"]
-        prompts = {sample.id: group.uid for group in groups for sample in group.samples}
-        handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
-        if references and references != trainers:
-            handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
+        handle = lay_out(config, self._layout, step, sizes)
         wanted = handle.rows | handle.reference_rows
         scored = {sample.id: (sample.reward, sample.score) for sample in done.values()}
         answers: list[messages.Done] = []

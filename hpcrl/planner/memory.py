@@ -16,6 +16,7 @@ CARDS = {"80 GB": 79 << 30, "94 GB": 93 << 30, "141 GB": 139 << 30}
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
 MODEL_ROLES: tuple[RoleName, ...] = ("trainer", "reference", "generator")
+LEARNING: tuple[Phase, ...] = ("train", "update")
 SHARING_ENGINES = ("vllm", "sglang")
 """Generation engines that share a GPU by turns: they sleep while the trainer works, and its state is in host memory
 while they decode and, its weights excepted, while they get theirs. The native engine keeps what it has, so that roles
@@ -94,6 +95,8 @@ def _kind(
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
         parts += generator_parts(config, shape, awake, ("generate",) if shares else PHASES)
+    if not config.learns:
+        parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
     return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), _has_gpus(config, roles), cache)
 

@@ -5,6 +5,7 @@ from typing import Any
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward
 from hpcrl.rewards.exact_match import ExactMatch
+from hpcrl.rewards.fake import FakeReward
 from hpcrl.rewards.function import FunctionReward
 from hpcrl.rewards.math import MathReward
 from hpcrl.rewards.reasoning_gym import ReasoningGym
@@ -15,6 +16,7 @@ REWARDS: dict[str, type[Any]] = {
     "math": MathReward,
     "reasoning_gym": ReasoningGym,
     "sort_digits": SortDigits,
+    "fake": FakeReward,
     "function": FunctionReward,
 }
 

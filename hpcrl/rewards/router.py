@@ -23,7 +23,7 @@ class Router:
     reward of the source."""
 
     def __init__(self, config: Config):
-        self._sections = dict(config.reward) or built_in_rewards(config)
+        self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
         only = next(iter(config.reward.values())) if len(config.reward) == 1 else None
         self._fallback = self._sections.get(DEFAULT, only)
 
@@ -40,6 +40,12 @@ class Router:
             keys = " or ".join(dict.fromkeys((f"reward.{domain}.name", "reward.default.name")))
             raise ValueError(f"domain {domain!r} has no reward: set {keys} (there are: {there})")
         return found
+
+
+def _drawn(config: Config) -> dict[str, RewardConfig]:
+    """Rewards by lot for every domain: what fake engines write has no worth of its own."""
+    fake = config.fake
+    return {DEFAULT: RewardConfig(name="fake", options={"pass_rate": fake.pass_rate, "latency_s": fake.reward_s})}
 
 
 def built_in_rewards(config: Config) -> dict[str, RewardConfig]:

@@ -26,6 +26,7 @@ from hpcrl.dist.messages import (
     Export,
     FinishCheck,
     FinishSave,
+    LoadRollouts,
     LoadRows,
     LoadState,
     Logprobs,
@@ -36,7 +37,7 @@ from hpcrl.dist.messages import (
 )
 from hpcrl.dist.weights import Bucket, stage
 from hpcrl.engines.train import make_train_engine
-from hpcrl.rollout.store import write_rollouts
+from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, FinishReason, Sample
 from hpcrl.stats import scalar
 
@@ -60,6 +61,15 @@ class _EngineRole:
     def close(self) -> None:
         return None
 
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return {LoadRollouts: self._load_rollouts}
+
+    def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
+        stored = RolloutReader(command.run_dir, provisional=True).batch(command.step)
+        rows = torch.searchsorted(stored.sample_ids, torch.tensor(command.samples)).tolist()
+        self._worker.batches[command.batch] = stored.select(rows).as_generated().check()
+        return Done(seq)
+
     def logprobs(self, command: Logprobs, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
         values = self.engine.logprobs(batch, command.micro_batches, self._worker.config.rollout.temperature or 1.0)
@@ -74,9 +84,6 @@ class ReferenceRole(_EngineRole):
 
     def __init__(self, worker: Worker):
         super().__init__(worker, trainable=False)
-
-    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {}
 
 
 class TrainerRole(_EngineRole):
@@ -96,7 +103,7 @@ class TrainerRole(_EngineRole):
         self.engine.snapshot()  # lays the files out: lacking memory shows now, and the first save waits for a copy only
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {
+        return super().handlers() | {
             LoadRows: self._load_rows,
             Advantages: self._advantages,
             TrainStep: self._train_step,

@@ -147,6 +147,13 @@ class RolloutReader:
         """The step's batch of all ranks, sorted by sample id."""
         return self.read(step).batch
 
+    def sizes(self, step: int) -> dict[int, tuple[int, int]]:
+        """Sample id -> (tokens with its prompt, tokens of the model), rising. ValueError as for read()."""
+        batch = self.batch(step)
+        model = torch.zeros(batch.num_sequences, dtype=torch.int64).index_add(0, batch.row_ids, batch.loss_mask.long())
+        pairs = zip(batch.lengths.tolist(), model.tolist(), strict=True)
+        return dict(zip(batch.sample_ids.tolist(), pairs, strict=True))
+
     def dispositions(self) -> list[DispositionRecord]:
         """How every prompt ended, in order of steps. ValueError when a prompt ended twice: the accounting is broken."""
         seen: dict[int, int] = {}

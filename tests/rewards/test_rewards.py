@@ -111,3 +111,14 @@ def test_wrong_options_are_named(name: str, options: dict, message: str):
 
 def test_every_name_of_the_schema_is_built_in():
     assert set(REWARDS) == set(RewardConfig.model_fields["name"].annotation.__args__)
+
+
+def test_a_fake_reward_passes_a_share_of_samples_and_each_always_the_same() -> None:
+    reward = make_reward(RewardConfig(name="fake", options={"pass_rate": 0.3}))
+    items = [RewardItem(sample << 14, "d", "p", "r") for sample in range(2000)]
+    scores = [score.score for score in reward.score(items)]
+    assert set(scores) == {0.0, 1.0} and abs(sum(scores) / len(scores) - 0.3) < 0.04
+    assert [score.reward for score in reward.score(items)] == scores
+    assert reward.inline and not make_reward(RewardConfig(name="fake", options={"latency_s": 0.1})).inline
+    with pytest.raises(ValueError, match="pass_rate"):
+        make_reward(RewardConfig(name="fake", options={"pass_rate": 2}))

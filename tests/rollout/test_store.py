@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import h5py
@@ -74,6 +74,17 @@ def test_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) -> None:
     assert_equal(rollouts.batch.check(), concat([early, late]))
     assert rollouts.texts == texts_of(rollouts.batch) and rollouts.facts == FACTS
     assert rollouts.texts["response"][0] == f"é{make_sample_id(3, 0, 0)}"
+
+
+def test_a_step_is_read_again_as_it_was_generated(tmp_path: Path) -> None:
+    batch = make_batch([3, 7])
+    trained = replace(batch, old_logprobs=torch.randn(batch.num_tokens), advantages=torch.randn(batch.num_tokens))
+    write(tmp_path, 1, 0, 1, trained)
+    reader = RolloutReader(tmp_path, provisional=True)
+    assert_equal(reader.batch(1), trained)
+    assert_equal(reader.batch(1).as_generated(), batch)
+    sizes = zip(batch.sample_ids.tolist(), batch.lengths.tolist(), strict=True)
+    assert reader.sizes(1) == {sample: (total, total - 3) for sample, total in sizes}
 
 
 def test_a_step_without_any_row_reads_back(tmp_path: Path) -> None:

@@ -13,6 +13,19 @@ from hpcrl.engines.gen.base import GenEngine
 
 def make_gen_engine(config: Config, model_path: Path, tokenizer: Any) -> GenEngine:
     """The engine of one replica, without weights (they are pulled from the trainer)."""
+    if config.debug == "fake":
+        from hpcrl.engines.gen.fake import FakeEngine, long_tailed
+
+        fake = config.fake
+        return FakeEngine(
+            max_slots=config.generator.max_slots,
+            max_length=config.max_sequence_tokens,
+            vocab_size=len(tokenizer),
+            lengths=long_tailed(fake.median_tokens, fake.tail),
+            decode_s=fake.decode_s,
+            prefill_s=fake.prefill_s,
+            load_s=fake.publish_s,
+        )
     from hpcrl.engines.gen.native import NativeEngine
 
     return NativeEngine(

@@ -1,25 +1,29 @@
-"""A generator without a model: set response lengths, tokens from the seed alone; for tests of what drives engines."""
+"""A generator without a model: set response lengths and times, tokens from the seed alone; for tests and debug=fake."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 import torch
 
 from hpcrl.engines.gen.base import Output, Request
 from hpcrl.engines.gen.checks import check_requests
-from hpcrl.engines.gen.sampling import stream_origin, uniforms
+from hpcrl.engines.gen.sampling import GOLDEN, stream_origin, uniforms
 from hpcrl.rollout.types import FinishReason
 
 
 @dataclass(slots=True)
 class _Growing:
+    """A request on its way to its last token, which is known from the beginning."""
+
     request: Request
-    length: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: np.ndarray
+    reason: FinishReason
     versions: list[int] = field(default_factory=list)
 
 
@@ -28,12 +32,26 @@ def seeded_length(request: Request) -> int:
     return 1 + request.seed % request.params.max_new_tokens
 
 
+def long_tailed(median: int | None, tail: float) -> Callable[[Request], int]:
+    """Lengths with a lognormal law, functions of the request's seed: half of them below `median` (None: an eighth of
+    max_new_tokens), `tail` the standard deviation of their logarithms. Never above max_new_tokens."""
+
+    def length(request: Request) -> int:
+        longest = request.params.max_new_tokens
+        uniform = float(uniforms(np.array([stream_origin(request.seed, 1)]), 0)[0])
+        scale = math.exp(tail * NormalDist().inv_cdf(min(max(uniform, 1e-6), 1 - 1e-6)))
+        return max(1, min(longest, round((median or longest / 8) * scale)))
+
+    return length
+
+
 class FakeEngine:
     """GenEngine whose n-th token of a request is a function of (seed, n), uniform over the vocabulary.
 
     lengths: the response length of a request; one below max_new_tokens ends with STOP. Stop ids and, unless
-    ignore_eos, `eos_id` stop too. shapes: what load_weights accepts, everything if None. The last loaded tensors are
-    in `weights`.
+    ignore_eos, `eos_id` stop too; stop strings never appear. shapes: what load_weights accepts, everything if None. The
+    last loaded tensors are in `weights`. step() sleeps decode_s seconds for each decode step and prefill_s for each
+    request that gets a slot, load_weights() load_s.
     """
 
     def __init__(
@@ -45,12 +63,16 @@ class FakeEngine:
         eos_id: int | None = None,
         lengths: Callable[[Request], int] = seeded_length,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        decode_s: float = 0.0,
+        prefill_s: float = 0.0,
+        load_s: float = 0.0,
     ):
         self.version = -1
         self.max_slots = max_slots
         self.weights: dict[str, torch.Tensor] = {}
         self._max_length, self._vocab_size, self._eos_id = max_length, vocab_size, eos_id
         self._lengths, self._shapes = lengths, shapes
+        self._decode_s, self._prefill_s, self._load_s = decode_s, prefill_s, load_s
         self._live: dict[int, _Growing] = {}
         self._waiting: dict[int, _Growing] = {}
 
@@ -60,9 +82,9 @@ class FakeEngine:
             self._live.keys() | self._waiting.keys(),
             max_length=self._max_length,
             vocab_size=self._vocab_size,
-            has_tokenizer=False,
+            has_tokenizer=True,
         )
-        self._waiting.update((r.id, _Growing(r, min(self._lengths(r), r.params.max_new_tokens))) for r in requests)
+        self._waiting.update((request.id, self._foresee(request)) for request in requests)
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
         found = (self._live.pop(i, None) or self._waiting.pop(i, None) for i in ids)
@@ -71,17 +93,21 @@ class FakeEngine:
     def step(self, num_tokens: int) -> list[Output]:
         if self.version < 0 and (self._live or self._waiting):
             raise ValueError("the generator has no weights: call load_weights() before step()")
-        finished = []
+        finished, seconds = [], 0.0
         for _ in range(num_tokens):
             for request_id in list(self._waiting)[: self.max_slots - len(self._live)]:
                 self._live[request_id] = self._waiting.pop(request_id)
+                seconds += self._prefill_s
+            seconds += self._decode_s * bool(self._live)
             for request_id, growing in list(self._live.items()):
-                if (reason := self._grow(growing)) is not None:
-                    finished.append(self._output(self._live.pop(request_id), reason))
+                growing.versions.append(self.version)
+                if len(growing.versions) == len(growing.token_ids):
+                    finished.append(self._output(self._live.pop(request_id), growing.reason))
+        time.sleep(seconds)
         return finished
 
     def progress(self) -> dict[int, int]:
-        return {i: len(growing.token_ids) for i, growing in (self._live | self._waiting).items()}
+        return {i: len(growing.versions) for i, growing in (self._live | self._waiting).items()}
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         if version < 0:
@@ -95,6 +121,7 @@ class FakeEngine:
                     raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the model has {shape}")
             if missing := sorted(self._shapes.keys() - weights.keys()):
                 raise ValueError(f"{len(missing)} weights are missing, e.g. {missing[:3]}")
+        time.sleep(self._load_s)
         self.weights, self.version = weights, version
 
     def recompute(self) -> None:
@@ -112,29 +139,25 @@ class FakeEngine:
         self.abort(list(self.progress()))
         self.sleep()
 
-    def _grow(self, growing: _Growing) -> FinishReason | None:
-        """Add a token; why the request is over, or None."""
-        request, index = growing.request, len(growing.token_ids)
-        uniform = uniforms(np.array([stream_origin(request.seed, 0)]), index)[0]
-        token = int(uniform * self._vocab_size)
-        growing.token_ids.append(token)
-        growing.versions.append(self.version)
-        stops = (
-            request.params.stop_token_ids
-            if request.params.ignore_eos
-            else (*request.params.stop_token_ids, self._eos_id)
-        )
-        if token in stops:
-            return FinishReason.STOP
-        if index + 1 == growing.length:
-            return FinishReason.STOP if growing.length < request.params.max_new_tokens else FinishReason.LENGTH
-        return None
+    def _foresee(self, request: Request) -> _Growing:
+        """All tokens of a request, and why it will end."""
+        params = request.params
+        length = min(self._lengths(request), params.max_new_tokens)
+        origins = np.array([stream_origin(request.seed, 0)]) + np.arange(length, dtype=np.uint64) * GOLDEN
+        token_ids = (uniforms(origins, 0) * self._vocab_size).astype(np.int32)
+        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, self._eos_id)
+        hits = np.flatnonzero(np.isin(token_ids, [stop for stop in stops if stop is not None]))
+        if len(hits):
+            return _Growing(request, token_ids[: hits[0] + 1], FinishReason.STOP)
+        reason = FinishReason.STOP if length < params.max_new_tokens else FinishReason.LENGTH
+        return _Growing(request, token_ids, reason)
 
     def _output(self, growing: _Growing, reason: FinishReason) -> Output:
-        logprobs = np.full(len(growing.token_ids), -math.log(self._vocab_size), dtype=np.float32)
+        count = len(growing.versions)
+        logprobs = np.full(count, -math.log(self._vocab_size), dtype=np.float32)
         return Output(
             id=growing.request.id,
-            token_ids=np.array(growing.token_ids, dtype=np.int32),
+            token_ids=growing.token_ids[:count].copy(),
             gen_logprobs=logprobs,
             versions=np.array(growing.versions, dtype=np.int32),
             finish_reason=reason,

@@ -9,14 +9,27 @@ import torch
 from hpcrl.config import Config
 from hpcrl.engines.train.base import TrainEngine
 
+FAKE_VOCABULARY = 64
+"""Of debug=fake: a table over the square of a real one would not fit, and would take time of its own."""
+
 
 def make_train_engine(config: Config, model_path: Path, trainable: bool) -> TrainEngine:
     """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
-    from hpcrl.engines.train.fsdp2 import FSDP2Engine
-
     per_step = 1
     if config.reinforces:
         per_step = config.algorithm.ppo_epochs * config.algorithm.num_mini_batches
+    if config.debug == "fake":
+        from hpcrl.engines.train.fake import FakeTrainEngine
+
+        return FakeTrainEngine(
+            config.trainer,
+            vocab_size=FAKE_VOCABULARY,
+            total_steps=config.max_steps * per_step,
+            logprobs_s=config.fake.logprobs_s,
+            train_s=config.fake.train_s,
+        )
+    from hpcrl.engines.train.fsdp2 import FSDP2Engine
+
     return FSDP2Engine(
         config.trainer,
         model_path,

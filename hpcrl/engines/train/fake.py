@@ -1,9 +1,10 @@
-"""A training engine that is a table of next-token logits by last token, to test what drives an engine."""
+"""A training engine that is a table of next-token logits by last token, for what drives engines: tests, debug=fake."""
 
 from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,32 @@ from hpcrl.stats import Stats, merge, scalar
 
 
 class FakeTrainEngine:
-    """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD."""
+    """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD.
 
-    def __init__(self, config: TrainerConfig, *, vocab_size: int, total_steps: int, seed: int = 0):
+    Token ids count modulo vocab_size. logprobs() and train_step() sleep logprobs_s and train_s seconds.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        vocab_size: int,
+        total_steps: int,
+        seed: int = 0,
+        logprobs_s: float = 0.0,
+        train_s: float = 0.0,
+    ):
         self.config, self.total_steps, self.optimizer_step = config, total_steps, 0
+        self._logprobs_s, self._train_s = logprobs_s, train_s
         self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(seed)
         self.transitions = torch.randn(vocab_size, vocab_size, generator=generator).requires_grad_()
 
     def _forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies), float32 [T], 0 outside loss_mask."""
-        previous = batch.token_ids.roll(1)
-        log_p = (self.transitions[previous] / temperature).log_softmax(-1)
-        logprobs = log_p.gather(1, batch.token_ids[:, None])[:, 0]
+        token_ids = batch.token_ids % len(self.transitions)
+        log_p = (self.transitions[token_ids.roll(1)] / temperature).log_softmax(-1)
+        logprobs = log_p.gather(1, token_ids[:, None])[:, 0]
         return logprobs * batch.loss_mask, -(log_p.exp() * log_p).sum(-1) * batch.loss_mask
 
     @torch.no_grad()
@@ -42,6 +56,7 @@ class FakeTrainEngine:
         """See TrainEngine."""
         rows = torch.zeros(batch.num_sequences, dtype=torch.bool)
         rows[[row for micro_batch in micro_batches for row in micro_batch]] = True
+        time.sleep(self._logprobs_s)
         return self._forward(batch, temperature)[0] * rows[batch.row_ids]
 
     def train_step(
@@ -55,6 +70,7 @@ class FakeTrainEngine:
     ) -> Stats:
         """See TrainEngine."""
         gradient, collected = torch.zeros_like(self.transitions), []
+        time.sleep(self._train_s)
         for rows in micro_batches:
             if rows:
                 micro_batch = batch.select(rows)

@@ -1,0 +1,66 @@
+"""Where prompts come from: the section `data`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from hpcrl.config.fields import Positive, Section, Share
+
+
+class DataSource(Section):
+    """One source of prompts: a jsonl or parquet file, `task:NAME` (built in) or `reasoning_gym:NAME`."""
+
+    path: str
+    """File, task:NAME or reasoning_gym:NAME."""
+    tag: str | None = None
+    """Domain of all its rows; null: each row's own tag."""
+    size: Positive | None = None
+    """Generated sources: rows of an epoch."""
+    options: dict[str, Any] = {}
+    """Generated sources: arguments of the task."""
+
+
+def _one_or_many(value: Any) -> str:
+    return "<many>" if isinstance(value, list | tuple) else "<one>"
+
+
+def _path_or_source(value: Any) -> str:
+    return "<source>" if isinstance(value, dict | DataSource) else "<path>"
+
+
+# Tags keep an error in one branch of a union; they are in angle brackets so that no key can be taken for one.
+Source = Annotated[
+    Annotated[str, Tag("<path>")] | Annotated[DataSource, Tag("<source>")],
+    Discriminator(_path_or_source),
+]
+Sources = Annotated[
+    Annotated[str, Tag("<one>")] | Annotated[list[Source], Field(min_length=1), Tag("<many>")],
+    Discriminator(_one_or_many),
+]
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row is read."""
+
+    train: Sources = "task:sort_digits"
+    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of them or of {path, tag, size, options}."""
+    val: Sources | None = None
+    """Held-out prompts, in the same forms; null: no evaluation."""
+    prompt_key: str | None = None
+    """Column of the prompt; null: prompt, messages, question or problem, whichever the file has."""
+    answer_key: str | None = None
+    """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
+    tag_key: str = "tag"
+    """Column of the domain."""
+    system_prompt: str | None = None
+    """System message put before every prompt."""
+    max_prompt_tokens: Positive = 1024
+    """Longest prompt, tokens."""
+    overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
+    """What happens to a longer one."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the seed."""
+    domain_interleave_probs: dict[str, Share] = {}
+    """Share of each domain in every rollout batch; empty: by the sizes of the sources."""

@@ -1,0 +1,48 @@
+"""Whether the rollouts that debug=train_only asks for are there: known from names of files, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpcrl.config import Config, ConfigError, Problem
+from hpcrl.files import steps_in
+from hpcrl.rundir import CONFIG, stored_config
+
+
+def stored_steps(run_dir: Path) -> int:
+    """Steps, counted from the first without a gap, whose rollouts a run folder holds."""
+    steps, count = set(steps_in(run_dir / "rollouts")), 0
+    while count + 1 in steps:
+        count += 1
+    return count
+
+
+def check_rollouts(config: Config) -> list[Problem]:
+    """What is wrong with the run that `rollouts` names; nothing for other modes."""
+    if config.debug != "train_only" or config.rollouts is None:
+        return []
+    run_dir = Path(config.rollouts)
+    count = stored_steps(run_dir)
+    if not count:
+        text = f"rollouts: {run_dir} has no rollouts/step_000001; give the folder of a run that stored its rollouts"
+        return [Problem(("rollouts",), text)]
+    problems = []
+    if count < config.max_steps:
+        text = f"max_steps: {config.max_steps}, and {run_dir} has rollouts of {count} steps; use max_steps={count}"
+        problems.append(Problem(("max_steps",), text, (("rollouts",),)))
+    return problems + _check_temperature(config, run_dir)
+
+
+def _check_temperature(config: Config, run_dir: Path) -> list[Problem]:
+    """The trainer divides logits by it, as the generator did whose log-probs are stored."""
+    if not (run_dir / CONFIG).exists():
+        return []
+    try:
+        drawn_at = stored_config(run_dir).rollout.temperature
+    except ConfigError as error:
+        return [Problem(("rollouts",), f"rollouts: {line}") for line in error.problems]
+    asked = config.rollout.temperature
+    if drawn_at == asked:
+        return []
+    text = f"rollout.temperature: {asked:g}, and the rollouts of {run_dir} were drawn at {drawn_at:g}; use that"
+    return [Problem(("rollout", "temperature"), text, (("rollouts",),))]

@@ -1,0 +1,119 @@
+"""Half a run: generation alone, training alone on what another run generated, and all of it without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import committed_step
+from hpcrl.metrics import read_metrics
+from hpcrl.rollout.store import RolloutReader
+from tests.e2e.program import Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_STEPS = 3
+SHOWN = ("actor/total_loss", "actor/grad_norm", "critic/kl", "critic/rewards/mean", "token/response_length/mean")
+WORDS = f"""
+max_steps={NUM_STEPS} save_every=2 rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=3
+data.max_prompt_tokens=32 generator.max_slots=8 algorithm.num_mini_batches=2 algorithm.kl_loss_coef=0.1
+trainer.lr=1e-3 reward.default.name=exact_match
+""".split()
+
+
+def finish(run_dir: Path, *words: str) -> Start:
+    """A start to its good end."""
+    start = Start(run_dir, [*WORDS, *words])
+    assert start.wait() == ExitCode.DONE, start.text
+    return start
+
+
+def differing(one: Path, other: Path) -> set[str]:
+    """Names of the weights that are not the same in every bit, of runs or models."""
+    parts = [load_file(next(path.glob("**/model.safetensors"))) for path in (one, other)]
+    return {name for name in parts[0].keys() | parts[1].keys() if not parts[0][name].equal(parts[1][name])}
+
+
+@pytest.fixture(scope="module")
+def inputs(digit_model: Path, digit_data: Path) -> list[str]:
+    return [f"model.path={digit_model}", f"data.train={digit_data}"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, inputs: list[str]) -> Path:
+    """The folder of a run that generates and trains."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    finish(run_dir, *inputs, "deterministic=true")
+    return run_dir
+
+
+def test_training_alone_on_stored_rollouts_ends_with_the_same_weights(
+    tmp_path: Path, digit_model: Path, whole: Path
+) -> None:
+    """Bit for bit on the same layout, without prompts."""
+    words = [f"model.path={digit_model}", "data.train=gone.jsonl", "deterministic=true", "debug=train_only"]
+    start = finish(tmp_path / "alone", *words, f"rollouts={whole}")
+    assert "1-2     trainer, reference\n" in start.text, start.text
+    assert differing(tmp_path / "alone", whole) == set() != differing(tmp_path / "alone", digit_model)
+    assert not (tmp_path / "alone" / "rollouts").exists()
+    for there, here in zip(read_metrics(whole)[1:], read_metrics(tmp_path / "alone")[1:], strict=True):
+        assert {name: here[name] for name in SHOWN} == {name: there[name] for name in SHOWN}
+
+
+def test_training_alone_reads_the_rollouts_over_other_ranks(tmp_path: Path, digit_model: Path, whole: Path) -> None:
+    """One trainer and a reference of its own, on what two ranks stored: the same losses but for their sums' order."""
+    words = [f"model.path={digit_model}", "debug=train_only", f"rollouts={whole}", "layout=disaggregated"]
+    finish(tmp_path / "alone", *words, "layout.trainer.num_ranks=1")
+    for there, here in zip(read_metrics(whole)[1:], read_metrics(tmp_path / "alone")[1:], strict=True):
+        assert {name: here[name] for name in SHOWN} == pytest.approx({name: there[name] for name in SHOWN}, rel=1e-4)
+
+
+def test_generation_alone_leaves_the_weights_and_stores_what_the_whole_run_would_begin_with(
+    tmp_path: Path, digit_model: Path, inputs: list[str], whole: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    start = finish(run_dir, *inputs, "deterministic=true", "debug=rollout_only")
+    assert "1-2     trainer, generator, reward\n" in start.text, start.text
+    reader = RolloutReader(run_dir)
+    assert reader.steps() == [1, 2, 3] and committed_step(run_dir) == NUM_STEPS
+    assert reader.batch(1).token_ids.equal(RolloutReader(whole).batch(1).token_ids)
+    versions = {int(v) for step in reader.steps() for v in reader.batch(step).versions}
+    assert versions == {-1, 0} and reader.batch(3).old_logprobs is None
+    rows = read_metrics(run_dir)[1:]
+    assert all("critic/rewards/mean" in row and "actor/total_loss" not in row for row in rows)
+    assert differing(run_dir, digit_model) == set()
+
+
+def test_fake_engines_take_their_time_and_all_else_is_as_ever(tmp_path: Path) -> None:
+    times = {"fake.train_s": 0.3, "fake.logprobs_s": 0.2, "fake.publish_s": 0.1, "fake.decode_s": 0.02}
+    small = ["rollout.num_prompts=8", "save_every=1", "eval.num_prompts=8", "fake.pass_rate=0.7"]
+    words = ["+experiment=rlvr_async", "debug=fake", "fake.median_tokens=2", "fake.tail=0", *small]
+    start = finish(tmp_path / "run", *words, *(f"{name}={value}" for name, value in times.items()))
+    assert "memory  not counted" in start.text and (tmp_path / "run" / "plot.png").exists()
+    rows = read_metrics(tmp_path / "run")[1:]
+    for row in rows:  # two optimizer steps of a step, eight slots
+        assert row["time/step_train"] >= 2 * 0.3 and row["time/old_log_probs"] >= 0.2
+        assert row["time/step_model_update"] >= 0.1 and row["system/decode_tps"] <= 8 / 0.02
+        assert row["token/response_length/mean"] == 2 and 0.3 < row["critic/rewards/mean"] < 1
+    assert max(row["scheduler/version_lag/max"] for row in rows) == 1
+    assert committed_step(tmp_path / "run") == NUM_STEPS and (tmp_path / "run/hf/model.safetensors").exists()
+
+
+def test_a_run_folder_stays_with_its_mode_and_its_rollouts(tmp_path: Path, inputs: list[str], whole: Path) -> None:
+    def refused(run_dir: Path, *words: str) -> str:
+        start = Start(run_dir, [*WORDS, *words])
+        assert start.wait() == ExitCode.BAD_INPUT, start.text
+        return start.errors.read_text()
+
+    changed = refused(whole, *inputs, "deterministic=true", "debug=fake")
+    assert "use its values, another run_name, or resume=fresh" in changed and 'debug: "none" -> "fake"' in changed
+    alone = [*inputs, "debug=train_only"]
+    few = refused(tmp_path / "a", *alone, f"rollouts={whole}", "max_steps=9")
+    assert f"max_steps: 9, and {whole} has rollouts of 3 steps; use max_steps=3" in few
+    none = refused(tmp_path / "a", *alone, f"rollouts={tmp_path}")
+    assert f"rollouts: {tmp_path} has no rollouts/step_000001" in none
+    warm = refused(tmp_path / "a", *alone, f"rollouts={whole}", "rollout.temperature=0.5")
+    assert "rollout.temperature: 0.5, and the rollouts of" in warm and "were drawn at 1; use that" in warm
