@@ -46,14 +46,16 @@ class Rollouts:
     def next(self, step: int) -> BatchHandle:
         """The batch of this step, generated, rewarded, filtered and handed over; anew, as far as need be, where a
         replica is lost that held some of it."""
-        start, config, parts = time.perf_counter(), self._config, []
+        config, parts = self._config, []
         self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
         sampling, handle = training_sampling(config), None
         while handle is None:
+            start = time.perf_counter()
             harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
-            generated = timed("time/step_generate", start)
-            parts.append(harvest.stats)
+            parts += [harvest.stats, timed("time/step_generate", start)]
+            start = time.perf_counter()
             handle = self._fabric.hand_over(config, step, harvest, sampling.truncates)
+            parts.append(timed("time/step_hand_over", start))
             if handle is None:
                 self.scheduler.give_back()
                 self._loop.restore_sizes(harvest.groups, harvest.sizes)
@@ -63,7 +65,7 @@ class Rollouts:
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
         ended = {f"prompts/{name}": scalar(n) for name, n in self.source.dispositions.counts().items()}
         counted = {"_tokens": scalar(total), "_samples": scalar(len(harvest.sizes))}
-        self.stats = merge([*parts, generated, scheduled, counted, ended])
+        self.stats = merge([*parts, scheduled, counted, ended])
         return handle
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
