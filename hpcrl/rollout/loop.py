@@ -196,8 +196,8 @@ class RolloutLoop:
     def _keep_busy(self, replicas: Iterable[int]) -> None:
         ahead = 1 if self._deterministic else BURSTS_AHEAD
         for replica in replicas:
-            receivers = self._receivers_of(replica)
             while self._live[replica] > 0 and self._bursts[replica] < ahead and replica not in self._controller.lost:
+                receivers = self._receivers_of(replica)
                 seq = self._controller.send(replica, messages.Burst(self._burst_tokens, receivers))
                 self._receivers[replica, seq] = receivers
                 self._bursts[replica] += 1

@@ -10,6 +10,8 @@ MEMORY = 0.1
 """Weight of a new burst in a replica's mean."""
 NEWS = 0.25
 """Relative change of a speed that is worth telling."""
+LOOKS = 8
+"""Times that speeds are compared while every replica ends one burst: each time costs a look at all of them."""
 
 
 class Pace:
@@ -19,11 +21,16 @@ class Pace:
     def __init__(self) -> None:
         self._burst_s: dict[int, float] = {}
         self._told: dict[int, float] = {}
+        self._unseen = 0  # bursts since the speeds were compared
 
     def learn(self, replica: int, seconds: float) -> list[Paced]:
-        """A replica's burst took so long; the speeds that have changed."""
+        """A replica's burst took so long; the speeds that have changed, where they are compared now."""
         before = self._burst_s.get(replica, seconds)
         self._burst_s[replica] = before + MEMORY * (seconds - before)
+        self._unseen += 1
+        if self._unseen * LOOKS < len(self._burst_s):
+            return []
+        self._unseen = 0
         middle = median(self._burst_s.values())
         speeds = {name: middle / max(burst_s, 1e-9) for name, burst_s in self._burst_s.items()}
         news = {n: speed for n, speed in speeds.items() if abs(speed / self._told.get(n, 1.0) - 1.0) > NEWS}
