@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hpcrl.config import Config, ConfigError, Problem, RoleName
+from hpcrl.config.checks import check_replicas
 
 CONTROLLER = 0
 """Rank of the controller."""
@@ -116,6 +117,8 @@ def _check_ranks(
     if len(mine) % spec.tensor_parallel:
         text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel} does not divide the {len(mine)} ranks of {role}"
         yield Problem((*at, "tensor_parallel"), text, ((*at, "num_ranks"),))
+    if role == "generator":
+        yield from check_replicas(config, len(mine) // spec.tensor_parallel)
     if spec.min_ranks > len(mine):
         text = f"layout.{role}.min_ranks: {spec.min_ranks} is more than the {len(mine)} ranks of {role}"
         yield Problem((*at, "min_ranks"), text, ((*at, "num_ranks"),))

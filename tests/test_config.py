@@ -14,6 +14,7 @@ from hpcrl.config import GRPO, Config, ConfigError, Reinforce, load, parse
 from hpcrl.config.checks import GENERATOR_FAMILIES
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
+from hpcrl.rollout.scheduler import PATIENCE
 from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE
 
 
@@ -161,10 +162,14 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["pipeline=sft", "sft.stop_score=.2"], "sft.stop_score: needs held-out evaluation"),
         (["rollout.max_lag=0.01"], "rollout.max_lag: 0.01 of 64 prompts is less than one, so that nothing can be gen"),
         (["rollout.max_lag=1", "deterministic=true"], "rollout.max_lag: 1, and deterministic=true generates nothing"),
-        (["rollout.min_replicas=9", "layout=disaggregated"], "rollout.min_replicas: 9, and layout.generator makes 2"),
+        (["rollout.max_lag=1.001"], "rollout.max_lag: 0.001 of 64 prompts is less than one, so that nothing can be"),
         (
-            ["rollout.extra_members=3", "generator.max_requests=5", "layout=disaggregated"],
-            "rollout.extra_members: 11 responses to a prompt, and 2 replicas are given 10 at once",
+            ["rollout.max_lag=2", "rollout.max_generated_groups=64"],
+            "rollout.max_generated_groups: 64 leaves nothing to generate ahead; with max_lag 2 a step may start 192",
+        ),
+        (
+            ["env=scripted", "env.timeout_s=300", "timeouts.command_s=60"],
+            "env.timeout_s: 300 must be below timeouts.command_s, which is 60",
         ),
         (["rollout.extra_members=16384"], "rollout.extra_members: with group_size 8 at most 16376"),
         (
@@ -248,8 +253,10 @@ def test_the_longest_sequence_counts_evaluation_and_turns() -> None:
 
 
 def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
-    assert parse({"rollout": {"group_size": MAX_GROUP_SIZE, "max_attempts": MAX_ATTEMPTS}}).rollout
-    for key, limit in (("group_size", MAX_GROUP_SIZE), ("max_attempts", MAX_ATTEMPTS)):
+    most_attempts = 200
+    assert (PATIENCE + 1) * most_attempts < MAX_ATTEMPTS  # dropped so often, and failed so often
+    assert parse({"rollout": {"group_size": MAX_GROUP_SIZE, "max_attempts": most_attempts}}).rollout
+    for key, limit in (("group_size", MAX_GROUP_SIZE), ("max_attempts", most_attempts)):
         with pytest.raises(ConfigError, match=f"rollout.{key}: expected at most {limit}"):
             parse({"rollout": {key: limit + 1}})
 

@@ -106,6 +106,29 @@ def test_impossible_layouts_are_refused_with_their_numbers(words: list[str], exp
     assert any(problem.startswith(expected) for problem in caught.value.problems), caught.value.problems
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rollout.min_replicas=9"], "rollout.min_replicas: 9, and layout.generator makes 2 replicas"),
+        (
+            ["rollout.extra_members=3", "generator.max_slots=2", "layout=disaggregated"],
+            "rollout.extra_members: a prompt has 11 responses, and 2 replicas are given 8 responses at once",
+        ),
+        (
+            ["generator.max_requests=3"],
+            "generator.max_requests: 3: a prompt has 8 responses, and 2 replicas are given 6 responses at once",
+        ),
+        (
+            ["rollout.extra_prompts=1000", "generator.max_slots=4"],
+            "rollout.extra_prompts: 1000 redundant prompts have 8000 responses, and 2 replicas are given 16",
+        ),
+    ],
+)
+def test_what_the_replicas_cannot_do_is_refused(words: list[str], expected: str) -> None:
+    (problem,) = check_layout(load(words))
+    assert problem.text.startswith(expected)
+
+
 def test_problems_of_all_roles_come_together() -> None:
     config = load(
         ["layout.generator.tensor_parallel=2", "layout.reward.colocate_with=env", "layout.trainer.num_ranks=null"]

@@ -234,20 +234,33 @@ def _redundancy(config: Config) -> Iterator[Problem]:
             f"rollout.extra_members: with group_size {rollout.group_size} at most {MOST_MEMBERS - rollout.group_size}"
         )
         yield Problem(members, text, (("rollout", "group_size"),))
-    generators = config.layout.generator
-    if generators.num_ranks is None:  # as many as those it shares ranks with
+
+
+def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
+    """What `replicas` generator replicas cannot do."""
+    if not config.generates:
         return
-    replicas = generators.num_ranks // generators.tensor_parallel
+    rollout, layout, cap = config.rollout, ("layout", "generator"), ("generator", "max_requests")
     if rollout.min_replicas > replicas:
         text = f"rollout.min_replicas: {rollout.min_replicas}, and layout.generator makes {replicas} replicas"
-        yield Problem(("rollout", "min_replicas"), text, (("layout", "generator"),))
-    room = replicas * config.generator.most_requests
-    if rollout.extra_members and count > room:
+        yield Problem(("rollout", "min_replicas"), text, (layout,))
+    room, members = replicas * config.generator.most_requests, rollout.group_size + rollout.extra_members
+    has = f"and {replicas} replicas are given {room} responses at once"
+    if config.generator.max_requests is not None and members > room:
+        text = f"generator.max_requests: {config.generator.max_requests}: a prompt has {members} responses, {has}"
+        yield Problem(cap, text, (("rollout", "group_size"), layout))
+    elif rollout.extra_members and members > room:
         text = (
-            f"rollout.extra_members: {count} responses to a prompt, and {replicas} replicas are given {room} at once, "
-            "so the redundant ones only start when others have ended; raise generator.max_requests or lower it"
+            f"rollout.extra_members: a prompt has {members} responses, {has}, so that the redundant ones only start "
+            "when others have ended; raise generator.max_requests or lower it"
         )
-        yield Problem(members, text, (("generator", "max_requests"), ("layout", "generator")))
+        yield Problem(("rollout", "extra_members"), text, (cap, layout))
+    if rollout.extra_prompts and rollout.extra_prompts * members > room:
+        text = (
+            f"rollout.extra_prompts: {rollout.extra_prompts} redundant prompts have {rollout.extra_prompts * members} "
+            f"responses, {has}; lower it or raise generator.max_requests"
+        )
+        yield Problem(("rollout", "extra_prompts"), text, (cap, layout))
 
 
 def _asynchronous(config: Config) -> Iterator[Problem]:
@@ -257,12 +270,21 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     if config.deterministic:
         text = f"rollout.max_lag: {rollout.max_lag:g}, and deterministic=true generates nothing ahead; use 0"
         yield Problem(at, text, (("deterministic",),))
-    if rollout.max_lag * rollout.num_prompts < 1:
+    whole, part = divmod(rollout.max_lag, 1)
+    if 0 < part * rollout.num_prompts < 1 - 1e-9:
         text = (
-            f"rollout.max_lag: {rollout.max_lag:g} of {rollout.num_prompts} prompts is less than one, so that nothing "
-            f"can be generated ahead; use at least {1 / rollout.num_prompts:.3g}, or 0"
+            f"rollout.max_lag: {part:.3g} of {rollout.num_prompts} prompts is less than one, so that nothing can be "
+            f"generated ahead by it; use {whole:g} or at least {whole + 1 / rollout.num_prompts:.4g}"
         )
         yield Problem(at, text, (("rollout", "num_prompts"),))
+    ahead = int(rollout.max_lag * rollout.num_prompts + 1e-9)
+    wanted, limit = rollout.num_prompts + rollout.extra_prompts + ahead, rollout.max_generated_groups
+    if limit is not None and limit < wanted:
+        text = (
+            f"rollout.max_generated_groups: {limit} leaves nothing to generate ahead; with max_lag {rollout.max_lag:g} "
+            f"a step may start {wanted}"
+        )
+        yield Problem(("rollout", "max_generated_groups"), text, (at,))
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
@@ -341,6 +363,12 @@ def _user_code(config: Config) -> Iterator[Problem]:
         elif config.env.name != "class" and config.env.class_path is not None:
             text = f"env.class_path: read with name=class only, and name is {config.env.name}"
             yield Problem(("env", "class_path"), text, (("env", "name"),))
+        if config.turn_timeout_s >= config.timeouts.command_s:
+            text = (
+                f"env.timeout_s: {config.turn_timeout_s:g} must be below timeouts.command_s, which is "
+                f"{config.timeouts.command_s:g}: after that the whole rank is given up"
+            )
+            yield Problem(("env", "timeout_s"), text, (("timeouts", "command_s"),))
 
 
 def _convert(config: Config) -> Iterator[Problem]:

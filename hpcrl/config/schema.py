@@ -94,9 +94,11 @@ class RolloutConfig(Section):
     """A prompt that starts anew goes to the replica that has its prefix, if there is room."""
     routing: Literal["count", "expected_length"] = "count"
     """What a replica's load is measured in: responses, or tokens expected from the recent lengths of their domains."""
+    spare_slow_replicas: bool = True
+    """A replica that decodes slower than the others, for what it carries, is given less (scheduler/replica_speed)."""
     min_replicas: Positive = 1
     """Generator replicas without which the run stops; lost ones above it are done without."""
-    max_attempts: Annotated[int, Field(ge=1, le=1 << 10), NUMBER] = 3
+    max_attempts: Annotated[int, Field(ge=1, le=200), NUMBER] = 3
     """Attempts at a prompt before it counts as failed."""
     filter_mean_low: Float | None = None
     """Keep only groups with a mean score above this."""
@@ -225,8 +227,9 @@ class EnvConfig(Section):
     num_threads: Positive = 1
     """Environments of an env rank that step at once; more than 1 for those that wait (a network, a process), whose
     code must be fit for threads."""
-    timeout_s: PositiveFloat = 300.0
-    """Seconds for one turn; after that its sample ends with reward 0 and its thread is given up."""
+    timeout_s: PositiveFloat | None = None
+    """Seconds for one turn; after that its sample ends with reward 0 and its thread is given up; null: half of
+    timeouts.command_s."""
     options: dict[str, Any] = {}
     """Arguments of the environment."""
 
@@ -440,6 +443,12 @@ class Config(Section):
     def evaluates(self) -> bool:
         """Whether the run evaluates on held-out prompts."""
         return self.data.val is not None and self.eval_every > 0
+
+    @property
+    def turn_timeout_s(self) -> float:
+        """Longest turn of an environment."""
+        given = self.env.timeout_s if self.env is not None else None
+        return given or self.timeouts.command_s / 2
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -68,9 +68,13 @@ class Controller:
         self._answered: dict[int, float] = {}  # rank -> when it last answered: what it works on now, it began then
         self._hosts: dict[int, str] = {}
         self.lost: set[int] = set()
+        self.built = False  # before that no rank may be lost: others may wait for it in the making of a group
         self.pump: Callable[[], bool] | None = None
         self.between: Callable[[], None] | None = None
         self.background: Callable[[list[tuple[int, Event]]], None] | None = None  # gets events while answers are awaited
+
+    def _can_lose(self, rank: int) -> bool:
+        return self.built and self._survivable(rank, self.lost | {rank})
 
     def describe(self, rank: int) -> str:
         """How errors name a rank."""
@@ -144,7 +148,7 @@ class Controller:
 
     def give_up(self, rank: int, cause: str, silent_s: float) -> None:
         """Treat a rank that does not answer as lost; RankSilent where the run cannot go on without it."""
-        if not self._survivable(rank, self.lost | {rank}):
+        if not self._can_lose(rank):
             raise RankSilent(f"{self.describe(rank)} did not answer within {silent_s:.0f} s: {cause}")
         self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
 
@@ -183,7 +187,7 @@ class Controller:
                 self._answered[sender] = time.monotonic()
                 self._outstanding.pop((sender, event.seq), None)
                 self._events.append((sender, event))
-            case Failed() if self._is_own(event) and self._survivable(sender, self.lost | {sender}):
+            case Failed() if self._is_own(event) and self._can_lose(sender):
                 self._lose(Lost(sender, f"failed in {event.command}: {event.error}"))
             case Failed():
                 raise self._cause_of(sender, event)
@@ -208,7 +212,7 @@ class Controller:
             message = self._inbox.get(max(0.0, deadline - time.monotonic()))
             match message:
                 case (_, _, Lost() as lost) if lost.rank not in failed:
-                    if not self._survivable(lost.rank, self.lost | {lost.rank}):
+                    if not self._can_lose(lost.rank):
                         return self._loss(lost)
                 case (other, _, Failed() as failure):
                     failed.add(other)
@@ -230,7 +234,7 @@ class Controller:
         if event.rank in self.lost:
             return
         loss = self._loss(event)
-        if not self._survivable(event.rank, self.lost | {event.rank}):
+        if not self._can_lose(event.rank):
             raise loss
         self.lost.add(event.rank)
         self._outstanding = {key: o for key, o in self._outstanding.items() if key[0] != event.rank}
@@ -239,7 +243,7 @@ class Controller:
 
     def _lose_late(self, rank: int) -> bool:
         """Go on without a rank that did not answer in time, where that is possible."""
-        if not self._survivable(rank, self.lost | {rank}):
+        if not self._can_lose(rank):
             return False
         self._lose(Lost(rank, "it did not answer in time", silent=True))
         return True

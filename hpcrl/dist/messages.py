@@ -113,9 +113,10 @@ class SaveHeld(Message):
 
 
 class LoadHeld(Message):
-    """Hold these samples of a checkpoint."""
+    """Hold these samples of a checkpoint; `files` are all that belong to it."""
 
     folder: str
+    files: list[str]
     samples: list[int]
 
 

@@ -23,7 +23,6 @@ from hpcrl.dist.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld, L
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.longwork import LongWork, Stalled
-from hpcrl.rollout.held import held_file
 from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
@@ -168,8 +167,6 @@ class Checkpoints:
             content, holding = self._hold(step, folder)
             self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
             while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
-                for rank in self._controller.lost:
-                    (folder / held_file(rank)).unlink(missing_ok=True)
                 content, holding = self._hold(step, folder)
             held = [FileEntry(*file) for done in answers.values() for file in done.files]
         writing = LongWork(self._controller, self._layout.ranks["trainer"], "writing")
@@ -261,7 +258,9 @@ class Checkpoints:
             # Once more: an attempt that does not know yet that it is superseded may have logged while this one loaded.
             cut_metrics(self._run_dir, step, self._attempt)
         self._owner.load_state_dict(state)
-        self._controller.call({rank: LoadHeld(str(latest.path), held) for rank, held in self._owner.held().items()})
+        names = [entry.path for entry in latest.manifest.files]
+        holders = {rank: LoadHeld(str(latest.path), names, held) for rank, held in self._owner.held().items()}
+        self._controller.call(holders)
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
         print(f"hpcrl: resumed from {latest.path.name}", flush=True)

@@ -191,6 +191,7 @@ class Run:
         if self._layout.ranks["generator"] or self._layout.ranks["reference"]:
             self.fabric.build()
         self.weights.build_groups()
+        self._controller.built = True
 
     def _make_data(self, loop: RolloutLoop | None) -> Rollouts | StoredRollouts | SFTRows:
         data, seed = self.config.data, self.config.seed

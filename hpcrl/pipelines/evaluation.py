@@ -64,7 +64,11 @@ class Evaluation:
         """The kept examples as text, a few short lines each."""
         kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
         lines = []
-        for before, after in zip(kept.get("0", []), kept.get(str(last), []), strict=False):
+        afterwards = {example["prompt"]: example for example in kept.get(str(last), [])}
+        for before in kept.get("0", []):
+            after = afterwards.get(before["prompt"])
+            if after is None:  # the replica that had it was lost
+                continue
             lines.append(f"  {_short(before['prompt'])}  ->  {_short(str(before['answer']))}")
             for name, example in (("before", before), ("after", after)):
                 verdict = "right" if example["score"] > 0 else "wrong"

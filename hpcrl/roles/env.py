@@ -36,6 +36,10 @@ class _Episode:
     num_turns: int = 0
 
 
+class _TooLate(Exception):
+    """A turn took longer than env.timeout_s."""
+
+
 class _Turn:
     """A turn that an environment plays, in a thread of its own."""
 
@@ -44,18 +48,21 @@ class _Turn:
         self.played: Future[tuple[str, ScoredSample, bool]] = Future()
 
     def is_over(self, now: float, timeout_s: float) -> bool:
-        """Whether it has ended; one that takes longer than timeout_s does now, with TimeoutError."""
+        """Whether it has ended; one that takes longer than timeout_s does now, with _TooLate."""
         if not self.played.done() and now - self._began > timeout_s:
-            self.end(TimeoutError(f"step() did not return within {timeout_s:g} s (env.timeout_s)"))
+            self.end(_TooLate(f"step() did not return within {timeout_s:g} s (env.timeout_s)"))
         return self.played.done()
 
-    def end(self, result: tuple[str, ScoredSample, bool] | BaseException) -> None:
-        """Set what came of it, unless something has before."""
-        with contextlib.suppress(InvalidStateError):
+    def end(self, result: tuple[str, ScoredSample, bool] | BaseException) -> bool:
+        """Set what came of it, unless it has ended before; whether it had not."""
+        try:
             if isinstance(result, BaseException):
                 self.played.set_exception(result)
             else:
                 self.played.set_result(result)
+        except InvalidStateError:
+            return False
+        return True
 
 
 class EnvRole:
@@ -77,6 +84,7 @@ class EnvRole:
         self._waiting: deque[Response] = deque()  # turns without a thread, in order
         self._playing: dict[int, _Turn] = {}
         self._at_work: set[int] = set()  # samples that wait or play
+        self._hanging: set[int] = set()  # samples that were given up and whose environment is at work
         self._dropped: set[int] = set()  # of these, the ones whose episode nobody wants any more
         worker.world.mailbox.open()
 
@@ -97,8 +105,8 @@ class EnvRole:
                 self._dropped.add(response.sample)
             else:
                 self._end(response.sample)
-        now = time.monotonic()
-        over = [sample for sample, turn in self._playing.items() if turn.is_over(now, self._config.timeout_s)]
+        now, timeout_s = time.monotonic(), self._worker.config.turn_timeout_s
+        over = [sample for sample, turn in self._playing.items() if turn.is_over(now, timeout_s)]
         for sample in over:
             turn = self._playing.pop(sample)
             self._answer(turn.response, turn.played)
@@ -109,7 +117,7 @@ class EnvRole:
         return bool(arrived or over)
 
     def close(self) -> None:
-        for sample in list(self._episodes):
+        for sample in [sample for sample in self._episodes if sample not in self._hanging]:
             self._end(sample)
 
     def _begin(self, response: Response) -> None:
@@ -125,7 +133,8 @@ class EnvRole:
             result = self._play(turn.response)
         except BaseException as error:  # told by _answer; a user's code may call sys.exit
             result = error
-        turn.end(result)
+        if not turn.end(result):  # it was given up
+            self._end(turn.response.sample)
 
     def _answer(self, turn: Response, played: Future) -> None:
         """Tell what came of a turn: its observation to the generator rank, what became of the sample to the
@@ -142,12 +151,12 @@ class EnvRole:
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
             error = _text(name, f"{type(failure).__name__}: {failure}")
             result, ended = ScoredSample(turn.sample, 0.0, 0.0, error), True
-        if isinstance(played.exception(), TimeoutError):
-            self._episodes.pop(turn.sample, None)  # its environment is at work and cannot be closed
         dropped = turn.sample in self._dropped
         self._dropped.discard(turn.sample)
         self._at_work.discard(turn.sample)
-        if ended or dropped:
+        if isinstance(played.exception(), _TooLate):
+            self._hanging.add(turn.sample)  # its thread closes the environment, should that ever return
+        elif ended or dropped:
             self._end(turn.sample)
         else:
             # A generator that is gone: the controller learns of it from its agent and starts the sample anew.

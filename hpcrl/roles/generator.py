@@ -257,7 +257,7 @@ class GeneratorRole:
         return Done(seq, files=[(entry.path, entry.size, entry.sha256) for entry in seal_files(folder, [name])])
 
     def _load_held(self, command: LoadHeld, seq: int) -> Done:
-        self.held |= read_held(Path(command.folder), set(command.samples))
+        self.held |= read_held(Path(command.folder), command.files, set(command.samples))
         return Done(seq)
 
     def _drop(self, samples: Sequence[int]) -> None:

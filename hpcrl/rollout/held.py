@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,6 @@ BEHAVIOUR = "gen_logprobs_behaviour"
 REASONS = tuple(FinishReason)
 
 
-def held_file(rank: int) -> str:
-    """Name of the file of a rank."""
-    return PATTERN.replace("*", f"{rank:04d}")
-
-
 def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     """Write a rank's responses, of which there is at least one; returns the file's name."""
     fields = [*TOKEN_FIELDS, *([BEHAVIOUR] if samples[0].gen_logprobs_behaviour is not None else [])]
@@ -30,15 +26,16 @@ def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     columns["ids"] = np.array([sample.id for sample in samples], dtype=np.int64)
     columns["offsets"] = np.cumsum([0, *(len(sample.token_ids) for sample in samples)], dtype=np.int64)
     columns["reasons"] = np.array([REASONS.index(sample.finish_reason) for sample in samples], dtype=np.uint8)
-    name = held_file(rank)
+    name = PATTERN.replace("*", f"{rank:04d}")
     save_file(columns, folder / name)
     return name
 
 
-def read_held(folder: Path, wanted: Collection[int]) -> dict[int, Sample]:
-    """The wanted responses by sample id, whichever ranks wrote them. ValueError when one is missing or unreadable."""
+def read_held(folder: Path, names: Iterable[str], wanted: Collection[int]) -> dict[int, Sample]:
+    """The wanted responses by sample id, from those of the checkpoint's files, `names`, that hold any. ValueError when
+    one is missing or unreadable."""
     found: dict[int, Sample] = {}
-    for path in sorted(folder.glob(PATTERN)):
+    for path in sorted(folder / name for name in names if fnmatch(name, PATTERN)):
         try:
             columns = load_file(path)
         except SafetensorError as error:

@@ -114,7 +114,7 @@ class RolloutLoop:
             self._keep_busy(self._replicas)
             if any(self._bursts.values()) or self._reached:
                 self._collect()
-            elif not any(moved):
+            elif not any(moved) and not stream.arrived:
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
         if not scheduler.generates_ahead:
             scheduler.plan(stream.arrived)  # the batch stands: this only counts what was aborted
@@ -314,7 +314,7 @@ class RolloutLoop:
         if event.tokens and self._streams:
             self._streams[0].stats.append({"system/decode_tps": Stat(event.tokens, event.seconds)})
         if event.tokens and not self._deterministic:
-            yield from self._pace.learn(rank, event.seconds)
+            yield from self._pace.learn(rank, event.tokens, event.seconds)
         if not ended:
             return
         sizes = self._sizes.setdefault(rank, {})

@@ -8,6 +8,8 @@ from hpcrl.rollout.events import Paced
 
 MEMORY = 0.1
 """Weight of a new burst in a replica's mean."""
+COMMON_MEMORY = 0.01
+"""Weight of a new burst in what all replicas have in common."""
 NEWS = 0.25
 """Relative change of a speed that is worth telling."""
 LOOKS = 8
@@ -15,28 +17,52 @@ LOOKS = 8
 
 
 class Pace:
-    """Speeds relative to the median replica. A burst of fewer responses is faster, so that a replica that is given less
-    because it is slow gains some of it back; what is left is the machine's own slowness."""
+    """Speeds relative to the median replica. A burst of more tokens takes longer, by a line fitted to the bursts of
+    all; how much longer than by that line a replica's take is its own slowness."""
 
     def __init__(self) -> None:
-        self._burst_s: dict[int, float] = {}
+        self._line = _Line()
+        self._slowness: dict[int, float] = {}
         self._told: dict[int, float] = {}
         self._unseen = 0  # bursts since the speeds were compared
 
-    def learn(self, replica: int, seconds: float) -> list[Paced]:
-        """A replica's burst took so long; the speeds that have changed, where they are compared now."""
-        before = self._burst_s.get(replica, seconds)
-        self._burst_s[replica] = before + MEMORY * (seconds - before)
+    def learn(self, replica: int, tokens: int, seconds: float) -> list[Paced]:
+        """A replica's burst decoded so many tokens in so long; the speeds that have changed, where they are compared
+        now."""
+        self._line.learn(tokens, seconds)
+        excess = seconds / max(self._line.at(tokens), 1e-9)
+        before = self._slowness.get(replica, excess)
+        self._slowness[replica] = before + MEMORY * (excess - before)
         self._unseen += 1
-        if self._unseen * LOOKS < len(self._burst_s):
+        if self._unseen * LOOKS < len(self._slowness):
             return []
         self._unseen = 0
-        middle = median(self._burst_s.values())
-        speeds = {name: middle / max(burst_s, 1e-9) for name, burst_s in self._burst_s.items()}
+        middle = median(self._slowness.values())
+        speeds = {name: middle / max(slowness, 1e-9) for name, slowness in self._slowness.items()}
         news = {n: speed for n, speed in speeds.items() if abs(speed / self._told.get(n, 1.0) - 1.0) > NEWS}
         self._told |= news
         return [Paced(name, speed) for name, speed in sorted(news.items())]
 
     def forget(self, replica: int) -> None:
         """The replica is lost."""
-        self._burst_s.pop(replica, None)
+        self._slowness.pop(replica, None)
+
+
+class _Line:
+    """Seconds over tokens by least squares, older bursts weighing less."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def learn(self, x: float, y: float) -> None:
+        kept = 1.0 - COMMON_MEMORY
+        self._weight, self._x, self._y = kept * self._weight + 1.0, kept * self._x + x, kept * self._y + y
+        self._xx, self._xy = kept * self._xx + x * x, kept * self._xy + x * y
+
+    def at(self, x: float) -> float:
+        """Never falling with x, nor below 0."""
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_x**2
+        slope = (self._xy / self._weight - mean_x * mean_y) / spread if spread > 1e-9 * mean_x**2 else 0.0
+        slope = min(max(0.0, slope), mean_y / mean_x if mean_x else 0.0)  # between no dependence and proportion
+        return mean_y + slope * (x - mean_x)

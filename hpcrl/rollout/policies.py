@@ -32,6 +32,7 @@ class SchedulerConfig:
     prompt_affinity: bool = False
     routing: Literal["count", "expected_length"] = "count"
     min_replicas: int = 1
+    spare_slow_replicas: bool = True
     deterministic: bool = False
     accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of starting anew
 

@@ -89,6 +89,8 @@ COUNTS = (
 
 
 LOST = "a generator replica was lost"
+POISON = 3
+"""Replicas that may be lost under a prompt until it has failed: it may be what kills them."""
 PATIENCE = 4
 """Times max_attempts that a prompt is dropped until the batch waits for it alone."""
 
@@ -133,6 +135,7 @@ class RolloutScheduler:
         """Open the step that trains `need` groups on weights `version`; starts groups anew that max_lag forbids."""
         if need < 1 or version < self.version:
             raise ValueError(f"begin_step needs need >= 1 and a version of {self.version} or later: {version=} {need=}")
+        self._tell_taken()
         arrived = version > self.version
         self.version, self._need, self._closed, self._generated = version, need, False, 0
         for group in self._open.values():
@@ -197,11 +200,8 @@ class RolloutScheduler:
         for group in picked:
             del self._valid[group.uid]
             self._settle(group, Disposition.TRAINED)
-            self._tally.record("version_lag/*", self.version - group.version)
-            self._tally.record("off_policy_ratio", float(self.version > group.version))
             for sample in group.samples:
                 self._forget(sample)
-                self._tally.record("kept_length", sample.done.num_tokens)
         self._closed = True
         return [group.frozen() for group in picked]
 
@@ -248,6 +248,7 @@ class RolloutScheduler:
 
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
         """(sum, count, min, max) of what happened since the last call; hpcrl.stats.Stat(*value) takes them."""
+        self._tell_taken()
         return self._tally.take("scheduler/")
 
     def exhausted(self, way_out: str) -> RolloutExhausted:
@@ -311,7 +312,7 @@ class RolloutScheduler:
             case ReplicaLost():
                 self._replica_lost(event.replica)
             case Paced():
-                if event.replica in self._replicas:
+                if event.replica in self._replicas and self.config.spare_slow_replicas:
                     self._replicas.tell_speed(event.replica, event.speed)
 
     def _burst_done(self, event: BurstDone) -> None:
@@ -378,7 +379,9 @@ class RolloutScheduler:
             self._drop(sample)
         elif not group.cause:
             group.cause = cause
-            if not self.config.deterministic:
+            if self.config.deterministic:
+                self._drop(sample)  # the turns of its siblings must not wait for it
+            else:
                 self._judge(group)
 
     def _judge_in_order(self) -> None:
@@ -414,11 +417,13 @@ class RolloutScheduler:
         home = group.samples[0].replica
         self._release(group)
         group.failures += bool(cause)
-        if group.failures >= self.config.max_attempts:
+        allowed = max(self.config.max_attempts, POISON) if cause == LOST else self.config.max_attempts
+        if group.failures >= allowed:
             self._tally.count("failed")
             self._settle(group, Disposition.FAILED, cause)
         else:
             self._queue.put_back(group.uid, group.attempt + 1, group.failures)
+            self._generated = max(0, self._generated - 1)
             if home in self._replicas:
                 self._homes[group.uid] = home
 
@@ -457,8 +462,12 @@ class RolloutScheduler:
         self._settled.append(Settled(group.uid, group.attempt, disposition, reason, rewards))
 
     def _pick(self) -> list[LiveGroup]:
-        """The `need` groups to train: first those that the batch waits for, then the oldest."""
-        ranked = sorted(self._valid.values(), key=lambda group: (not self._is_overdue(group), group.version))
+        """The `need` groups to train: first those that no later batch may take or that this one waits for, then the
+        oldest."""
+        ranked = sorted(
+            self._valid.values(),
+            key=lambda group: (group.uid not in self._last_chance, not self._is_overdue(group), group.version),
+        )
         return ranked[: self._need]
 
     def _all_groups(self) -> list[LiveGroup]:
@@ -560,6 +569,17 @@ class RolloutScheduler:
         return self._homes.get(sample.group.uid) if self.config.prompt_affinity else None
 
     # -- bookkeeping
+
+    def _tell_taken(self) -> None:
+        """Count the last batch, which is not given back any more."""
+        for group in self._taken:
+            self._tally.record("version_lag/*", self.version - group.version)
+            self._tally.record("off_policy_ratio", float(self.version > group.version))
+            for sample in group.samples:
+                self._tally.record("kept_length", sample.done.num_tokens)
+        for replica in self._replicas.values() if self._taken else ():
+            self._tally.record("replica_speed/*", replica.speed)
+        self._taken = []
 
     def _move(self, sample: LiveSample, state: State) -> None:
         """Change a sample's state and its replica's counts."""

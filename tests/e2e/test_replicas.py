@@ -49,12 +49,16 @@ def test_replicas_are_lost_one_after_another(
     check_accounts(tmp_path / "run")
 
 
-def test_a_replica_that_the_run_needs_ends_it(tmp_path: Path, digit_model: Path, digit_data: Path) -> None:
+@pytest.mark.parametrize(("least", "command"), [(2, "HandOver"), (1, "BuildGroup")])
+def test_a_replica_that_the_run_needs_ends_it(
+    tmp_path: Path, digit_model: Path, digit_data: Path, least: int, command: str
+) -> None:
+    """Enough must remain, and while groups are built all are needed."""
     inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
-    more = ["layout.generator.num_ranks=2", "rollout.min_replicas=2"]
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": "2:HandOver:2:SIGKILL"}
+    more = ["layout.generator.num_ranks=2", f"rollout.min_replicas={least}"]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": f"2:{command}:1:SIGKILL"}
     start = Start(tmp_path / "run", [*inputs, *WORDS, *APART, *more], environment)
     assert start.wait() == ExitCode.RANK_KILLED, start.text
     lines = start.errors.read_text().splitlines()
-    killed = rf"hpcrl: rank 2 \(generator\) .* was killed by {signal.SIGKILL.name} in HandOver"
+    killed = rf"hpcrl: rank 2 \(generator\) .* was killed by {signal.SIGKILL.name} in {command}"
     assert len(lines) == 1 and re.match(killed, lines[0]), start.text

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class RoughEnv:
-    """Two turns; from the `after`-th step of rank `rank` on (any rank: -1) it does what `how` says."""
+    """Two turns; from the `after`-th step of rank `rank` on (any rank: -1) it does what `how` says (sleep: once)."""
 
     num_steps = 0
 
@@ -23,7 +23,7 @@ class RoughEnv:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         RoughEnv.num_steps += 1
         if self._goes_wrong and RoughEnv.num_steps > self._after:
-            if self._how == "sleep":
+            if self._how == "sleep" and RoughEnv.num_steps == self._after + 1:
                 time.sleep(3600)
             elif self._how == "exit":
                 os._exit(0)

@@ -110,7 +110,7 @@ class Ranks:
                 files = seal_files(Path(command.folder), [write_held(Path(command.folder), rank, self.waiting)])
                 return Done(0, files=[(entry.path, entry.size, entry.sha256) for entry in files])
             case LoadHeld():
-                self.held_again |= read_held(Path(command.folder), command.samples)
+                self.held_again |= read_held(Path(command.folder), command.files, command.samples)
         return Done(0)
 
 

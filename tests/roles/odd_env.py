@@ -11,6 +11,7 @@ OPEN: set[int] = set()
 """Those that were made and not closed."""
 MEETING = threading.Barrier(2, timeout=20)
 RELEASE = threading.Event()
+MADE_LATE: list[str] = []
 
 
 class OddEnv:
@@ -18,6 +19,9 @@ class OddEnv:
 
     def __init__(self, answer: Any = ""):
         self._how, self._turn = answer, 0
+        if answer == "is made slowly":
+            RELEASE.wait(60)
+            MADE_LATE.append("made")
         OPEN.add(id(self))
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
@@ -25,6 +29,8 @@ class OddEnv:
 
     def close(self) -> None:
         OPEN.remove(id(self))
+        if self._how == "is made slowly":
+            MADE_LATE.append("closed")
         if self._how == "close":
             raise OSError("cannot close")
 
@@ -36,6 +42,8 @@ class OddEnv:
                 MEETING.wait()
             case "hangs":
                 RELEASE.wait(60)
+            case "times out":
+                raise TimeoutError("the server does not answer")
             case "raises":
                 raise KeyError("\udcff" + "x" * (5 << 20))
             case "no text":

@@ -127,7 +127,25 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
     odd_env.RELEASE.set()
     role.close()
     stage.mail(2, TurnDelta)
-    odd_env.OPEN.clear()
+    deadline = time.monotonic() + 20
+    while odd_env.OPEN:  # the one that hung is closed by its thread
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_too_late_too(stage: Stage) -> None:
+    settings = {"env": {**SETTINGS["env"], "timeout_s": 1.0}}
+    role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
+    own = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "times out"))
+    assert own.ended and "TimeoutError: the server" in own.result.error and not odd_env.OPEN
+    late = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "is made slowly"))
+    assert late.ended and "env.timeout_s" in late.result.error and not odd_env.OPEN
+    odd_env.RELEASE.set()
+    deadline = time.monotonic() + 20
+    while odd_env.MADE_LATE != ["made", "closed"]:
+        assert time.monotonic() < deadline, odd_env.MADE_LATE
+        time.sleep(0.01)
+    role.close()
 
 
 def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) -> None:

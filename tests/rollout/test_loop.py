@@ -56,11 +56,11 @@ def test_a_held_out_prompt_that_cannot_be_scored_is_worth_nothing(deterministic:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_drive_that_nothing_can_end_says_so(deterministic: bool) -> None:
-    """The prompt starts anew twice and then has failed, and there is no other."""
+    """The prompt starts anew twice, which counts no group more, and then has failed; and there is no other."""
     ranks = Ranks(score=fails_on(1))
     config = SchedulerConfig(1, deterministic=deterministic)
     with pytest.raises(
-        RolloutExhausted, match=r"5 groups were started and 2 of 3 .*failed 1.*: no response .* no prompt is left"
+        RolloutExhausted, match=r"3 groups were started and 2 of 3 .*failed 1.*: no response .* no prompt is left"
     ):
         steps(make_loop(ranks, deterministic), config, [3], prompts(0, 3))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from hpcrl.rollout.events import Aborted, Admit, BurstDone, Drop, Failed, Paced, ReplicaLost, Scored
@@ -136,10 +138,19 @@ def test_a_slow_replica_gets_less():
 
 def test_a_pace_is_told_when_it_changes_and_settles():
     pace = Pace()
-    assert [pace.learn(name, 1.0) for name in (0, 1, 2)] == [[], [], []]
-    told = [event for _ in range(100) for name in (0, 1, 2) for event in pace.learn(name, 3.0 if name == 1 else 1.0)]
+    assert [pace.learn(name, 8, 1.0) for name in (0, 1, 2)] == [[], [], []]
+    told = [event for _ in range(100) for name in (0, 1, 2) for event in pace.learn(name, 8, 3.0 if name == 1 else 1.0)]
     assert {event.replica for event in told} == {1}, "the median is no slower"
     assert told[-1].speed == pytest.approx(1 / 3, rel=0.3) and len(told) < 8
+
+
+def test_a_replica_that_carries_more_is_not_taken_for_slow():
+    rng, pace = random.Random(0), Pace()
+    told = []
+    for name, most in [(0, 32), (1, 4), (2, 4)] * 300:
+        tokens = rng.randrange(1, most + 1)
+        told += pace.learn(name, tokens, 0.002 + 0.004 * tokens)
+    assert not [event for event in told[50:] if not 0.8 < event.speed < 1.25]
 
 
 def test_siblings_spread_over_replicas_or_stay_together():

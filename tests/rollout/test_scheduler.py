@@ -450,6 +450,21 @@ def test_a_batch_that_could_not_be_handed_over_is_given_back():
     assert [end.uid for end in scheduler.settled()] == [0, 1, 2]
 
 
+def test_in_deterministic_mode_the_turns_of_others_do_not_wait_for_a_sample_that_failed():
+    scheduler, commands = started(SchedulerConfig(1, deterministic=True), 2, {0: 8}, 2)
+    ((a, b),) = (command.sample_ids for command in commands)
+    scheduler.plan([BurstDone(0, (), ((a, 3), (b, 3)))])
+    assert scheduler.plan([Answered((a,)), Failed((b,), "an env rank was lost")]) == [Drop(0, (b,)), Continue(0, (a,))]
+
+
+def test_what_starts_anew_does_not_count_against_the_limit():
+    config = SchedulerConfig(1, max_generated_groups=4, max_attempts=1, siblings_together=False)
+    scheduler, _ = started(config, 4, {0: 8, 1: 8}, 4)
+    (command,) = scheduler.plan([ReplicaLost(1)])
+    assert command.replica == 0 and len(command.sample_ids) == 2
+    assert scheduler.settled() == [], "one lost replica is no fault of the prompt's"
+
+
 def test_prompt_fails_after_max_attempts_with_its_cause():
     scheduler, _ = started(SchedulerConfig(1, max_attempts=2), 2, {0: 4}, 1)
     for attempt in range(2):
