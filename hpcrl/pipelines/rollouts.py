@@ -60,6 +60,7 @@ class Rollouts:
                 self.scheduler.give_back()
                 self._loop.restore_sizes(harvest.groups, harvest.sizes)
         self._loop.forget(harvest.groups)
+        self._loop.background([])  # after the hand-over, which bursts that are queued before it would hold up
         self._record()
         total = sum(size.total for size in harvest.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}

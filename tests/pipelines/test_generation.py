@@ -49,7 +49,8 @@ def configure(folder: Path, **sections: dict[str, Any]) -> Config:
 
 def make_loop(config: Config, ranks: Any) -> RolloutLoop:
     capacity = replica_capacity(config, RoleLayout.from_config(config))
-    return RolloutLoop(ranks, capacity, [0], [], seed=0, burst_tokens=4, deterministic=config.deterministic)
+    free = [0] if config.rollout.max_lag else []
+    return RolloutLoop(ranks, capacity, [0], [], seed=0, burst_tokens=4, deterministic=config.deterministic, free=free)
 
 
 def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
@@ -105,6 +106,19 @@ def test_the_rewards_of_filtered_groups_are_recorded(tmp_path: Path) -> None:
         uid: (Disposition.FILTERED, (1.0, 1.0)) if uid % 3 == 0 else (Disposition.TRAINED, (1.0, 0.0))
         for uid in range(6)
     }
+
+
+def test_replicas_work_while_a_batch_is_trained_that_was_there_at_once(tmp_path: Path) -> None:
+    """The second step's batch waits finished when the step begins; what the step adds must not wait for the third."""
+    config = configure(tmp_path, rollout={"num_prompts": 4, "group_size": 2, "max_lag": 1})
+    rollouts, admitted = make_rollouts(config, ranks := Ranks(), tmp_path), []
+    for step in (1, 2, 3):
+        del ranks.sent[:]
+        rollouts.next(step)
+        kinds = [type(command).__name__ for command in ranks.sent]
+        admitted.append("Admit" in kinds)
+        assert kinds.count("Admit") == 0 or "Burst" in kinds[kinds.index("Admit") :], kinds
+    assert admitted[1], "the second step adds nothing, so this shows nothing"
 
 
 def test_a_superseded_attempt_writes_no_rollouts(tmp_path: Path) -> None:
