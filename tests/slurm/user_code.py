@@ -1,4 +1,4 @@
-"""A reward and an environment of a user that take their time or go wrong when a file of a test's folder says so."""
+"""A reward of a user that takes its time or goes wrong when a file of a test's folder says so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hpcrl.files import committed_step
 from hpcrl.rewards.base import RewardItem
@@ -32,21 +31,3 @@ def read(folder: str, name: str) -> float:
     """The number in a file, 0 without one."""
     path = Path(folder) / name
     return float(path.read_text() or 0) if path.exists() else 0.0
-
-
-class SleepyEnv:
-    """One turn; the first to find the file `sleep` removes it and sleeps for ever."""
-
-    def __init__(self, answer: Any = "", folder: str = ""):
-        self._answer, self._sleep = answer, Path(folder) / "sleep"
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        return "", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        try:
-            self._sleep.unlink()
-        except FileNotFoundError:
-            return "", float(action == self._answer), True, False, {}
-        time.sleep(3600)
-        raise AssertionError("woke up")
