@@ -424,7 +424,7 @@ class RolloutScheduler:
         else:
             self._queue.put_back(group.uid, group.attempt + 1, group.failures)
             self._generated = max(0, self._generated - 1)
-            if home in self._replicas:
+            if home in self._replicas and self.config.prompt_affinity:
                 self._homes[group.uid] = home
 
     def _restart(self, group: LiveGroup) -> None:
@@ -434,7 +434,8 @@ class RolloutScheduler:
             if not going or split_sample_id(sample.id)[1] >= self.config.max_attempts:
                 continue
             fresh = group.restart(sample)
-            self._homes[group.uid] = sample.replica
+            if self.config.prompt_affinity:
+                self._homes[group.uid] = sample.replica
             self._drop(sample)
             self._tally.count("restarted")
             self._samples[fresh.id] = fresh
@@ -566,7 +567,7 @@ class RolloutScheduler:
 
     def _home(self, sample: LiveSample) -> int | None:
         """The replica that a prompt should go to."""
-        return self._homes.get(sample.group.uid) if self.config.prompt_affinity else None
+        return self._homes.get(sample.group.uid)
 
     # -- bookkeeping
 

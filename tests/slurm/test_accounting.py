@@ -105,7 +105,8 @@ def test_jobs_through_their_states_and_forgotten(cluster: Any, tmp_path: Path, t
     run.wait_restart(1)  # not at once: Slurm ends a step that starts while the one before is still being revoked
     says(cluster, run.dir, f"state    running: job {run.job}, attempt 2")
     job = RunJob.of_run(run.dir)
-    assert job.state == "RUNNING" and not job.done(force_check=True)
+    # The accounts learn of a restart a moment later than the controller.
+    wait_until(lambda: not job.done(force_check=True) and job.state == "RUNNING", lambda: job.state)
 
     for process in sorted(processes(cluster, run.job), key=lambda process: process.pid):
         process.kill()  # the batch script first: nobody notes the end
