@@ -67,7 +67,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-KillWait=20
+KillWait=40
 MinJobAge={min_job_age_s}
 EnforcePartLimits=ALL
 InactiveLimit=0

@@ -36,7 +36,7 @@ kill_wait=$(timeout 30 scontrol show config | awk '$1 == "KillWait" {{ print $3 
 kill_wait=${{kill_wait:-30}} # Slurm's default, where it does not answer: 0 would give up at once
 give_up() {{
     trap : TERM
-    (sleep $((kill_wait > 20 ? kill_wait - 10 : kill_wait / 2)) && kill -9 $step 2>/dev/null) &
+    (sleep $((kill_wait / 2)) && kill -9 $step 2>/dev/null) &
     timer=$!
 }}
 timer=
