@@ -1,7 +1,8 @@
-"""What all tests share: where the shared data is, and which tests may be left out."""
+"""What all tests share: where the shared data is, which tests may be left out, and which run alone."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in gpu:
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the time limit of the test
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test marked alone begins when those of other workers have ended; none of theirs begins before its end."""
+    with (
+        open(__file__) as next_one,
+        open(ROOT / "pyproject.toml") as inside,
+    ):  # locks of all that run this checkout's tests
+        fcntl.flock(next_one, fcntl.LOCK_EX)  # in turns, so that the one that runs alone is not passed by for ever
+        fcntl.flock(inside, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(next_one, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(
+                inside, fcntl.LOCK_UN
+            )  # closing alone would not do where a test left a child that holds the file
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""What a skip means: allowed on a user's machine, a failure where everything is required."""
+"""What a skip means, allowed on a user's machine and a failure where everything is required; what runs alone."""
 
 from __future__ import annotations
 
@@ -52,3 +52,42 @@ def suite(tmp_path: Path) -> Path:
 def test_a_skip_passes_for_a_user_and_fails_where_all_is_required_but_for_a_gpu(suite: Path) -> None:
     assert closing_line(suite, "0") == "1 passed, 3 skipped, 1 deselected, 1 xfailed"
     assert closing_line(suite, "1") == "1 failed, 1 passed, 1 skipped, 1 deselected, 1 xfailed, 1 error"
+
+
+LOG = """
+import os, time
+from pathlib import Path
+import pytest
+def note(word):
+    with (Path(__file__).parent / "log").open("a") as log:
+        log.write(word + "\\n")
+"""
+MANY = """
+@pytest.mark.parametrize("number", range(6))
+def test_beside_others(number):
+    note("in")
+    time.sleep(0.2)
+    note("out")
+"""
+ALONE = """
+@pytest.mark.alone
+def test_alone():
+    note("alone")
+    time.sleep(0.5)
+    note("end")
+"""
+
+
+@pytest.mark.slow
+def test_what_is_marked_runs_alone(suite: Path) -> None:
+    for path in (suite / "tests").glob("test_*.py"):
+        path.unlink()
+    for name, body in {"many_1": MANY, "many_2": MANY, "one": ALONE}.items():
+        (suite / "tests" / f"test_{name}.py").write_text(LOG + body)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=60, check=False)
+    assert "13 passed" in done.stdout
+    words = (suite / "tests" / "log").read_text().split()
+    running = [sum(1 if word in ("in", "alone") else -1 for word in words[: end + 1]) for end in range(len(words))]
+    assert words[words.index("alone") + 1] == "end" and running[words.index("alone")] == 1
+    assert max(running) == 2, "the others run beside each other"

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("<ddq64s")  # beat, since, seq, activity
+_LAYOUT = struct.Struct("=ddq64s")  # beat, since, seq, activity
+_BEAT, _SINCE, _SEQ, _ACTIVITY = 0, 1, 2, slice(24, 88)  # the numbers in units of eight bytes
 BEAT_EVERY_S = 1.0
 LEAVING = "leave"
 """The activity of a rank that may end: any other one at the end of a process means that it was not done."""
@@ -37,19 +38,23 @@ class Trace:
         path.write_bytes(_LAYOUT.pack(now, now, 0, self.doing.encode()))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
+        # A number is written in one store. struct.pack_into clears the place first, and an agent that looks just then would
+        # end a rank that has been silent since the host's boot.
+        self._floats, self._ints = memoryview(self._map).cast("d"), memoryview(self._map).cast("q")
         threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True).start()
 
     def enter(self, activity: str, seq: int = 0) -> None:
         """Note what the main thread does from now on."""
         self.doing = f"{activity} #{seq}" if seq else activity
-        struct.pack_into("<dq64s", self._map, 8, time.monotonic(), seq, activity.encode()[:64])
+        self._floats[_SINCE], self._ints[_SEQ] = time.monotonic(), seq
+        self._map[_ACTIVITY] = activity.encode()[:64].ljust(64, b"\0")
 
     def go_on(self) -> None:
         """Note that the main thread is not stuck in what it does, which takes long."""
-        struct.pack_into("<d", self._map, 8, time.monotonic())
+        self._floats[_SINCE] = time.monotonic()
 
     def _beat(self) -> None:
-        struct.pack_into("<d", self._map, 0, time.monotonic())
+        self._floats[_BEAT] = time.monotonic()
 
     def _beat_forever(self) -> None:
         while True:

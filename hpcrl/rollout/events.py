@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from hpcrl.rollout.types import Disposition, FinishReason
 
@@ -162,3 +163,13 @@ class Settled:
     disposition: Disposition
     reason: str = ""
     rewards: tuple[float, ...] = ()
+
+    def saved(self) -> dict[str, Any]:
+        """JSON-able content."""
+        return asdict(self) | {"disposition": str(self.disposition)}
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> Settled:
+        """What saved() wrote."""
+        typed = {"disposition": Disposition(saved["disposition"]), "rewards": tuple(saved["rewards"])}
+        return cls(**(saved | typed))

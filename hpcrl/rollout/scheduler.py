@@ -44,7 +44,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from hpcrl.rollout.events import (
@@ -270,17 +270,14 @@ class RolloutScheduler:
             "newest_uid": self._queue.newest_uid,
             "queue": sorted(self._queue.saved() + started),
             "finished": [group.saved() for group in self._valid.values()],
-            "settled": [asdict(end) | {"disposition": str(end.disposition)} for end in self._settled],
+            "settled": [end.saved() for end in self._settled],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a new scheduler. Finished samples whose replica is no more get a new home: see finished()."""
         self._queue.restore(state["newest_uid"], state["queue"])
         self.version = state["version"]
-        self._settled = [
-            Settled(**(end | {"disposition": Disposition(end["disposition"]), "rewards": tuple(end["rewards"])}))
-            for end in state.get("settled", [])
-        ]
+        self._settled = [Settled.restored(saved) for saved in state.get("settled", [])]
         for saved in state["finished"]:
             group = self._valid[saved["uid"]] = LiveGroup.restored(saved, list(self._replicas))
             for sample in group.samples:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from hpcrl.checkpoint.writer import CHUNK_BYTES, SharedFile, Writer, Written, write_files
+from tests.children import children
 
 DYING_RANK = """
 import os, signal, sys
@@ -38,7 +39,7 @@ def writer() -> Iterator[Writer]:
 
 def process_of(writer: Writer) -> psutil.Process:
     """The process, once it runs hpcrl's code: from then on it holds signals off."""
-    [process] = [p for p in psutil.Process().children() if "hpcrl.checkpoint.writer" in p.cmdline()]
+    [process] = children("hpcrl.checkpoint.writer")
     return process
 
 

@@ -39,6 +39,7 @@ from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.rundir import OWNERS, SupersededError, close_run, open_run
 from hpcrl.stats import scalar
+from tests.children import children
 
 
 class Ranks:
@@ -134,7 +135,7 @@ def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
 
 def last_writer() -> psutil.Process:
     """The process of the rank that the controller asks last."""
-    return [p for p in psutil.Process().children() if "hpcrl.checkpoint.writer" in p.cmdline()][-1]
+    return children("hpcrl.checkpoint.writer")[-1]
 
 
 def test_a_save_is_of_its_step_and_committed_when_it_is_written(tmp_path: Path, ranks: Ranks) -> None:

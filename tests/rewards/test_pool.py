@@ -16,6 +16,7 @@ import pytest
 from hpcrl.config import Config, DataConfig, RewardConfig
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.pool import RewardPool
+from tests.children import children
 
 FILE = Path(__file__).with_name("user_rewards.py")
 
@@ -51,7 +52,7 @@ def make_pool() -> Iterator[Any]:
     yield make
     for pool in pools:
         pool.close()
-    assert not [child for child in psutil.Process().children() if "hpcrl.rewards.worker" in " ".join(child.cmdline())]
+    assert not children("hpcrl.rewards.worker")
 
 
 def test_each_bad_response_costs_itself_alone(make_pool):

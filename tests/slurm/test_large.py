@@ -14,7 +14,7 @@ from hpcrl.preflight import needs_of, read_reports
 from hpcrl.rundir import stored_config, world_folder
 from tests.slurm.jobs import Run, digest, ranks, step_of, wait_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 NUM_NODES = 64
 RANK_BYTES = 180 << 20  # of a reward rank, most of it torch
@@ -28,8 +28,6 @@ def large(one_machine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         pytest.skip(f"{NUM_NODES} ranks need {NUM_NODES * RANK_BYTES >> 30} GiB of free memory")
     nodes = one_machine.Nodes("n", NUM_NODES, cpus=4, memory_mb=2000)
     with one_machine.Cluster(tmp_path_factory.mktemp("large"), [nodes]) as running:
-        for daemon in (running.folder / "run").glob("slurmd-*.pid"):
-            psutil.Process(int(daemon.read_text())).nice(10)  # as all that it starts: other tests run beside this world
         yield running
 
 
