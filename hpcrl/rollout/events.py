@@ -172,4 +172,4 @@ class Settled:
     def restored(cls, saved: Mapping[str, Any]) -> Settled:
         """What saved() wrote."""
         typed = {"disposition": Disposition(saved["disposition"]), "rewards": tuple(saved["rewards"])}
-        return cls(**(saved | typed))
+        return cls(**{**saved, **typed})
