@@ -11,7 +11,7 @@ SLURM_ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))

@@ -23,6 +23,7 @@ from hpcrl.dist.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld, L
 from hpcrl.files import write_durably
 from hpcrl.layout import RoleLayout
 from hpcrl.pipelines.longwork import LongWork, Stalled
+from hpcrl.rollout.held import drop_others
 from hpcrl.rundir import DIVISION, check_owner
 from hpcrl.stats import Stats, merge, scalar
 
@@ -205,6 +206,7 @@ class Checkpoints:
         start = time.perf_counter()
         entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
         entries += snapshot.held
+        drop_others(snapshot.folder, [entry.path for entry in snapshot.held])  # written before a generator was lost
         write_durably(snapshot.folder / STATE, snapshot.state)
         entries += seal_files(snapshot.folder, [STATE])
         facts = Facts(

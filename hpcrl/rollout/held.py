@@ -31,6 +31,14 @@ def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     return name
 
 
+def drop_others(folder: Path, names: Collection[str]) -> None:
+    """Delete the folder's files of responses that are none of `names`: of ranks that were lost, and of those whose
+    responses went with them."""
+    for path in folder.glob(PATTERN):
+        if path.name not in names:
+            path.unlink()
+
+
 def read_held(folder: Path, names: Iterable[str], wanted: Collection[int]) -> dict[int, Sample]:
     """The wanted responses by sample id, from those of the checkpoint's files, `names`, that hold any. ValueError when
     one is missing or unreadable."""

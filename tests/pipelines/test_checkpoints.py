@@ -175,6 +175,34 @@ def test_responses_that_wait_to_be_trained_are_part_of_it(tmp_path: Path, ranks:
     assert sorted(ranks.held_again) == [5, 9] and len(ranks.held_again[9].token_ids) == 4
 
 
+class LosingRanks(Ranks):
+    """Of two generators with members of one group, the second is lost when both have written theirs."""
+
+    gone = False
+
+    def held(self) -> dict[int, list[int]]:
+        return {} if self.gone else {rank: [sample.id for sample in self.waiting] for rank in (3, 4)}
+
+    def finish(self, started: list[tuple[int, Command]]) -> dict[int, Done]:
+        answers = super().finish(started)
+        if 4 in answers:
+            self.gone, self.waiting = True, []
+            del answers[4]
+        return answers
+
+
+def test_responses_of_a_group_whose_replica_is_lost_in_the_save_are_no_part_of_it(tmp_path: Path) -> None:
+    ranks = LosingRanks()
+    checkpoints = make(tmp_path, ranks)
+    ranks.waiting = [sample_of(1, 2)]
+    checkpoints.save(2)
+    for writer in ranks.writers.values():
+        writer.close()
+    latest = find_latest(tmp_path / "checkpoints")
+    assert ranks.gone and latest.manifest is not None and not latest.problems
+    assert [entry.path for entry in latest.manifest.files] == ["shard_1", "shard_2", "state.json"]
+
+
 def sample_of(sample_id: int, count: int) -> Sample:
     ones = np.ones(count, dtype=np.int32)
     return Sample(sample_id, ones, ones.astype(bool), -0.5 * ones.astype(np.float32), ones, ones, FinishReason.STOP)
