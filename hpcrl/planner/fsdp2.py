@@ -12,8 +12,8 @@ SMALL_MODEL_BYTES = 4 << 30
 """engines/train/fsdp2.py: a model that takes less, gathered, stays gathered during a command."""
 LAYERS_GATHERED = 2
 """Of a larger one: the layer that computes and the next, which is fetched meanwhile."""
-LAYERS_REDUCED = 4
-"""Layers whose gradients may be on their way at once."""
+LAYERS_REDUCED = 5
+"""Layers whose gradients may be on their way at once: the most seen where another rank was held up (gloo)."""
 STEP_BYTES = 4
 """AdamW's step counter of each tensor."""
 

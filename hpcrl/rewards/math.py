@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcrl.config import Positive, RewardConfig, Section
 from hpcrl.config.options import read_options
@@ -19,7 +21,8 @@ from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import after_marker, after_thinking, last_boxed
 
-SOFT_LIMIT_S = 1  # of each parse and comparison, by signal; the pool's timeout kills what no signal reaches
+T = TypeVar("T")
+SOFT_LIMIT_S = 1.0  # of each parse and comparison, by signal; the pool's timeout kills what no signal reaches
 _ANSWER_IS = re.compile(r"answer\s*(?:is|[:=])\s*[:=]?\s*((?:(?!answer\s*(?:is|[:=])).)+)", re.IGNORECASE)
 _MARKUP = re.compile(r"\\left|\\right|\\[!,;:> ]|\\displaystyle|\^\{?\\circ\}?|\\?[$%]|[\s~]")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -161,19 +164,46 @@ def _is_word(text: str) -> bool:
     )
 
 
+class _TooLong(BaseException):
+    """No Exception: libraries catch those and go on."""
+
+
+def _within_limit(action: Callable[[], T], otherwise: T) -> T:
+    """What `action` returns within SOFT_LIMIT_S, else `otherwise`.
+
+    math-verify's own limit is a single alarm: where sympy catches it, which it does in places, it computes on for ever.
+    This one rings again.
+    """
+
+    def ring(number: int, frame: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, ring)
+    since, (left_s, every_s) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, SOFT_LIMIT_S, SOFT_LIMIT_S)
+    try:
+        return action()
+    except _TooLong:
+        return otherwise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if left_s:  # somebody else's alarm goes on
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left_s - (time.monotonic() - since)), every_s)
+
+
 def _verify(gold: str, given: str) -> bool:
     from math_verify import verify
 
-    parsed = _parse(given)
-    return bool(parsed) and bool(
-        verify(list(_parse_gold(gold)), parsed, allow_set_relation_comp=True, timeout_seconds=SOFT_LIMIT_S)
-    )
+    if not (parsed := _parse(given)):
+        return False
+    golds = list(_parse_gold(gold))
+    return _within_limit(lambda: verify(golds, parsed, allow_set_relation_comp=True, timeout_seconds=None), False)
 
 
 def _parse(text: str) -> list[Any]:
     from math_verify import parse  # pulls in sympy
 
-    return parse(f"${text}$", parsing_timeout=SOFT_LIMIT_S)
+    return _within_limit(lambda: parse(f"${text}$", parsing_timeout=None), [])
 
 
 @lru_cache(maxsize=4096)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 
 import pytest
 
 from hpcrl.config import RewardConfig
+from hpcrl.rewards import math
 from hpcrl.rewards.base import RewardItem
 from hpcrl.rewards.math import MathReward, equivalent, final_answer, gold_answer, is_explosive
 
@@ -109,6 +111,27 @@ def test_hostile_answers_are_wrong_within_the_limit(reward: MathReward, given: s
     for response in (given, f"\\boxed{{{given}}}"):
         assert score(reward, response, "1234567") == 0
     assert time.process_time() - start < 5
+
+
+def test_the_limit_holds_where_its_alarm_is_caught():
+    rung = []
+
+    def stubborn() -> str:
+        while len(rung) < 2:
+            try:
+                time.sleep(60)
+            except BaseException as error:  # as sympy does in some places
+                rung.append(error)
+        time.sleep(60)
+        return "ended by itself"
+
+    left_s = signal.getitimer(signal.ITIMER_REAL)[0]  # of this test's own limit
+    start = time.monotonic()
+    assert math._within_limit(stubborn, "stopped") == "stopped" and len(rung) == 2
+    assert math._within_limit(lambda: "in time", "stopped") == "in time"
+    took_s = time.monotonic() - start
+    assert 3 * math.SOFT_LIMIT_S <= took_s < 20
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(left_s - took_s, abs=1), "it goes on as before"
 
 
 def test_explosive_text_is_told_from_ordinary_mathematics():
