@@ -178,8 +178,8 @@ def _within_limit(action: Callable[[], T], otherwise: T) -> T:
     def ring(number: int, frame: object) -> None:
         raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, ring)
     since, (left_s, every_s) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, SOFT_LIMIT_S, SOFT_LIMIT_S)
+    before = signal.signal(signal.SIGALRM, ring)
     try:
         return action()
     except _TooLong:
