@@ -88,11 +88,14 @@ def test_every_component_has_the_account_and_the_qos(cluster: Any, tmp_path: Pat
     says(cluster, tmp_path, "state    finished: trained 2 steps")
 
 
-def test_jobs_through_their_states_and_forgotten(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+def test_jobs_through_their_states_and_forgotten(
+    cluster: Any, tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Waiting for a limit, running, requeued, killed, cancelled; the accounts' words are those that scontrol had."""
     pytest.importorskip("submitit")
-    from hpcrl.launch.executor import RunJob
+    from hpcrl.launch.executor import RunJob, RunWatcher
 
+    monkeypatch.setattr(RunJob, "watcher", RunWatcher(delay_s=10))  # it knows jobs of other clusters by these numbers
     waiting = tmp_path / "waiting"
     never = submit(cluster, waiting, *tiny, "max_steps=1", "cluster.account=strict", "cluster.qos=normal")
     run = Run(cluster, tmp_path, *tiny, *ENDLESS, pace=0.1)

@@ -19,7 +19,7 @@ pytest.importorskip("submitit")
 from submitit import AutoExecutor
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from hpcrl.launch.executor import HpcrlExecutor, RunJob, run
+from hpcrl.launch.executor import HpcrlExecutor, RunJob, RunWatcher, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -40,6 +40,7 @@ ENDLESS = ["max_steps=100000", "save_every=10000"]
 def executor(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HpcrlExecutor]:
     """Of this module's cluster; cancels what a failed test leaves."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    monkeypatch.setattr(RunJob, "watcher", RunWatcher(delay_s=10))  # it knows jobs of other clusters by these numbers
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("SLURM_JOB_ID", "SLURM_HET_JOB_ID", "SBATCH_PARTITION"):
         monkeypatch.delenv(name, raising=False)
