@@ -307,7 +307,9 @@ def test_every_prompt_ends_once_outside_deterministic_mode(
 def test_every_prompt_ends_once_after_twenty_kills(variants: dict[str, Runs], variant: str, max_lag: int) -> None:
     rng = random.Random(11)
     words = [*variants[variant].words, "max_steps=60"]
-    check_kills(Runs(variants[variant].folder / "soaked", words), rng, [rng.randrange(4) for _ in range(20)], max_lag)
+    folder = variants[variant].folder / "soaked"
+    folder.mkdir()
+    check_kills(Runs(folder, words), rng, [rng.randrange(4) for _ in range(20)], max_lag)
 
 
 def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_lag: int) -> None:
