@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+LOCKS = Path(tempfile.gettempdir())  # as it is now: a test may set another
 REQUIRE_ALL = os.environ.get("HPCRL_REQUIRE_ALL") == "1"
 """Set in continuous integration: what a user's machine may lack must be there, GPUs excepted."""
 
@@ -41,19 +44,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the time limit of the test
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test marked alone begins when those of other workers have ended; none of theirs begins before its end."""
-    with (
-        open(__file__) as next_one,
-        open(ROOT / "pyproject.toml") as inside,
-    ):  # locks of all that run this checkout's tests
+    # Locks of all that run this checkout's tests, in a local folder: the checkout's file system may not lock.
+    name = f"hpcrl-tests-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}"
+    with open(LOCKS / f"{name}-next", "a") as next_one, open(LOCKS / f"{name}-inside", "a") as inside:
         fcntl.flock(next_one, fcntl.LOCK_EX)  # in turns, so that the one that runs alone is not passed by for ever
         fcntl.flock(inside, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(next_one, fcntl.LOCK_UN)
         try:
             return (yield)
         finally:
-            fcntl.flock(
-                inside, fcntl.LOCK_UN
-            )  # closing alone would not do where a test left a child that holds the file
+            # Closing alone would not do where a test left a child that holds the file.
+            fcntl.flock(inside, fcntl.LOCK_UN)
 
 
 @pytest.hookimpl(wrapper=True)

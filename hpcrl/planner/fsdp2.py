@@ -11,9 +11,8 @@ from hpcrl.planner.shapes import ModelShape, Parameter
 SMALL_MODEL_BYTES = 4 << 30
 """engines/train/fsdp2.py: a model that takes less, gathered, stays gathered during a command."""
 LAYERS_GATHERED = 2
-"""Of a larger one: the layer that computes and the next, which is fetched meanwhile."""
-LAYERS_REDUCED = 5
-"""Layers whose gradients may be on their way at once: the most seen where another rank was held up (gloo)."""
+"""Of a larger one: the layer that computes and the next, which is fetched meanwhile. Of gradients too: FSDP2 keeps the
+buffer of one reduction while it fills the next."""
 STEP_BYTES = 4
 """AdamW's step counter of each tensor."""
 
@@ -38,13 +37,13 @@ def _stays_gathered(shape: ModelShape, compute: int, trainable: bool) -> bool:
     return shape.num_parameters * (compute + FP32 * trainable) <= SMALL_MODEL_BYTES
 
 
-def _gathered_numbers(shape: ModelShape, compute: int, trainable: bool, num_layers: int = LAYERS_GATHERED) -> int:
+def _gathered_numbers(shape: ModelShape, compute: int, trainable: bool) -> int:
     """Numbers of the full parameters that a rank has at once while it computes, or while it reduces gradients."""
     if _stays_gathered(shape, compute, trainable):
         return shape.num_parameters
     outside = sum(parameter.size for parameter in shape.of_layer(None))
     layer = max(sum(parameter.size for parameter in shape.of_layer(i)) for i in range(shape.num_layers))
-    return outside + num_layers * layer
+    return outside + LAYERS_GATHERED * layer
 
 
 def gathered_weights(shape: ModelShape, compute: int, trainable: bool) -> int:
@@ -57,7 +56,6 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     trainer, tokens = config.trainer, Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
     master, compute = BYTES[config.model.dtype], BYTES[trainer.param_dtype]
     numbers, gathered = shard_size(shape, num_ranks), _gathered_numbers(shape, compute, True)
-    reduction = _gathered_numbers(shape, compute, True, LAYERS_REDUCED)
     offloaded = trainer.cpu_offload
     activations = fsdp2_activations(shape, tokens, compute, trainer.activation_checkpointing)
     recomputed = recomputed_layer(shape, tokens, compute) if trainer.activation_checkpointing else 0
@@ -73,8 +71,8 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "gradients", numbers * master, reduced, offloaded),
         Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
         Part("trainer", "gathered gradients", gathered * FP32, ("train", "update")),
-        # What is reduced is copied into one buffer first; one rank alone has nothing to reduce.
-        Part("trainer", "reduction", reduction * FP32 * (num_ranks > 1), ("update",)),
+        # A copy in one buffer, which outlives its micro-batch; one rank alone has nothing to reduce.
+        Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), reduced),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "logits", logits, ("train",)),

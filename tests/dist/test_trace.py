@@ -30,11 +30,12 @@ def test_it_says_what_the_rank_does_and_for_how_long(tmp_path: Path) -> None:
     time.sleep(0.05)
     found = read_trace(path)
     assert found is not None and (found.seq, found.name, trace.doing) == (7, "generate", "generate #7")
-    assert 0.05 <= found.age_s < found.beat_age_s < 5
+    assert found.age_s >= 0.05 and found.beat_age_s < 30
     trace.go_on()
+    began = time.monotonic()
     trace.enter("é" * 60)  # cut at its 64 bytes, in the middle of a letter
     found = read_trace(path)
-    assert found is not None and found.age_s < 0.05 and found.seq == 0 and found.name == "é" * 32
+    assert found is not None and found.age_s <= time.monotonic() - began and found.seq == 0 and found.name == "é" * 32
     trace.enter("leave")
     assert (read_trace(path) or found).name == "leave", "nothing of the longer name before is left"
 

@@ -82,6 +82,7 @@ def step_peak(folder: Path, trace: Path, large: bool, num_rows: int, length: int
         trainer.train_step(*args)
     file = trace / f"trace{dist.get_rank()}.json"
     profiler.export_chrome_trace(str(file))
-    events = [e["args"] for e in json.loads(file.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    before = events[0]["Total Allocated"] - events[0]["Bytes"]
-    return max(event["Total Allocated"] for event in events) - before
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    first = min(events, key=lambda event: float(event["ts"]))["args"]  # the file is not in the order of time
+    before = first["Total Allocated"] - first["Bytes"]
+    return max(event["args"]["Total Allocated"] for event in events) - before
