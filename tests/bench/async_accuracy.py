@@ -1,10 +1,11 @@
 """Whether asynchronous training learns as well as synchronous training: the demonstration at max_lag 0, 1, 2 and 4.
 
-    python -m tests.bench.async_accuracy --model runs/demo_sft/hf [--seeds 0 1 2 3 4] [--steps N] [--plot FILE]
+    python -m tests.bench.async_accuracy --model runs/demo_sft/hf [--runs FOLDER] [--plot FILE]
 
 Four processes each time (`+experiment=rlvr_async`), so that only the lag differs; lag 4 also without correction. One
 JSON line: held-out accuracy of 2,048 prompts at the end, sampled and greedy, per seed, and for every lag the mean of
-sync - async over the seeds with its one-sided 90 % upper bound (Student's t on the paired differences).
+sync - async over the seeds with its one-sided 90 % upper bound (Student's t on the paired differences). 25 runs take an
+hour and more; those that `--runs` already holds, of an earlier call with the same words, are not run again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ T_90 = {
 def train(model: str, variant: str, seed: int, steps: int, folder: Path) -> list[dict[str, float | None]]:
     """The metrics of one run."""
     run_dir = folder / f"{variant}_{seed}"
+    if len(rows := read_metrics(run_dir)) == steps + 1:
+        return rows
     words = ["+experiment=rlvr_async", f"model.path={model}", f"seed={seed}", f"max_steps={steps}"]
     words += [f"eval_every={steps}", "save_every=0", "eval.num_prompts=2048", *VARIANTS[variant]]
     launch(words, run_dir)
@@ -105,18 +108,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--runs", type=Path, help="keep the runs here (default: they are removed)")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if not options.model:
         print("async_accuracy needs --model, such as runs/demo_sft/hf", file=sys.stderr)
         return 0
     runs: dict[str, list[list[dict[str, float | None]]]] = {variant: [] for variant in options.variants}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as removed:
+        folder = options.runs or Path(removed)
         for seed in options.seeds:
             for variant in options.variants:
-                runs[variant].append(train(options.model, variant, seed, options.steps, Path(folder)))
+                runs[variant].append(train(options.model, variant, seed, options.steps, folder))
                 ends = {name: runs[variant][-1][-1][key] for name, key in FIGURES.items()}
                 print(f"seed {seed} {variant}: {ends}", file=sys.stderr, flush=True)
     if options.plot:
