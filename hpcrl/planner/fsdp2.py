@@ -11,8 +11,8 @@ from hpcrl.planner.shapes import ModelShape, Parameter
 SMALL_MODEL_BYTES = 4 << 30
 """engines/train/fsdp2.py: a model that takes less, gathered, stays gathered during a command."""
 LAYERS_GATHERED = 2
-"""Of a larger one: the layer that computes and the next, which is fetched meanwhile. Of gradients too: FSDP2 keeps the
-buffer of one reduction while it fills the next."""
+"""Of a larger one: the layer that computes and the next, which is fetched meanwhile. Of gradients too: those of the
+layer that computes and of the one that is being reduced."""
 STEP_BYTES = 4
 """AdamW's step counter of each tensor."""
 
@@ -71,8 +71,8 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "gradients", numbers * master, reduced, offloaded),
         Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
         Part("trainer", "gathered gradients", gathered * FP32, ("train", "update")),
-        # A copy in one buffer, which outlives its micro-batch; one rank alone has nothing to reduce.
-        Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), reduced),
+        # What is reduced is copied into one buffer first; one rank alone has nothing to reduce.
+        Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), ("update",)),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "logits", logits, ("train",)),

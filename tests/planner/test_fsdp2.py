@@ -121,9 +121,11 @@ def test_a_step_needs_no_more_than_planned(
 def test_a_step_of_two_ranks_needs_no_more_than_planned(
     length: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How much there is at the peak is a matter of time here: each of gloo's two threads may still hold its last
-    collective, at most the two layers of an all-gather and its copy."""
+    """What there is at the peak is a matter of time here: each of gloo's two threads may still hold its last collective,
+    at most a layer that was gathered and its copy."""
     folder = make_model_folder("qwen3", tmp_path / "qwen3", vocab_size=1000, **TALL)
     peaks = run_ranks(2, step_peak, folder, tmp_path, large, 8, length)
     monkeypatch.setattr(fsdp2, "SMALL_MODEL_BYTES", 0 if large else 4 << 30)
-    assert 1.0 <= planned_peak(folder, 2, 8, length) / max(peaks) <= (1.6 if length == 4 else 1.1)
+    planned = planned_peak(folder, 2, 8, length)
+    held = 2 * 2 * 4 * sum(parameter.size for parameter in shape_of(folder).of_layer(0)) * large
+    assert max(peaks) <= planned + held and planned / max(peaks) <= (1.4 if length == 4 else 1.1)

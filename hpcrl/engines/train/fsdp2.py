@@ -291,7 +291,8 @@ class FSDP2Engine:
         collected: list[Stats] = []
         for number, rows in enumerate(split):
             is_last = number == len(split) - 1
-            self.model.set_is_last_backward(is_last)
+            # Where each backward reduces, none leaves its last buffer, of the vocabulary's matrices, to the next one.
+            self.model.set_is_last_backward(is_last or not self.keep_gathered)
             if self.keep_gathered:
                 self.model.set_requires_gradient_sync(is_last)
                 self.model.set_reshard_after_backward(is_last)
