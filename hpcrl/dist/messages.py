@@ -80,7 +80,7 @@ class Admit(Message):
 
 class Burst(Message):
     """Decode `num_tokens` iterations; answered by BurstDone. Finished samples, or turns where the world has env ranks,
-    go to receivers[uid % len(receivers)]."""
+    go to receiver_of() them (hpcrl.rollout.types), of which `receivers` are alive."""
 
     num_tokens: int
     receivers: list[int]

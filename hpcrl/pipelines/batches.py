@@ -15,7 +15,7 @@ from hpcrl.rollout.types import split_sample_id
 
 @dataclass
 class BatchHandle:
-    """A batch that lies on ranks. `rows[rank]`: its samples there, ascending, which is the order of its rows.
+    """A batch that lies on ranks; its id is its step. `rows[rank]`: its samples there, ascending, as its rows are.
 
     mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, where siblings share one.
     """

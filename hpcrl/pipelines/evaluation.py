@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from hpcrl.stats import Stats, merge, scalar
 
 SHOWN_CHARS = 100
 FIRST_UID = 1 << 38
-"""Evaluation's prompts are numbered from here, away from those of training."""
+"""Evaluation's prompts are numbered from here, away from those of training. Every evaluation has numbers of its own: an
+answer that comes late must not count in the next one."""
 
 
 class Evaluation:
@@ -49,13 +51,13 @@ class Evaluation:
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
-        harvest = self._generate(config.eval.temperature)
+        harvest = self._generate(config.eval.temperature, 2 * step)
         stats = _score_stats("val", harvest)
         if step in {0, config.max_steps}:
             self._keep_examples(step, harvest)
         self._loop.forget(harvest.groups)
         if config.rollout.temperature != config.eval.temperature:
-            sampled = self._generate(config.rollout.temperature)
+            sampled = self._generate(config.rollout.temperature, 2 * step + 1)
             stats |= _score_stats("val/sampled", sampled)
             self._loop.forget(sampled.groups)
         return merge([stats, timed("time/val_step", start)])
@@ -75,13 +77,14 @@ class Evaluation:
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
         return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
 
-    def _generate(self, temperature: float) -> Harvest:
+    def _generate(self, temperature: float, number: int) -> Harvest:
         # Every prompt has its say once: one whose reward cannot be computed is worth 0.
         settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
         living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
         scheduler = RolloutScheduler(settings, living)
         scheduler.begin_step(0, len(self._prompts))
-        waiting = iter(self._prompts)
+        first = FIRST_UID + number * len(self._prompts)
+        waiting = (replace(prompt, uid=first + i) for i, prompt in enumerate(self._prompts))
         return self._loop.drive(
             scheduler,
             {},
@@ -90,12 +93,11 @@ class Evaluation:
         )
 
     def _keep_examples(self, step: int, harvest: Harvest) -> None:
-        chosen = harvest.groups[: self._config.eval.num_examples]
+        chosen = zip(self._prompts, harvest.groups, strict=True)  # both in order of uid
         kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
-        by_uid = {prompt.uid: prompt for prompt in self._prompts}
         examples = []
-        for group in chosen:
-            sample, prompt = group.samples[0], by_uid[group.uid]
+        for prompt, group in islice(chosen, self._config.eval.num_examples):
+            sample = group.samples[0]
             answers = self._controller.call({sample.replica: Peek([sample.id])})
             if not answers:  # the replica is lost
                 continue
@@ -120,7 +122,7 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
             f"data.val: all {len(source)} prompts have more than data.max_prompt_tokens="
             f"{config.data.max_prompt_tokens} tokens; raise it, or set data.overlong_prompts=truncate"
         )
-    return [replace(prompt, uid=FIRST_UID + i) for i, prompt in enumerate(found)]
+    return found
 
 
 def _score_stats(prefix: str, harvest: Harvest) -> Stats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -67,7 +68,11 @@ class Exchange:
         share.scores += command.scores
         if not command.forms:
             return Done(seq)
-        worker.batches[command.batch] = _to_batch(self._shares.pop(command.batch), fields)
+        batch = worker.batches[command.batch] = _to_batch(self._shares.pop(command.batch), fields)
+        oldest = command.batch - 1 - math.ceil(worker.config.rollout.max_lag)
+        if bool((batch.versions[batch.loss_mask] < oldest).any()):
+            found = int(batch.versions[batch.loss_mask].min())
+            raise RuntimeError(f"step {command.batch} got a token of weights {found}; rollout.max_lag allows {oldest}")
         return Done(seq)
 
     def _drop_batch(self, command: DropBatch, seq: int) -> None:

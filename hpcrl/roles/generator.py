@@ -36,7 +36,7 @@ from hpcrl.dist.messages import (
 from hpcrl.engines.gen import make_gen_engine
 from hpcrl.engines.gen.base import Output, PromptRefused, Request, SamplingParams
 from hpcrl.rollout.held import read_held, write_held
-from hpcrl.rollout.types import FinishReason, Sample, split_sample_id
+from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -174,7 +174,7 @@ class GeneratorRole:
         ended = [self._take_in(output) for output in outputs]
         multi_turn = bool(self._worker.layout.ranks["env"])
         if multi_turn:
-            self._env_of |= {e.sample: _receiver(e.sample, command.receivers) for e in ended}
+            self._env_of |= {e.sample: self._receiver(e.sample, command.receivers) for e in ended}
         self._post([e.sample for e in ended], command.receivers, outputs)
         ended += self._refused.values()
         self._refused = {}
@@ -207,7 +207,7 @@ class GeneratorRole:
         for sample, text in zip(samples, texts, strict=True):
             prompt, held = self._prompts[split_sample_id(sample)[0]], self.held[sample]
             room = self._worker.config.max_sequence_tokens - len(held.token_ids) - self._admitted[sample]
-            posts[_receiver(sample, receivers)].append(
+            posts[self._receiver(sample, receivers)].append(
                 Response(
                     sample,
                     prompt.domain,
@@ -220,6 +220,10 @@ class GeneratorRole:
                 )
             )
         self._mail(posts)
+
+    def _receiver(self, sample: int, alive: Sequence[int]) -> int:
+        ranks = self._worker.layout.ranks
+        return receiver_of(sample, ranks["env"] or ranks["reward"], alive)
 
     def _mail(self, posts: Mapping[int, Sequence[Response]]) -> None:
         for rank, items in posts.items():
@@ -275,11 +279,6 @@ class GeneratorRole:
             [h.token_ids[h.turn_ids >= 0] for h in held], skip_special_tokens=True
         )
         return Done(seq, texts=texts)
-
-
-def _receiver(sample: int, receivers: Sequence[int]) -> int:
-    """Who gets a sample's text: siblings go to the same rank."""
-    return receivers[split_sample_id(sample)[0] % len(receivers)]
 
 
 def _columns(sample: Sample) -> list[str]:

@@ -5,8 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from hpcrl.rollout.groups import LiveGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Of the groups that are at least so old, later batches have room for `later`; the others are due in the next."""
+
+    uids: set[int]
+    later: int
+
+    @property
+    def count(self) -> int:
+        """Groups of them that the next batch must take."""
+        return max(0, len(self.uids) - self.later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +45,19 @@ class Freshness:
                 old.append(group)
         return old
 
-    def last_chances(self, groups: Iterable[LiveGroup], version: int, need: int) -> set[int]:
-        """Uids of the groups that would be too old for the batch after this one."""
-        old = sorted(
-            (group for group in groups if version - group.version >= self._whole),
-            key=lambda group: (group.version, group.uid),
-        )
-        youngest = sum(version - group.version == self._whole for group in old)
-        return {group.uid for group in old[: len(old) - min(self._tolerated(need), youngest)]}
+    def due(self, groups: Iterable[LiveGroup], version: int, need: int) -> list[Due]:
+        """What the batch of this version must take of groups from older weights, so that none grows too old for all
+        that follow: one entry for each age of which later batches cannot take everything."""
+        old = sorted((group for group in groups if group.version < version), key=lambda group: group.version)
+        uids: set[int] = set()
+        found = []
+        for weights, members in groupby(old, key=lambda group: group.version):
+            uids = uids | {group.uid for group in members}
+            batches = self._whole - (version - weights)  # after this one, that may take them whatever their number
+            later = need * batches + self._tolerated(need) if batches >= 0 else 0
+            if len(uids) > later:
+                found.append(Due(uids, later))
+        return found
 
     @property
     def _whole(self) -> int:

@@ -16,7 +16,7 @@ from hpcrl.dist.controller import Controller
 from hpcrl.rollout import events
 from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduler import RolloutScheduler
-from hpcrl.rollout.types import FinishReason, Prompt, sampling_seed, split_sample_id
+from hpcrl.rollout.types import FinishReason, Prompt, receiver_of, sampling_seed, split_sample_id
 from hpcrl.stats import Stat, Stats, merge, scalar
 
 BURSTS_AHEAD = 2
@@ -74,7 +74,9 @@ class RolloutLoop:
         """`free`: the replicas whose ranks neither train nor control, so that they may go on while others do."""
         self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
         self._deterministic, self._free = deterministic, frozenset(free)
-        self._replicas, self._scorers, self._envs = dict(replicas), list(scorers), list(envs)
+        self._needed_elsewhere = frozenset(replicas) - self._free  # in the background
+        self._replicas, self._envs = dict(replicas), list(envs)
+        self._answerers = list(envs or scorers)  # the ranks that responses go to
         self._live: Counter[int] = Counter()  # samples a replica decodes or queues
         self._bursts: Counter[int] = Counter()  # bursts on their way
         self._reached: dict[int, tuple[int, int]] = {}  # sample with a scorer or environment -> that rank, replica
@@ -105,6 +107,7 @@ class RolloutLoop:
             stream = _Stream(scheduler, prompts, draw, sampling)
             self._streams.append(stream)
         self.tell_lost()
+        self._pause(frozenset())
         while True:
             moved = [self._advance(each) for each in self._streams]
             if scheduler.ready():
@@ -124,16 +127,22 @@ class RolloutLoop:
         stats, stream.stats = merge(stream.stats), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
-        if not self._streams:
-            self._early.clear()  # no burst is on its way that could still tell of them
+            # No burst is on its way that could still tell of them.
+            self._early = {sample for sample in self._early if split_sample_id(sample)[0] not in stream.prompts}
         return Harvest(groups, sizes, stats)
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
         """Go on with the schedulers that generate ahead, while the controller waits for other ranks' answers."""
         self._take_in(arrived)
+        self._pause(self._needed_elsewhere)
         for stream in self._streams:
             self._advance(stream)
         self._keep_busy(self._free)
+
+    def _pause(self, replicas: frozenset[int]) -> None:
+        """Only these replicas have no time to generate."""
+        for stream in self._streams:
+            stream.scheduler.pause(replicas)
 
     def _advance(self, stream: _Stream) -> bool:
         """Let a scheduler hear what has arrived and carry out what it wants; whether there was anything."""
@@ -212,12 +221,13 @@ class RolloutLoop:
     def _receivers_of(self, replica: int) -> list[int]:
         """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
         would only cost time and each has as many."""
-        alive = [rank for rank in self._envs or self._scorers if rank not in self._controller.lost]
-        return [replica] if replica in alive and self._replicas.keys() >= set(alive) else alive
+        if self._replicas.keys() >= set(self._answerers) and replica in self._answerers:
+            return [replica]
+        return [rank for rank in self._answerers if rank not in self._controller.lost]
 
     def _reach(self, replica: int, samples: Sequence[int], receivers: Sequence[int]) -> None:
         for sample in samples:
-            receiver = receivers[split_sample_id(sample)[0] % len(receivers)]
+            receiver = receiver_of(sample, self._answerers, receivers)
             self._reached[sample] = receiver, replica
             if not self._waiting[receiver]:
                 self._heard[receiver] = time.monotonic()
@@ -331,7 +341,7 @@ class RolloutLoop:
 
     def _answered(self, sample: int) -> None:
         """Its scorer or environment has answered, maybe before the replica's BurstDone came."""
-        if not self._leave(sample):
+        if not self._leave(sample) and any(split_sample_id(sample)[0] in stream.prompts for stream in self._streams):
             self._early.add(sample)
 
     def _stranded(self, samples: tuple[int, ...]) -> Iterator[events.Event]:

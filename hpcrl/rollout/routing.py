@@ -12,10 +12,11 @@ from hpcrl.rollout.groups import LiveSample
 class Replica:
     """What the scheduler knows of one replica."""
 
-    __slots__ = ("acting", "answered", "capacity", "load", "running", "samples", "speed")
+    __slots__ = ("acting", "answered", "capacity", "load", "paused", "running", "samples", "speed")
 
     def __init__(self, capacity: int):
         self.capacity = capacity
+        self.paused = False  # it has other work to do for a while
         self.speed = 1.0  # of its decoding, relative to the median replica's
         self.running = 0  # samples that occupy a slot or wait in the engine for one
         self.load = 0.0  # of these, the sum of expected lengths (each 1 where lengths do not count)
@@ -27,7 +28,7 @@ class Replica:
     def room(self) -> int:
         """Samples it may be given; a slow replica gets less. Negative in deterministic mode, where the engine queues
         what its slots do not hold."""
-        return max(1, int(self.capacity * min(1.0, self.speed))) - self.running
+        return 0 if self.paused else max(1, int(self.capacity * min(1.0, self.speed))) - self.running
 
     @property
     def key(self) -> float:
@@ -42,6 +43,7 @@ class Replicas(dict[int, Replica]):
         if not capacities or min(capacities.values()) < 1:
             raise ValueError(f"rollouts need generator replicas with room for requests, got {dict(capacities)}")
         super().__init__((name, Replica(capacity)) for name, capacity in sorted(capacities.items()))
+        self._paused: frozenset[int] = frozenset()
         self._by_key: list[tuple[float, int]] = []  # heap of (key, replica); entries that no longer hold are skipped
         self._rebuild()
 
@@ -56,6 +58,15 @@ class Replicas(dict[int, Replica]):
         """A replica decodes at this speed, relative to the median."""
         self[name].speed = speed
         self._touch(name)
+
+    def pause(self, names: frozenset[int]) -> list[int]:
+        """Only these are paused from now on; the ones that no longer are."""
+        before, self._paused = self._paused, names
+        for name in before ^ names:
+            if name in self:
+                self[name].paused = name in names
+                self._touch(name)
+        return [name for name in before - names if name in self]
 
     def lightest(self) -> int | None:
         """The replica with room that carries least, the first of equals; None where there is no room."""

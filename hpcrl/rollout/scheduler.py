@@ -34,9 +34,10 @@ replica take their next turn together. Commands and batches then follow from the
 order of events. Offer all that wants() asks for before plan().
 
 Freshness (hpcrl.rollout.freshness): begin_step() starts groups anew that max_lag forbids. With on_stale=wait there are
-none: a batch takes the oldest groups first and waits for those that would be too old for the next one. The count of
-groups on their way bounds nothing: whole batches overtake a long answer. on_new_weights=restart starts samples anew
-that are on their way when weights arrive. Deterministic mode generates nothing ahead.
+none, but for redundant groups: a batch takes the oldest first and waits for those that no later one would have room
+for in time. The count of groups on their way bounds nothing: whole batches overtake a long answer.
+on_new_weights=restart starts samples anew that are on their way when weights arrive. Deterministic mode generates
+nothing ahead.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from hpcrl.rollout.events import (
     ScorerLost,
     Settled,
 )
-from hpcrl.rollout.freshness import Freshness
+from hpcrl.rollout.freshness import Due, Freshness
 from hpcrl.rollout.groups import LiveGroup, LiveSample, State
 from hpcrl.rollout.outbox import Outbox
 from hpcrl.rollout.policies import Lengths, SchedulerConfig, rejecting_filter
@@ -115,7 +116,7 @@ class RolloutScheduler:
         self._queue = PromptQueue()
         self._open: dict[int, LiveGroup] = {}  # started, no verdict yet
         self._overdue: set[int] = set()  # of these, the ones the batch waits for since they were dropped too often
-        self._last_chance: set[int] = set()  # open or valid, too old for the next batch
+        self._due: list[Due] = []  # what this batch must take, lest something grow too old
         self._valid: dict[int, LiveGroup] = {}  # accepted, not taken; in order of acceptance
         self._taken: list[LiveGroup] = []  # by the last take()
         self._wave: deque[int] = deque()  # deterministic mode: uids in the order of their verdicts
@@ -147,11 +148,15 @@ class RolloutScheduler:
             self._requeue(group)
             self._tally.count("cancelled")
         if self._fresh.max_lag > 0 and self.config.on_stale == "wait":
-            self._last_chance = self._fresh.last_chances(self._all_groups(), version, need)
+            self._due = self._fresh.due(self._all_groups(), version, need)
 
     def wants(self) -> int:
         """Fresh prompts the loop should offer before the next plan()."""
         return max(0, self._startable() - len(self._queue))
+
+    def pause(self, replicas: frozenset[int]) -> None:
+        """Admit and continue nothing on these until the next call, whose replicas take their place."""
+        self._touched.update(self._replicas.pause(replicas))
 
     def offer(self, uids: Iterable[int]) -> None:
         """Queue fresh prompts; uids rise over all calls."""
@@ -186,16 +191,15 @@ class RolloutScheduler:
         """Whether take() would return a batch."""
         if self._closed or len(self._valid) < self._need or self._awaits_overdue():
             return False
-        if self._last_chance.isdisjoint(self._open):
-            return True
-        return sum(uid in self._last_chance for uid in self._valid) >= self._need
+        return all(sum(uid in self._valid for uid in due.uids) >= min(self._need, due.count) for due in self._due)
 
     def take(self) -> list[Group]:
         """The step's groups in order of uid; their prompts are settled as trained. Closes the step."""
         if not self.ready():
             raise ValueError(f"take() before ready(): {len(self._valid)} valid groups, {self._need} needed")
         picked = sorted(self._pick(), key=lambda group: group.uid)
-        assert not self._fresh.too_old(picked, self.version, self._need), "a batch would be older than max_lag allows"
+        if old := self._fresh.too_old(picked, self.version, self._need):
+            raise AssertionError(f"the batch of version {self.version} would have groups of {old[0].version}: max_lag")
         self._taken = picked
         for group in picked:
             del self._valid[group.uid]
@@ -443,7 +447,8 @@ class RolloutScheduler:
         self._open.pop(group.uid, None)
         self._valid.pop(group.uid, None)
         self._overdue.discard(group.uid)
-        self._last_chance.discard(group.uid)
+        for due in self._due:
+            due.uids.discard(group.uid)
         for sample in group.samples:
             self._drop(sample)
 
@@ -460,13 +465,12 @@ class RolloutScheduler:
         self._settled.append(Settled(group.uid, group.attempt, disposition, reason, rewards))
 
     def _pick(self) -> list[LiveGroup]:
-        """The `need` groups to train: first those that no later batch may take or that this one waits for, then the
-        oldest."""
-        ranked = sorted(
-            self._valid.values(),
-            key=lambda group: (group.uid not in self._last_chance, not self._is_overdue(group), group.version),
-        )
-        return ranked[: self._need]
+        """The `need` groups to train: the oldest, as many as are due; then those that were dropped too often, the most
+        often dropped first; then the oldest again."""
+        oldest = sorted(self._valid.values(), key=lambda group: group.version)
+        due = max((due.count for due in self._due), default=0)
+        others = sorted(oldest[due:], key=lambda group: -self._dropped(group) if self._is_overdue(group) else 0)
+        return (oldest[:due] + others)[: self._need]
 
     def _all_groups(self) -> list[LiveGroup]:
         """Those that wait to be taken, then those on their way, in order of uid."""
@@ -479,11 +483,16 @@ class RolloutScheduler:
             return False
         overdue = [*(self._open[uid] for uid in self._overdue), *filter(self._is_overdue, self._valid.values())]
         patience = PATIENCE * self.config.max_attempts
-        return len(overdue) >= self._need or any(group.attempt - group.failures >= patience for group in overdue)
+        return len(overdue) >= self._need or any(self._dropped(group) >= patience for group in overdue)
 
     def _is_overdue(self, group: LiveGroup) -> bool:
-        """Dropped so often, without its fault, that the batch waits for it; in order of uid it gets its turn anyway."""
-        return not self.config.deterministic and group.attempt - group.failures >= self.config.max_attempts
+        """Dropped so often that the batch waits for it; in order of uid it gets its turn anyway."""
+        return not self.config.deterministic and self._dropped(group) >= self.config.max_attempts
+
+    @staticmethod
+    def _dropped(group: LiveGroup) -> int:
+        """Times the prompt was dropped without its fault."""
+        return group.attempt - group.failures
 
     # -- starting and routing
 

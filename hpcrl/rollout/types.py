@@ -6,6 +6,7 @@ Plain data without torch.distributed, clocks or engines, so that the scheduler a
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -58,6 +59,17 @@ def sampling_seed(seed: int, sample_id: int) -> int:
     """63-bit sampling seed of one sample, a function of (run seed, prompt, attempt, member) alone."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def receiver_of(sample_id: int, ranks: Sequence[int], alive: Collection[int]) -> int:
+    """The rank that scores a sample or plays its environment, the same one for siblings: of all ranks in an order that
+    is its prompt's own the first that is alive, so that the loss of a rank moves what was there and nothing else."""
+    order, left = split_sample_id(sample_id)[0], list(ranks)
+    while left:
+        order, place = divmod(order, len(left))
+        if (rank := left.pop(place)) in alive:
+            return rank
+    raise ValueError(f"none of the ranks {list(ranks)} is alive")
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def test_replicas_work_while_a_batch_is_trained_that_was_there_at_once(tmp_path:
     for step in (1, 2, 3):
         del ranks.sent[:]
         rollouts.next(step)
-        kinds = [type(command).__name__ for command in ranks.sent]
+        kinds = [type(command).__name__ for _, command in ranks.sent]
         admitted.append("Admit" in kinds)
         assert kinds.count("Admit") == 0 or "Burst" in kinds[kinds.index("Admit") :], kinds
     assert admitted[1], "the second step adds nothing, so this shows nothing"

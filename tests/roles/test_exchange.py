@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.dist.messages import HandOver
 from hpcrl.dist.transfer import Fabric
 from hpcrl.pipelines import transfers
 from hpcrl.pipelines.batches import moves
@@ -34,7 +35,7 @@ def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
         "token_ids": fill(SAMPLES.index, "i4"),
         "loss_mask": [np.arange(LENGTHS[s]) > 0 for s in samples],
         "gen_logprobs": fill(lambda s: -SAMPLES.index(s), "f4"),
-        "versions": fill(lambda s: 3, "i4"),
+        "versions": fill(lambda s: 6, "i4"),
         "turn_ids": fill(lambda s: 0, "i4"),
         "status": [np.zeros(1, dtype=np.int8) for _ in samples],
     }
@@ -48,6 +49,23 @@ def workers(threads: Threads, stage: Stage) -> list[Worker]:
     for worker, group in zip(made, groups, strict=True):
         worker.fabrics["rollout"] = Fabric(group, (0, 1, 2))
     return made
+
+
+def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, workers: list[Worker]) -> None:
+    sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
+    rows, exchanges = {0: SAMPLES, 1: [], 2: []}, [Exchange(worker) for worker in workers]
+    scored = dict.fromkeys(SAMPLES, (0.0, 0.0))
+    between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes)
+    (commands,) = hand_overs(8, "rollout", between, rows, scored, truncated=False)
+
+    def carry_out(rank: int) -> str:
+        try:
+            exchanges[rank].handlers()[HandOver](commands[rank], 1)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert threads.every(carry_out) == ["step 8 got a token of weights 6; rollout.max_lag allows 7", "", ""]
 
 
 @pytest.mark.parametrize("part_samples", [100, 5], ids=["whole", "in parts"])

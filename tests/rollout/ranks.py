@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,36 +13,38 @@ SCORER = 2
 
 
 class Ranks:
-    """A generator and a reward rank behind the controller's face. A response takes as many bursts as `bursts` says;
+    """Generators and a reward rank behind the controller's face. A response takes as many bursts as `bursts` says;
     `score` gives (reward, error), later than all bursts. Asked for events while nothing is on its way, they would be
     waited for without end.
     """
 
     def __init__(self, bursts: Callable[[int], int] = lambda uid: 1, score: Callable[[int], Any] = lambda _: (1.0, "")):
         self._bursts, self._score = bursts, score
-        self._running: dict[int, int] = {}
+        self._running: defaultdict[int, dict[int, int]] = defaultdict(dict)  # rank -> sample -> bursts to come
         self._events: deque[tuple[int, m.Event]] = deque()
         self._scores: deque[tuple[int, m.Event]] = deque()
         self._seq = 0
         self.lost: set[int] = set()
         self.command_s = 20.0
-        self.sent: list[m.Command] = []
+        self.sent: list[tuple[int, m.Command]] = []  # rank, command
 
     def send(self, rank: int, command: m.Command) -> int:
         self._seq += 1
-        self.sent.append(command)
+        self.sent.append((rank, command))
+        running = self._running[rank]
         match command:
             case m.Admit():
-                self._running |= {sample: self._bursts(split_sample_id(sample)[0]) for sample, _ in command.samples}
+                running |= {sample: self._bursts(split_sample_id(sample)[0]) for sample, _ in command.samples}
             case m.Burst():
-                self._running = {sample: left - 1 for sample, left in self._running.items()}
-                ended = [sample for sample, left in self._running.items() if left <= 0]
+                for sample in running:
+                    running[sample] -= 1
+                ended = [sample for sample, left in running.items() if left <= 0]
                 self._done(rank, ended, "stop")
                 if ended:
                     scored = [m.ScoredSample(i, *(2 * (self._score(i)[:1])), self._score(i)[1]) for i in ended]
                     self._scores.append((SCORER, m.Scored(scored)))
             case m.AbortSamples():
-                self._done(rank, [sample for sample in command.samples if sample in self._running], "abort")
+                self._done(rank, [sample for sample in command.samples if sample in running], "abort")
         return self._seq
 
     def events(self) -> list[tuple[int, m.Event]]:
@@ -63,6 +65,6 @@ class Ranks:
 
     def _done(self, rank: int, samples: list[int], reason: str) -> None:
         for sample in samples:
-            del self._running[sample]
+            del self._running[rank][sample]
         ended = [m.Ended(sample, 10 + split_sample_id(sample)[0] % 7, 4, reason) for sample in samples]
         self.say(rank, m.BurstDone(self._seq, ended, [], 4, 0.1))

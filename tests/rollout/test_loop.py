@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from hpcrl.dist import messages as m
 from hpcrl.rollout.loop import RolloutLoop, Sizes
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.types import Prompt, make_sample_id, split_sample_id
+from hpcrl.rollout.types import Prompt, make_sample_id, receiver_of, split_sample_id
 from tests.rollout.ranks import SCORER, Ranks
 
 GENERATOR = 1
@@ -78,6 +79,58 @@ def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:
     assert [group.samples[0].reward for group in harvest.groups] == [0.5]
 
 
+def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() -> None:
+    """Beside a stream that stays: else a later response under the same id would never be waited for."""
+    ranks = Ranks()
+    loop = make_loop(ranks)
+    steps(loop, SchedulerConfig(1, max_lag=1), [2], prompts())
+    left = make_sample_id(HELD_OUT, 5, 0)  # its replica died before it said BurstDone
+    ranks.say(SCORER, m.Scored([m.ScoredSample(left, 1.0, 1.0)]))
+    scheduler = RolloutScheduler(SchedulerConfig(1), {GENERATOR: 8})
+    scheduler.begin_step(0, 2)
+    loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 2)), SAMPLING)
+    assert loop._streams and not loop._early
+
+
+def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
+    ranks, samples = [5, 6, 7, 8], [make_sample_id(uid, 0, 3) for uid in range(4 * 6 * 50)]
+    alive, places = set(ranks), {sample: receiver_of(sample, ranks, ranks) for sample in samples}
+    assert Counter(places.values()) == dict.fromkeys(ranks, 300)
+    for lost in (6, 8, 5):
+        alive.remove(lost)
+        after = {sample: receiver_of(sample, ranks, alive) for sample in samples}
+        assert all(after[sample] == place for sample, place in places.items() if place != lost)
+        assert set(Counter(after.values()).values()) == {1200 // len(alive)}
+        places = after
+    with pytest.raises(ValueError, match=r"none of the ranks \[5, 6, 7, 8\] is alive"):
+        receiver_of(samples[0], ranks, [])
+
+
+def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_lost() -> None:
+    """Not moved to the replica itself, though all that are left are replicas."""
+    ranks = Ranks()
+    loop = RolloutLoop(ranks, {1: 8, 3: 8}, [], [1, 3, 4], seed=0, burst_tokens=4, deterministic=False)
+    before = {uid: receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._receivers_of(1)) for uid in range(12)}
+    ranks.lost.add(4)
+    for uid, place in before.items():
+        assert place in (4, receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._receivers_of(1)))
+
+
+def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
+    loop = RolloutLoop(Ranks(), {1: 8, 3: 8}, [SCORER], [], seed=0, burst_tokens=4, deterministic=False, free=[3])
+    scheduler, known, draw = RolloutScheduler(SchedulerConfig(1, max_lag=1), {1: 8, 3: 8}), {}, draw_from(prompts())
+
+    def paused() -> list[int]:
+        return [rank for rank, replica in scheduler._replicas.items() if replica.paused]
+
+    for version in range(2):
+        scheduler.begin_step(version, 4)
+        loop.drive(scheduler, known, draw, SAMPLING)
+        assert paused() == []
+        loop.background([])
+        assert paused() == [1]
+
+
 def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
     """With a lag, groups that a step finishes ahead are trained by the next."""
     ranks = Ranks()
@@ -94,7 +147,7 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
     ranks = Ranks(bursts=lambda uid: 1 + 9 * (uid % 2), score=lambda sample: (1.0, ""))
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(2, extra_prompts=2), [1, 1, 1], prompts())
-    assert any(isinstance(command, m.AbortSamples) for command in ranks.sent)
+    assert any(isinstance(command, m.AbortSamples) for _, command in ranks.sent)
     assert not any(loop._sizes.values()) and loop._dropped == {} and loop._early == set()
 
 

@@ -192,7 +192,7 @@ def check_accounting(scheduler, batches, ends, offered):
     extra_prompts=st.integers(0, 4),
     deterministic=st.booleans(),
     max_turns=st.integers(1, 3),
-    max_lag=st.sampled_from([0, 0, 0.5, 1, 2]),
+    max_lag=st.sampled_from([0, 0, 0.5, 1, 2, 3.5]),
     policies=st.fixed_dictionaries(
         {
             "extra_members": st.integers(0, 2),
@@ -242,7 +242,7 @@ def test_accounting_budget_and_termination_under_random_events(
         scheduler.tell([lost]) if rng.random() < 0.5 else world.late.append(lost)
         return True
 
-    batches, ends, offered = run_steps(scheduler, world, need, 4, disturb, break_hand_over)
+    batches, ends, offered = run_steps(scheduler, world, need, 6, disturb, break_hand_over)
     check_accounting(scheduler, batches, ends, offered)
     for version, batch in enumerate(batches):
         assert len(batch) == need and [g.uid for g in batch] == sorted(g.uid for g in batch)
@@ -310,6 +310,16 @@ def test_long_answers_are_gathered_into_a_batch():
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_prompts=3, max_attempts=3), world.capacities)
     batches, _, _ = run_steps(scheduler, world, 3, 8)
     assert [i for i, batch in enumerate(batches) if any(group.uid < 3 for group in batch)] == [3]
+
+
+@pytest.mark.parametrize(("need", "extra_prompts", "max_attempts"), [(2, 4, 1), (8, 16, 1), (4, 16, 3), (8, 32, 3)])
+def test_the_longest_of_many_that_were_dropped_too_often_has_its_turn(need, extra_prompts, max_attempts):
+    """More than a batch are waited for, and the longest of them is always the last to end."""
+    world = World(random.Random(1), False, {0: 256}, pass_rate=1.0)
+    world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] == 0 else 8 * (1 + sample_id % 5)
+    config = SchedulerConfig(2, extra_prompts=extra_prompts, max_attempts=max_attempts)
+    batches, _, _ = run_steps(RolloutScheduler(config, world.capacities), world, need, 12)
+    assert any(group.uid == 0 for batch in batches for group in batch)
 
 
 # -- one rule each
@@ -555,6 +565,43 @@ def test_state_survives_json_and_restarts_what_was_in_flight():
     smaller = RolloutScheduler(config, {4: 8})
     smaller.load_state_dict(state)
     assert {sample.replica for sample in smaller.finished()[0].samples} == {4}
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 3])
+def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_lag):
+    """A batch of one group a step; two of the first weights are written on and on, while every other ends at once. The
+    last two batches that may take them must: the one before the last, which could go on with another, waits."""
+    config = SchedulerConfig(1, max_lag=max_lag, max_generated_groups=1000)
+    scheduler = RolloutScheduler(config, {0: 64})
+    long, uid = {make_sample_id(0, 0, 0), make_sample_id(1, 0, 0)}, 0
+    for version in range(max_lag + 1):
+        scheduler.begin_step(version, 1)
+        for _ in range(3):
+            fresh = range(uid, uid := uid + scheduler.wants())
+            scheduler.offer(fresh)
+            admitted = [i for command in scheduler.plan() for i in command.sample_ids if isinstance(command, Admit)]
+            scheduler.tell([finish(*(ended := set(admitted) - long)), *score(*ended)])
+        if version < max_lag - 1:
+            assert scheduler.ready() and {group.uid for group in scheduler.take()}.isdisjoint({0, 1})
+            continue
+        assert not scheduler.ready()
+        one = long.pop()
+        scheduler.tell([finish(one), *score(one)])
+        assert scheduler.ready() and [group.uid for group in scheduler.take()] == [split_sample_id(one)[0]]
+    assert scheduler.metrics()["scheduler/cancelled"][0] == 0
+
+
+def test_paused_replicas_are_given_nothing_until_they_go_on():
+    scheduler, commands = started(SchedulerConfig(1, max_lag=1), 4, {0: 8, 1: 8}, 4)
+    assert {command.replica for command in commands} == {0, 1}
+    scheduler.pause(frozenset({0}))
+    scheduler.offer(range(4, 8))
+    assert scheduler.plan() == [Admit(1, ids_of(4, 1) + ids_of(5, 1) + ids_of(6, 1) + ids_of(7, 1))]
+    running = [split_sample_id(i)[0] for command in commands if command.replica == 0 for i in command.sample_ids]
+    turn = make_sample_id(running[0], 0, 0)
+    assert scheduler.plan([BurstDone(0, turns=((turn, 5),)), Answered((turn,))]) == []
+    scheduler.pause(frozenset())
+    assert scheduler.plan() == [Continue(0, (turn,))]
 
 
 def test_generation_goes_on_between_steps_only_with_lag():
