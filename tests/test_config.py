@@ -165,7 +165,18 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["rollout.max_lag=1.001"], "rollout.max_lag: 0.001 of 64 prompts is less than one, so that nothing can be"),
         (
             ["rollout.max_lag=2", "rollout.max_generated_groups=64"],
-            "rollout.max_generated_groups: 64 leaves nothing to generate ahead; with max_lag 2 a step may start 192",
+            "rollout.max_generated_groups: 64 is less than the 192 that a step may start with max_lag 2; use at least",
+        ),
+        (["rollout.max_lag=101"], "rollout.max_lag: 101 is more than max_steps=100, so that all is generated at once"),
+        (
+            ["deterministic=true", "rollout.extra_members=2"],
+            "rollout.extra_members: 2, and deterministic=true waits for",
+        ),
+        (["rollout.filter_mean_low=1"], "rollout.filter_mean_low: 1, and scores are between 0 and 1, so that every"),
+        (["rollout.filter_mean_high=0"], "rollout.filter_mean_high: 0, and scores are between 0 and 1, so that every"),
+        (
+            ["debug=fake", "fake.pass_rate=1", "rollout.filter_std=true"],
+            "fake.pass_rate: 1 makes the rewards of a group equal, and rollout.filter_std rejects such groups",
         ),
         (
             ["env=scripted", "env.timeout_s=300", "timeouts.command_s=60"],

@@ -206,6 +206,22 @@ def _filters(config: Config) -> Iterator[Problem]:
     if low is not None and high is not None and low >= high:
         text = f"rollout.filter_mean_low: {low:g} must be below rollout.filter_mean_high, which is {high:g}"
         yield Problem(("rollout", "filter_mean_low"), text, (("rollout", "filter_mean_high"),))
+    elif config.env is None and all(reward.name != "function" for reward in config.reward.values()):
+        scores = "scores are between 0 and 1, so that every group would be rejected"
+        if low is not None and low >= 1:
+            yield Problem(
+                ("rollout", "filter_mean_low"), f"rollout.filter_mean_low: {low:g}, and {scores}; use less than 1"
+            )
+        if high is not None and high <= 0:
+            yield Problem(
+                ("rollout", "filter_mean_high"), f"rollout.filter_mean_high: {high:g}, and {scores}; use more than 0"
+            )
+    if config.debug == "fake" and rollout.filter_std and config.fake.pass_rate in (0, 1):
+        text = (
+            f"fake.pass_rate: {config.fake.pass_rate:g} makes the rewards of a group equal, and rollout.filter_std "
+            "rejects such groups; use a share between 0 and 1, or rollout.filter_std=false"
+        )
+        yield Problem(("fake", "pass_rate"), text, (("rollout", "filter_std"),))
     active = [
         name
         for name in ("filter_mean_low", "filter_mean_high", "filter_std")
@@ -218,7 +234,7 @@ def _filters(config: Config) -> Iterator[Problem]:
     if limit is not None and limit < wanted:
         text = (
             f"rollout.max_generated_groups: {limit} is less than num_prompts + extra_prompts = {wanted}, "
-            "which a step always starts"
+            f"which a step always starts; use at least {wanted}"
         )
         involved = (("rollout", "num_prompts"), ("rollout", "extra_prompts"))
         yield Problem(("rollout", "max_generated_groups"), text, involved)
@@ -228,6 +244,12 @@ def _redundancy(config: Config) -> Iterator[Problem]:
     if not config.reinforces:
         return
     rollout, members = config.rollout, ("rollout", "extra_members")
+    if config.deterministic and rollout.extra_members:
+        text = (
+            f"rollout.extra_members: {rollout.extra_members}, and deterministic=true waits for all members of a group, "
+            "so that the redundant ones gain nothing; use 0"
+        )
+        yield Problem(members, text, (("deterministic",),))
     count = rollout.group_size + rollout.extra_members
     if count > MOST_MEMBERS:
         text = (
@@ -242,12 +264,18 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
         return
     rollout, layout, cap = config.rollout, ("layout", "generator"), ("generator", "max_requests")
     if rollout.min_replicas > replicas:
-        text = f"rollout.min_replicas: {rollout.min_replicas}, and layout.generator makes {replicas} replicas"
+        text = (
+            f"rollout.min_replicas: {rollout.min_replicas}, and layout.generator makes {replicas} replicas; lower it "
+            "or raise layout.generator.num_ranks"
+        )
         yield Problem(("rollout", "min_replicas"), text, (layout,))
     room, members = replicas * config.generator.most_requests, rollout.group_size + rollout.extra_members
     has = f"and {replicas} replicas are given {room} responses at once"
     if config.generator.max_requests is not None and members > room:
-        text = f"generator.max_requests: {config.generator.max_requests}: a prompt has {members} responses, {has}"
+        text = (
+            f"generator.max_requests: {config.generator.max_requests}: a prompt has {members} responses, {has}; raise "
+            "it or lower rollout.group_size"
+        )
         yield Problem(cap, text, (("rollout", "group_size"), layout))
     elif rollout.extra_members and members > room:
         text = (
@@ -277,12 +305,18 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
             f"generated ahead by it; use {whole:g} or at least {whole + 1 / rollout.num_prompts:.4g}"
         )
         yield Problem(at, text, (("rollout", "num_prompts"),))
+    if rollout.max_lag > config.max_steps:
+        text = (
+            f"rollout.max_lag: {rollout.max_lag:g} is more than max_steps={config.max_steps}, so that all is generated "
+            "at once; use a few steps"
+        )
+        yield Problem(at, text, (("max_steps",),))
     ahead = int(rollout.max_lag * rollout.num_prompts + 1e-9)
     wanted, limit = rollout.num_prompts + rollout.extra_prompts + ahead, rollout.max_generated_groups
-    if limit is not None and limit < wanted:
+    if limit is not None and wanted - ahead <= limit < wanted:
         text = (
-            f"rollout.max_generated_groups: {limit} leaves nothing to generate ahead; with max_lag {rollout.max_lag:g} "
-            f"a step may start {wanted}"
+            f"rollout.max_generated_groups: {limit} is less than the {wanted} that a step may start with max_lag "
+            f"{rollout.max_lag:g}; use at least {wanted}"
         )
         yield Problem(("rollout", "max_generated_groups"), text, (at,))
 

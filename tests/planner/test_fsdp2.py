@@ -121,8 +121,8 @@ def test_a_step_needs_no_more_than_planned(
 def test_a_step_of_two_ranks_needs_no_more_than_planned(
     length: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What there is at the peak is a matter of time here: each of gloo's two threads may still hold its last collective,
-    at most a layer that was gathered and its copy."""
+    """What there is at the peak is a matter of time here: each of gloo's two threads may still hold its last
+    collective, at most a layer that was gathered and its copy."""
     folder = make_model_folder("qwen3", tmp_path / "qwen3", vocab_size=1000, **TALL)
     peaks = run_ranks(2, step_peak, folder, tmp_path, large, 8, length)
     monkeypatch.setattr(fsdp2, "SMALL_MODEL_BYTES", 0 if large else 4 << 30)
