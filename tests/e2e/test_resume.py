@@ -15,16 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import AutoTokenizer
 
 from hpcrl.checkpoint.failpoint import FAILPOINTS
 from hpcrl.checkpoint.state import read_state
+from hpcrl.config import parse
+from hpcrl.data import PromptSource
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step, step_name, steps_in
 from hpcrl.metrics import read_metrics
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.rollout.types import Prompt
 from tests.e2e.program import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -73,9 +78,15 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_data: Path) -> dict[str, Runs]:
-    """Runs by variant."""
-    inputs = [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}"]
-    return {name: Runs(tmp_path_factory.mktemp(name), [*inputs, *WORDS, *more]) for name, more in VARIANTS.items()}
+    """Runs by variant. Of those outside deterministic mode an epoch ends within three steps."""
+    few = tmp_path_factory.mktemp("few") / "digits.jsonl"
+    few.write_text("".join(digit_data.read_text().splitlines(keepends=True)[:10]))
+    made = {}
+    for name, more in VARIANTS.items():
+        train = digit_data if "deterministic=true" in more else few
+        inputs = [f"model.path={digit_model}", f"data.train={train}", f"data.val={digit_data}"]
+        made[name] = Runs(tmp_path_factory.mktemp(name), [*inputs, *WORDS, *more])
+    return made
 
 
 @pytest.fixture
@@ -342,6 +353,22 @@ def check_accounts(run_dir: Path) -> None:
     counts = Counter(record.disposition.value for record in ended)
     assert counts == Counter({kind: sum(c for _, k, _, c in ledger["counts"] if k == kind) for kind in counts})
     assert sum(count for *_, count in ledger["counts"]) == len(ended)
+    prompts = drawn(run_dir, ledger["next_uid"])
     for number in RolloutReader(run_dir).steps():
-        trained = np.unique(RolloutReader(run_dir).batch(number).group_ids.numpy())
-        assert len(trained) == 4
+        batch = RolloutReader(run_dir).batch(number)
+        assert len(np.unique(batch.group_ids.numpy())) == 4
+        for uid, start in zip(batch.group_ids.tolist(), batch.cu_seqlens.tolist(), strict=False):
+            ids = prompts[uid].token_ids
+            assert tuple(batch.token_ids[start : start + len(ids)].tolist()) == ids
+
+
+def drawn(run_dir: Path, count: int) -> list[Prompt]:
+    """The first prompts of the run's data, as an undisturbed run draws them: each row once in every epoch."""
+    config = parse(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    source = PromptSource(config.data, "train", tokenizer, config.seed, config.rollout.num_prompts)
+    prompts = [source.next() for _ in range(count)]
+    places = Counter((prompt.epoch, prompt.row) for prompt in prompts)
+    assert set(places.values()) <= {1} and len(places) == count
+    assert len({epoch for epoch, _ in places}) == -(-count // len(source))
+    return prompts
