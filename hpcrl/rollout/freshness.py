@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,15 +12,21 @@ from hpcrl.rollout.groups import LiveGroup
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Of the groups that are at least so old, later batches have room for `later`; the others are due in the next."""
+    """Of the groups that are at least so old, later batches have room for `later`; the others are due in the next.
+    `open`: those of them that have no verdict yet."""
 
     uids: set[int]
+    open: set[int]
     later: int
 
     @property
     def count(self) -> int:
         """Groups of them that the next batch must take."""
         return max(0, len(self.uids) - self.later)
+
+    def is_met(self, need: int) -> bool:
+        """Whether a batch of `need` can take them."""
+        return len(self.uids) - len(self.open) >= min(need, self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Freshness:
                 old.append(group)
         return old
 
-    def due(self, groups: Iterable[LiveGroup], version: int, need: int) -> list[Due]:
+    def due(self, groups: Iterable[LiveGroup], still_open: Collection[int], version: int, need: int) -> list[Due]:
         """What the batch of this version must take of groups from older weights, so that none grows too old for all
         that follow: one entry for each age of which later batches cannot take everything."""
         old = sorted((group for group in groups if group.version < version), key=lambda group: group.version)
@@ -56,7 +62,7 @@ class Freshness:
             batches = self._whole - (version - weights)  # after this one, that may take them whatever their number
             later = need * batches + self._tolerated(need) if batches >= 0 else 0
             if len(uids) > later:
-                found.append(Due(uids, later))
+                found.append(Due(uids, uids.intersection(still_open), later))
         return found
 
     @property

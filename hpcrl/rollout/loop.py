@@ -77,6 +77,7 @@ class RolloutLoop:
         self._needed_elsewhere = frozenset(replicas) - self._free  # in the background
         self._replicas, self._envs = dict(replicas), list(envs)
         self._answerers = list(envs or scorers)  # the ranks that responses go to
+        self._all_generate = self._replicas.keys() >= set(self._answerers)
         self._live: Counter[int] = Counter()  # samples a replica decodes or queues
         self._bursts: Counter[int] = Counter()  # bursts on their way
         self._reached: dict[int, tuple[int, int]] = {}  # sample with a scorer or environment -> that rank, replica
@@ -221,7 +222,7 @@ class RolloutLoop:
     def _receivers_of(self, replica: int) -> list[int]:
         """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
         would only cost time and each has as many."""
-        if self._replicas.keys() >= set(self._answerers) and replica in self._answerers:
+        if self._all_generate and replica in self._answerers:
             return [replica]
         return [rank for rank in self._answerers if rank not in self._controller.lost]
 

@@ -148,7 +148,7 @@ class RolloutScheduler:
             self._requeue(group)
             self._tally.count("cancelled")
         if self._fresh.max_lag > 0 and self.config.on_stale == "wait":
-            self._due = self._fresh.due(self._all_groups(), version, need)
+            self._due = self._fresh.due(self._all_groups(), self._open, version, need)
 
     def wants(self) -> int:
         """Fresh prompts the loop should offer before the next plan()."""
@@ -191,7 +191,7 @@ class RolloutScheduler:
         """Whether take() would return a batch."""
         if self._closed or len(self._valid) < self._need or self._awaits_overdue():
             return False
-        return all(sum(uid in self._valid for uid in due.uids) >= min(self._need, due.count) for due in self._due)
+        return all(due.is_met(self._need) for due in self._due)
 
     def take(self) -> list[Group]:
         """The step's groups in order of uid; their prompts are settled as trained. Closes the step."""
@@ -412,6 +412,8 @@ class RolloutScheduler:
         else:
             self._valid[group.uid] = self._open.pop(group.uid)
             self._overdue.discard(group.uid)
+            for due in self._due:
+                due.open.discard(group.uid)
 
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
         """Drop the group; its prompt starts anew or, after max_attempts failures, has failed."""
@@ -449,6 +451,7 @@ class RolloutScheduler:
         self._overdue.discard(group.uid)
         for due in self._due:
             due.uids.discard(group.uid)
+            due.open.discard(group.uid)
         for sample in group.samples:
             self._drop(sample)
 

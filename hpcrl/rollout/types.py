@@ -64,6 +64,8 @@ def sampling_seed(seed: int, sample_id: int) -> int:
 def receiver_of(sample_id: int, ranks: Sequence[int], alive: Collection[int]) -> int:
     """The rank that scores a sample or plays its environment, the same one for siblings: of all ranks in an order that
     is its prompt's own the first that is alive, so that the loss of a rank moves what was there and nothing else."""
+    if len(alive) == 1:
+        return next(iter(alive))
     order, left = split_sample_id(sample_id)[0], list(ranks)
     while left:
         order, place = divmod(order, len(left))
