@@ -50,7 +50,7 @@ def train(model: str, variant: str, seed: int, steps: int, folder: Path) -> list
         return rows
     words = ["+experiment=rlvr_async", f"model.path={model}", f"seed={seed}", f"max_steps={steps}"]
     words += [f"eval_every={steps}", "save_every=0", "eval.num_prompts=2048", *VARIANTS[variant]]
-    words += ["rollout.filter_std=false"]  # which rejects more than may be generated once nearly all answers are right
+    words += ["rollout.max_generated_groups=20000"]  # the filter rejects nearly all once nearly all answers are right
     launch(words, run_dir)
     return read_metrics(run_dir)
 
