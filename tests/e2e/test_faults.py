@@ -125,7 +125,9 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
     start = runs.running("run", past=newest(run_dir))
     (run_dir / "checkpoints").rename(run_dir / "kept")
     (run_dir / "checkpoints").write_text("in the way")
-    assert_ended(start, ExitCode.NOT_SAVED, rf"{run_dir}/checkpoints: .*Not a directory", within_s=COMMAND_S)
+    # What fails first depends on where the save was just then: making its folder, or finding what it had written.
+    cause = rf"{run_dir}/checkpoints: .*(Not a directory|is no file of the checkpoint)"
+    assert_ended(start, ExitCode.NOT_SAVED, cause, within_s=COMMAND_S)
 
     (run_dir / "checkpoints").unlink()
     (run_dir / "kept").rename(run_dir / "checkpoints")
@@ -205,9 +207,9 @@ ENDS = {
         r"of 4 can still come .*failed \d+, the last by environment class: SystemExit: 0",
     ),
     "filters that reject everything": (
-        ["rollout.filter_mean_low=2"],
+        ["rollout.filter_mean_low=.4 rollout.filter_mean_high=.45"],  # no mean of four rewards of 0 or 1
         ExitCode.STARVED,
-        r"filtered_mean_low 80, .*relax rollout.filter_\*",
+        r": 80 groups were started and 0 of 4 can still come \(filtered_mean_low .*relax rollout.filter_\*",
     ),
     "a learning rate that breaks the weights": (
         ["trainer.lr=1e30"],
