@@ -120,6 +120,7 @@ def main() -> int:
     runs: dict[str, list[list[dict[str, float | None]]]] = {variant: [] for variant in options.variants}
     with tempfile.TemporaryDirectory() as removed:
         folder = options.runs or Path(removed)
+        folder.mkdir(parents=True, exist_ok=True)
         for seed in options.seeds:
             for variant in options.variants:
                 runs[variant].append(train(options.model, variant, seed, options.steps, folder))
