@@ -21,6 +21,7 @@ from hpcrl.pipelines import PIPELINES
 from hpcrl.pipelines.checkpoints import CheckpointError, NotSavedError
 from hpcrl.pipelines.context import NoProgress, Run, Stopped
 from hpcrl.roles.worker import Worker
+from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduler import RolloutExhausted
 from hpcrl.rundir import VERDICT, SupersededError, finish_run
 from hpcrl.signals import STOPPING
@@ -79,8 +80,10 @@ def control(
         return _tell(world, *_explain(error, built=run is not None))
 
 
-def _explain(error: Exception, built: bool) -> tuple[ExitCode, str]:
+def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
     """Exit code and one line. What is wrong with the user's input may show only when the engines are built."""
+    if isinstance(error, BackgroundError) and error.__cause__ is not None:
+        error = error.__cause__
     code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
     match error:
         case RankFailed(event=Failed(kind="numbers")):

@@ -129,6 +129,13 @@ class Run:
             return f"the end of its job in {left:.0f} s (another step with its save takes up to {needed:.0f} s)"
         return ""
 
+    def publish(self, version: int) -> Stats:
+        """Give every living replica the trainers' weights under this version."""
+        stats = self.weights.publish(version)
+        if isinstance(self._data, Rollouts):
+            self._data.scheduler.weights_arrived(version)
+        return stats
+
     def evaluate(self, step: int) -> Stats:
         """Held-out scores where they are due at this step (0: before training); nothing otherwise."""
         every = self.config.eval_every

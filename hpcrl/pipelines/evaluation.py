@@ -20,13 +20,10 @@ from hpcrl.pipelines.parts import timed
 from hpcrl.rollout.loop import Harvest, RolloutLoop
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
-from hpcrl.rollout.types import Prompt
+from hpcrl.rollout.types import Prompt, held_out_uid
 from hpcrl.stats import Stats, merge, scalar
 
 SHOWN_CHARS = 100
-FIRST_UID = 1 << 38
-"""Evaluation's prompts are numbered from here, away from those of training. Every evaluation has numbers of its own: an
-answer that comes late must not count in the next one."""
 
 
 class Evaluation:
@@ -47,7 +44,8 @@ class Evaluation:
         self._prompts = _held_out(config, tokenizer) if config.data.val else []
 
     def scores(self, step: int) -> Stats:
-        """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature)."""
+        """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature), each with
+        the number of responses whose reward could not be computed (score_errors)."""
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
@@ -83,8 +81,7 @@ class Evaluation:
         living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
         scheduler = RolloutScheduler(settings, living)
         scheduler.begin_step(0, len(self._prompts))
-        first = FIRST_UID + number * len(self._prompts)
-        waiting = (replace(prompt, uid=first + i) for i, prompt in enumerate(self._prompts))
+        waiting = (replace(prompt, uid=held_out_uid(number, i)) for i, prompt in enumerate(self._prompts))
         return self._loop.drive(
             scheduler,
             {},
@@ -128,10 +125,11 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
 def _score_stats(prefix: str, harvest: Harvest) -> Stats:
     samples = [group.samples[0] for group in harvest.groups]
     lengths = [harvest.sizes[sample.id].model for sample in samples]
-    return merge(
+    shown = merge(
         {f"{prefix}/score/*": scalar(sample.score), f"{prefix}/response_length/*": scalar(length)}
         for sample, length in zip(samples, lengths, strict=True)
     )
+    return shown | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
 
 
 def _short(text: str) -> str:

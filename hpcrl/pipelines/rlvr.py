@@ -7,7 +7,7 @@ from hpcrl.pipelines.context import Run
 
 def rlvr(run: Run) -> None:
     """Train the policy of `run` to its last step."""
-    run.weights.publish(run.first_step)
+    run.publish(run.first_step)
     if run.first_step == 0:
         run.log(0, run.evaluate(0))
     for step in run.steps():
@@ -21,6 +21,6 @@ def rlvr(run: Run) -> None:
         ]
         run.rollouts.store(batch, run.trainer)
         run.trainer.drop(batch)
-        stats.append(run.weights.publish(step))
+        stats.append(run.publish(step))
         run.log(step, *stats, run.evaluate(step))
         run.checkpoint.maybe_save(step)

@@ -28,7 +28,7 @@ def sft(run: Run) -> None:
         run.trainer.drop(batch)
         scores = {}
         if run.evaluation is not None and config.eval_every and step % config.eval_every == 0:
-            run.weights.publish(step)
+            run.publish(step)
             scores = run.evaluate(step)
         counted = {"_tokens": scalar(sum(size.total for size in sizes)), "_samples": scalar(len(sizes))}
         run.log(step, counted, stats, scores)

@@ -20,7 +20,7 @@ from hpcrl.dist.messages import Observed, Response, ScoredSample, TurnDelta
 from hpcrl.envs import env_class, make_env
 from hpcrl.envs.base import Env
 from hpcrl.roles.dialogue import observation_ids
-from hpcrl.rollout.types import FinishReason, split_sample_id
+from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -170,7 +170,7 @@ class EnvRole:
         episode = self._episodes.get(turn.sample)
         if episode is None:
             episode = self._episodes[turn.sample] = _Episode(make_env(config, json.loads(turn.meta)))
-            episode.env.reset(self._worker.config.seed + split_sample_id(turn.sample)[0])
+            episode.env.reset(episode_seed(self._worker.config.seed, split_sample_id(turn.sample)[0]))
         observation, gained, terminated, truncated, info = episode.env.step(turn.text)
         # float and str, since numpy's and torch's numbers do not travel
         episode.reward += float(gained)

@@ -241,7 +241,9 @@ class GeneratorRole:
 
     def _abort(self, command: AbortSamples, seq: int) -> BurstDone:
         outputs = self.engine.abort(command.samples)
-        counts = {o.id: len(o.token_ids) for o in outputs} | {i: 0 for i in command.samples if i in self._refused}
+        turns = {i: int(self.held[i].loss_mask.sum()) if i in self.held else 0 for i in command.samples}
+        counts = {o.id: turns[o.id] + len(o.token_ids) for o in outputs}  # earlier turns with it
+        counts |= {i: turns[i] for i in command.samples if i in self._refused}
         ended = [Ended(sample, 0, count, str(FinishReason.ABORT)) for sample, count in counts.items()]
         posts: dict[int, list[Response]] = defaultdict(list)
         for sample in command.samples:

@@ -58,6 +58,11 @@ class ReplicaLost:
     replica: int
 
 
+REPLICA_LOST = "a generator replica was lost"
+ENV_LOST = "an env rank was lost"
+"""Causes of a failure that is not the prompt's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScorerLost:
     """The scorer of these samples is gone; they are scored again."""

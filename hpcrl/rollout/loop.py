@@ -31,6 +31,10 @@ class Sizes:
     model: int
 
 
+class BackgroundError(RuntimeError):
+    """Generating ahead failed while the controller waited for something else; __cause__ says why."""
+
+
 @dataclass
 class _Stream:
     """A scheduler at work: where its prompts come from and what it has still to hear."""
@@ -133,11 +137,16 @@ class RolloutLoop:
         return Harvest(groups, sizes, stats)
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
-        """Go on with the schedulers that generate ahead, while the controller waits for other ranks' answers."""
+        """Go on with the schedulers that generate ahead, while the controller waits for other ranks' answers.
+
+        BackgroundError where they cannot or the data is bad: no error of what is waited for."""
         self._take_in(arrived)
         self._pause(self._needed_elsewhere)
-        for stream in self._streams:
-            self._advance(stream)
+        try:
+            for stream in self._streams:
+                self._advance(stream)
+        except (ValueError, OSError) as error:
+            raise BackgroundError(str(error)) from error
         self._keep_busy(self._free)
 
     def _pause(self, replicas: frozenset[int]) -> None:
@@ -350,7 +359,7 @@ class RolloutLoop:
         if samples:
             for sample in samples:
                 self._leave(sample)
-            yield events.Failed(samples, "an env rank was lost") if self._envs else events.ScorerLost(samples)
+            yield events.Failed(samples, events.ENV_LOST) if self._envs else events.ScorerLost(samples)
 
     def _scored(self, result: messages.ScoredSample) -> events.Event:
         self._answered(result.sample)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import median_low
 
 from hpcrl.rollout.events import Paced
 
@@ -37,7 +37,7 @@ class Pace:
         if self._unseen * LOOKS < len(self._slowness):
             return []
         self._unseen = 0
-        middle = median(self._slowness.values())
+        middle = median_low(self._slowness.values())  # of two, the faster
         speeds = {name: middle / max(slowness, 1e-9) for name, slowness in self._slowness.items()}
         news = {n: speed for n, speed in speeds.items() if abs(speed / self._told.get(n, 1.0) - 1.0) > NEWS}
         self._told |= news

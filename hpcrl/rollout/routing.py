@@ -94,8 +94,10 @@ class Waiting:
     def __init__(self, samples: Mapping[int, LiveSample]):
         self._samples = samples  # the living ones; others are skipped
         self._heap: list[int] = []
+        self.size = 0  # living samples that wait; who drops one takes it off
 
     def add(self, sample: LiveSample) -> None:
+        self.size += 1
         heapq.heappush(self._heap, sample.id)
 
     def head(self) -> LiveSample | None:
@@ -110,6 +112,7 @@ class Waiting:
         """head(), which waits no more."""
         sample = self.head()
         assert sample is not None
+        self.size -= 1
         heapq.heappop(self._heap)
         return sample
 

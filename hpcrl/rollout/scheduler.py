@@ -49,6 +49,8 @@ from dataclasses import replace
 from typing import Any
 
 from hpcrl.rollout.events import (
+    ENV_LOST,
+    REPLICA_LOST,
     Aborted,
     Admit,
     Answered,
@@ -89,9 +91,8 @@ COUNTS = (
 )
 
 
-LOST = "a generator replica was lost"
 POISON = 3
-"""Replicas that may be lost under a prompt until it has failed: it may be what kills them."""
+"""Replicas or environments that may be lost under a prompt until it has failed: it may be what kills them."""
 PATIENCE = 4
 """Times max_attempts that a prompt is dropped until the batch waits for it alone."""
 
@@ -108,7 +109,8 @@ class RolloutScheduler:
     ):
         """kind_of: class of a prompt (its domain); responses to prompts of one class are of about the same length."""
         self.config, self._kind_of = config, kind_of
-        self.version = -1
+        self.version = -1  # what the step trains
+        self._newest = -1  # what replicas generate with
         self._fresh = Freshness(0.0 if config.deterministic else config.max_lag)
         self._replicas = Replicas(replicas)
         self._need = 0
@@ -133,22 +135,29 @@ class RolloutScheduler:
     # -- what the loop calls
 
     def begin_step(self, version: int, need: int) -> None:
-        """Open the step that trains `need` groups on weights `version`; starts groups anew that max_lag forbids."""
+        """Open the step that trains `need` groups on weights `version`, which have arrived; starts groups anew that
+        max_lag forbids."""
         if need < 1 or version < self.version:
             raise ValueError(f"begin_step needs need >= 1 and a version of {self.version} or later: {version=} {need=}")
         self._tell_taken()
-        arrived = version > self.version
-        self.version, self._need, self._closed, self._generated = version, need, False, 0
-        for group in self._open.values():
-            if arrived and self.config.on_new_weights == "restart":
-                self._restart(group)
-            if all(sample.state is State.WAITING for sample in group.samples):
-                group.version = version
+        self.version, self._need, self._closed = version, need, False
+        self.weights_arrived(version)
         for group in self._fresh.too_old(self._all_groups(), version, need):
             self._requeue(group)
             self._tally.count("cancelled")
         if self._fresh.max_lag > 0 and self.config.on_stale == "wait":
             self._due = self._fresh.due(self._all_groups(), self._open, version, need)
+
+    def weights_arrived(self, version: int) -> None:
+        """All replicas have weights `version`; what has not begun starts from them. As late as begin_step() will do."""
+        if version <= self._newest:
+            return
+        self._newest = version
+        for group in self._open.values():
+            if self.config.on_new_weights == "restart":
+                self._restart(group)
+            if all(sample.state is State.WAITING for sample in group.samples):
+                group.version = version
 
     def wants(self) -> int:
         """Fresh prompts the loop should offer before the next plan()."""
@@ -185,6 +194,7 @@ class RolloutScheduler:
         self._continue_answered()
         self._route()
         self._tally.record("in_flight/*", len(self._open))
+        self._tally.record("waiting/*", self._waiting.size)
         return self._out.take(self._replicas, self._samples)
 
     def ready(self) -> bool:
@@ -206,7 +216,7 @@ class RolloutScheduler:
             self._settle(group, Disposition.TRAINED)
             for sample in group.samples:
                 self._forget(sample)
-        self._closed = True
+        self._closed, self._generated = True, 0
         return [group.frozen() for group in picked]
 
     def give_back(self) -> None:
@@ -223,7 +233,7 @@ class RolloutScheduler:
             for name in homes & self._replicas.keys():
                 self._replicas[name].samples |= {sample.id for sample in group.samples if sample.replica == name}
             if not homes <= self._replicas.keys():
-                self._requeue(group, LOST)
+                self._requeue(group, REPLICA_LOST)
 
     def settled(self) -> list[Settled]:
         """Prompts that ended since the last call."""
@@ -280,7 +290,7 @@ class RolloutScheduler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a new scheduler. Finished samples whose replica is no more get a new home: see finished()."""
         self._queue.restore(state["newest_uid"], state["queue"])
-        self.version = state["version"]
+        self.version = self._newest = state["version"]
         self._settled = [Settled.restored(saved) for saved in state.get("settled", [])]
         for saved in state["finished"]:
             group = self._valid[saved["uid"]] = LiveGroup.restored(saved, list(self._replicas))
@@ -303,7 +313,8 @@ class RolloutScheduler:
                         self._replicas[sample.replica].answered.append(sample.id)
             case Aborted():
                 for _, length in event.lengths:
-                    self._tally.record("aborted_length", length)
+                    if length:  # others were still waiting in the engine
+                        self._tally.record("aborted_length", length)
             case Failed():
                 for sample in self._live(event.sample_ids, *State):
                     self._give_up(sample, event.cause)
@@ -355,7 +366,7 @@ class RolloutScheduler:
             return
         for sample_id in sorted(self._replicas.pop(name).samples):
             if (sample := self._samples.get(sample_id)) is not None:  # else its group was given up for a sibling
-                self._give_up(sample, LOST)
+                self._give_up(sample, REPLICA_LOST)
                 self._forget(sample)
 
     def _live(self, ids: Iterable[int], *states: State) -> Iterator[LiveSample]:
@@ -399,7 +410,7 @@ class RolloutScheduler:
             for sample in group.surplus():
                 group.samples.remove(sample)
                 self._tally.count("redundant")
-                self._drop(sample)
+                self._abort(sample)
         if not (group.cause or self.config.accept_errors) and all(sample.done.error for sample in group.samples):
             group.cause = group.samples[0].done.error
         if group.cause:
@@ -418,9 +429,12 @@ class RolloutScheduler:
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
         """Drop the group; its prompt starts anew or, after max_attempts failures, has failed."""
         home = group.samples[0].replica
+        for sample in group.samples:
+            self._abort(sample)
         self._release(group)
         group.failures += bool(cause)
-        allowed = max(self.config.max_attempts, POISON) if cause == LOST else self.config.max_attempts
+        blameless = cause in (REPLICA_LOST, ENV_LOST)
+        allowed = max(self.config.max_attempts, POISON) if blameless else self.config.max_attempts
         if group.failures >= allowed:
             self._tally.count("failed")
             self._settle(group, Disposition.FAILED, cause)
@@ -439,7 +453,7 @@ class RolloutScheduler:
             fresh = group.restart(sample)
             if self.config.prompt_affinity:
                 self._homes[group.uid] = sample.replica
-            self._drop(sample)
+            self._abort(sample)
             self._tally.count("restarted")
             self._samples[fresh.id] = fresh
             self._waiting.add(fresh)
@@ -454,6 +468,12 @@ class RolloutScheduler:
             due.open.discard(group.uid)
         for sample in group.samples:
             self._drop(sample)
+
+    def _abort(self, sample: LiveSample) -> None:
+        """Drop a sample whose tokens were in vain; one that decodes is counted by its replica."""
+        if sample.id in self._samples and sample.state not in (State.WAITING, State.RUNNING):
+            self._tally.record("aborted_length", sample.done.num_tokens)
+        self._drop(sample)
 
     def _drop(self, sample: LiveSample) -> None:
         """Forget the sample and have its replica forget it."""
@@ -530,7 +550,7 @@ class RolloutScheduler:
         started = [self._queue.pop() for _ in range(min(self._startable(), len(self._queue)))]
         for uid, attempt, failures in started:
             group = self._open[uid] = LiveGroup(
-                uid, attempt, failures, self.version, self.config.num_members, self.config.group_size
+                uid, attempt, failures, self._newest, self.config.num_members, self.config.group_size
             )
             if self._is_overdue(group):
                 self._overdue.add(uid)
@@ -585,11 +605,25 @@ class RolloutScheduler:
         for group in self._taken:
             self._tally.record("version_lag/*", self.version - group.version)
             self._tally.record("off_policy_ratio", float(self.version > group.version))
+            self._tally.record("replicas_per_group", len({sample.replica for sample in group.samples}))
             for sample in group.samples:
                 self._tally.record("kept_length", sample.done.num_tokens)
-        for replica in self._replicas.values() if self._taken else ():
-            self._tally.record("replica_speed/*", replica.speed)
+                if self._dropped(group):
+                    self._tally.record("kept_length_retried", sample.done.num_tokens)
+        if self._taken:
+            self._tell_spread()
         self._taken = []
+
+    def _tell_spread(self) -> None:
+        """How the last batch was spread over the replicas."""
+        tokens = dict.fromkeys(self._replicas, 0)
+        for group in self._taken:
+            for sample in group.samples:
+                tokens[sample.replica] = tokens.get(sample.replica, 0) + sample.done.num_tokens
+        for count in tokens.values():
+            self._tally.record("replica_tokens/*", count)
+        for replica in self._replicas.values():
+            self._tally.record("replica_speed/*", replica.speed)
 
     def _move(self, sample: LiveSample, state: State) -> None:
         """Change a sample's state and its replica's counts."""
@@ -605,6 +639,8 @@ class RolloutScheduler:
     def _forget(self, sample: LiveSample) -> None:
         if self._samples.pop(sample.id, None) is None:
             return
+        if sample.state is State.WAITING:
+            self._waiting.size -= 1
         if sample.state is not State.DONE:
             self._tally.count("aborted")
             self._move(sample, State.DONE)

@@ -17,6 +17,10 @@ MEMBER_BITS = 14
 ATTEMPT_BITS = 10
 MAX_GROUP_SIZE = 1 << MEMBER_BITS
 MAX_ATTEMPTS = 1 << ATTEMPT_BITS
+HELD_OUT = 1 << 38
+"""Held-out prompts are numbered from here, away from those of training."""
+ROW_BITS = 20
+MAX_HELD_OUT = 1 << ROW_BITS
 
 
 class Disposition(StrEnum):
@@ -53,6 +57,22 @@ def split_sample_id(sample_id: int) -> tuple[int, int, int]:
         (sample_id >> MEMBER_BITS) & (MAX_ATTEMPTS - 1),
         sample_id & (MAX_GROUP_SIZE - 1),
     )
+
+
+def held_out_uid(evaluation: int, row: int) -> int:
+    """Uid of a held-out prompt in the n-th evaluation: numbers of its own, since an answer that comes late must not
+    count in the next one. They repeat after 262,144 evaluations. ValueError beyond MAX_HELD_OUT rows."""
+    if row >= MAX_HELD_OUT:
+        raise ValueError(f"an evaluation takes {MAX_HELD_OUT} prompts at most: lower eval.num_prompts")
+    return HELD_OUT + (evaluation % (HELD_OUT >> ROW_BITS) << ROW_BITS) + row
+
+
+def episode_seed(seed: int, uid: int) -> int:
+    """31-bit seed of the environments of a prompt, which is all that random generators in use take. A held-out prompt
+    has the same one in every evaluation."""
+    origin = HELD_OUT + uid % MAX_HELD_OUT if uid >= HELD_OUT else uid
+    digest = hashlib.blake2b(f"{seed}/{origin}/episode".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def sampling_seed(seed: int, sample_id: int) -> int:

@@ -12,6 +12,7 @@ OPEN: set[int] = set()
 MEETING = threading.Barrier(2, timeout=20)
 RELEASE = threading.Event()
 MADE_LATE: list[str] = []
+SEEDS: list[int] = []
 
 
 class OddEnv:
@@ -25,6 +26,7 @@ class OddEnv:
         OPEN.add(id(self))
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        SEEDS.append(int(np.random.RandomState(seed).randint(1 << 30)))
         return "", {}
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.dist.messages import Observed, Response, TurnDelta
 from hpcrl.roles.env import EnvRole
-from hpcrl.rollout.types import make_sample_id
+from hpcrl.rollout.types import held_out_uid, make_sample_id
 from tests.roles import odd_env
 from tests.roles.conftest import Stage
 
@@ -50,6 +50,18 @@ def play(stage: Stage, role: EnvRole, sent: Response) -> Observed:
     [observed] = stage.heard()
     assert isinstance(observed, Observed) and observed.sample == observed.result.sample == sent.sample
     return observed
+
+
+def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: Stage, role: EnvRole) -> None:
+    """And its seed is one that numpy's older generators take."""
+    odd_env.SEEDS.clear()
+    for uid in (3, 4, held_out_uid(0, 3), held_out_uid(7, 3), held_out_uid(7, 4)):
+        for member in range(2):
+            assert not play(stage, role, response(make_sample_id(uid, 0, member), "plain")).result.error
+    one, other, held_out, later, next_row = odd_env.SEEDS[::2]
+    assert odd_env.SEEDS[1::2] == [one, other, held_out, later, next_row], "siblings share theirs"
+    assert held_out == later and len({one, other, held_out, next_row}) == 4
+    assert len(stage.mail(2, TurnDelta)) == 10
 
 
 def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:

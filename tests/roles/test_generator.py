@@ -74,6 +74,16 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
         assert columns["loss_mask"][0][-1]
 
 
+def test_a_dropped_turn_counts_with_those_before_it(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    before = {e.sample: e.model_tokens for e in carry_out(role, m.Burst(8, [1])).turns}
+    stage.send(1, 2, [m.TurnDelta(SAMPLES[0], np.array([9], dtype=np.int32).tobytes())])
+    carry_out(role, m.Admit([], [(SAMPLES[0], 3)], SAMPLING))
+    carry_out(role, m.Burst(1, [1]))
+    aborted = carry_out(role, m.AbortSamples(SAMPLES[:2]))
+    assert [(e.sample, e.model_tokens) for e in aborted.finished] == [(SAMPLES[0], before[SAMPLES[0]] + 1)]
+
+
 def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     done = carry_out(role, m.Burst(8, [1]))

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
+from hpcrl.controller import _explain
 from hpcrl.dist import messages as m
-from hpcrl.rollout.loop import RolloutLoop, Sizes
+from hpcrl.exitcodes import ExitCode
+from hpcrl.rollout.loop import BackgroundError, RolloutLoop, Sizes
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.types import Prompt, make_sample_id, receiver_of, split_sample_id
+from hpcrl.rollout.types import HELD_OUT, Prompt, make_sample_id, receiver_of, split_sample_id
 from tests.rollout.ranks import SCORER, Ranks
 
 GENERATOR = 1
 SAMPLING = m.Sampling(8, 1.0, 1.0, 0, 0.0, [])
-HELD_OUT = 1 << 38
 
 
 def make_loop(ranks: Any, deterministic: bool = False) -> RolloutLoop:
@@ -64,6 +65,28 @@ def test_a_drive_that_nothing_can_end_says_so(deterministic: bool) -> None:
         RolloutExhausted, match=r"3 groups were started and 2 of 3 .*failed 1.*: no response .* no prompt is left"
     ):
         steps(make_loop(ranks, deterministic), config, [3], prompts(0, 3))
+
+
+def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None:
+    def draw(count: int) -> list[Prompt]:
+        fresh = list(zip(range(count), source, strict=False))
+        if fresh and fresh[-1][1].uid > 2:
+            raise ValueError("train.jsonl:812: the prompt has 5000 tokens")
+        return [prompt for _, prompt in fresh]
+
+    loop, source = make_loop(Ranks()), prompts()
+    scheduler = RolloutScheduler(SchedulerConfig(1, max_lag=1), {GENERATOR: 1})
+    scheduler.begin_step(0, 1)
+    loop.drive(scheduler, {}, draw, SAMPLING)
+    with pytest.raises(BackgroundError, match=r"train\.jsonl:812") as raised:
+        for _ in range(20):
+            loop.background(loop._controller.events() if loop._bursts[GENERATOR] else [])
+            if scheduler.ready():
+                scheduler.take()
+            scheduler.begin_step(scheduler.version + 1, 1)
+    assert isinstance(raised.value.__cause__, ValueError)
+    code, text = _explain(raised.value, built=True)
+    assert code is ExitCode.FAILED and text.startswith("ValueError: train.jsonl:812")
 
 
 def test_a_late_answer_about_a_held_out_sample_does_not_hurt_training() -> None:

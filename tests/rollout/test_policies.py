@@ -144,6 +144,15 @@ def test_a_pace_is_told_when_it_changes_and_settles():
     assert told[-1].speed == pytest.approx(1 / 3, rel=0.3) and len(told) < 8
 
 
+@pytest.mark.parametrize(("slow", "fast"), [((1,), (0,)), ((1, 2), (0, 3))])
+def test_half_of_the_replicas_are_slow(slow, fast):
+    """The median is one of the fast ones, so that the slow ones get less."""
+    pace, speeds = Pace(), {}
+    for name in [*slow, *fast] * 200:
+        speeds |= {event.replica: event.speed for event in pace.learn(name, 8, 10.0 if name in slow else 1.0)}
+    assert all(speeds[name] < 0.2 for name in slow) and all(speeds.get(name, 1.0) > 0.8 for name in fast)
+
+
 def test_a_replica_that_carries_more_is_not_taken_for_slow():
     rng, pace = random.Random(0), Pace()
     told = []

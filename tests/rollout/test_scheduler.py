@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config import Config
 from hpcrl.rollout.events import (
+    ENV_LOST,
     Aborted,
     Admit,
     Answered,
@@ -151,8 +153,14 @@ def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None)
         for group in batches[-1]:
             for sample in group.samples:
                 del world.held[sample.replica][sample.id]  # the tokens live where the group says
-        for _ in range(world.rng.randrange(12) if scheduler.generates_ahead else 0):  # while the trainer works
+        redundant = scheduler.config.extra_prompts  # that many may be left over
+        turns = world.rng.randrange(12) if scheduler.generates_ahead else 0
+        arrives = world.rng.randrange(12)
+        for turn in range(turns):  # while the trainer works
+            if turn == arrives:
+                scheduler.weights_arrived(version + 1)
             next_uid = run_turn(scheduler, world, next_uid, disturb)
+            assert scheduler.in_flight + len(scheduler.finished()) <= scheduler.budget + redundant
         ends += scheduler.settled()
     return batches, ends, next_uid
 
@@ -293,6 +301,59 @@ def test_default_mode_does_depend_on_the_order_of_events():
     assert len({str(run(seed)) for seed in range(5)}) > 1
 
 
+@settings(SEARCH, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    need=st.integers(1, 4),
+    extra_prompts=st.integers(0, 2),
+    max_lag=st.sampled_from([0, 0.5, 1, 2]),
+    on_stale=st.sampled_from(["wait", "cancel"]),
+    max_attempts=st.integers(1, 2),
+    place=st.sampled_from([0, 6, 11]),
+)
+def test_every_epoch_is_closed_whatever_is_long_in_it(
+    seed, need, extra_prompts, max_lag, on_stale, max_attempts, place
+):
+    """Epochs of twelve rows, one of them, at the same place of each, fifty times as long. The run is killed again and
+    again and goes on from what it had committed. A prompt ends within as many steps as the rules of max_attempts and
+    max_lag allow, so that all old epochs are closed: each row trained once, the long one as often as the others."""
+    rng, rows, steps = random.Random(seed), 12, 60
+    config = SchedulerConfig(2, extra_prompts, max_attempts=max_attempts, max_lag=max_lag, on_stale=on_stale)
+    committed = (0, None, [], 0)  # steps, the scheduler's state, prompts that ended and when, prompts drawn
+    while committed[0] < steps:
+        done, state, ends, next_uid = committed
+        world = World(rng, False, {0: 6, 1: 6}, pass_rate=1.0)
+        world.length = lambda sample_id: 400 if split_sample_id(sample_id)[0] % rows == place else 1 + sample_id % 8
+        scheduler, killed_after = RolloutScheduler(config, world.capacities), done + rng.randrange(12)
+        if state is not None:
+            scheduler.load_state_dict(json.loads(state))
+        for group in scheduler.finished():
+            for sample in group.samples:
+                world.held[sample.replica][sample.id] = 1
+        for version in range(done, min(steps, killed_after)):
+            scheduler.begin_step(version, need)
+            while not scheduler.ready():
+                next_uid = run_turn(scheduler, world, next_uid)
+            for sample in (sample for group in scheduler.take() for sample in group.samples):
+                del world.held[sample.replica][sample.id]
+            for _ in range(rng.randrange(4) if scheduler.generates_ahead else 0):
+                next_uid = run_turn(scheduler, world, next_uid)
+            ends = [*ends, *((end.uid, end.disposition, version) for end in scheduler.settled())]
+            if rng.random() < 0.3:
+                committed = (version + 1, json.dumps(scheduler.state_dict()), ends, next_uid)
+        if killed_after >= steps:
+            committed = (steps, json.dumps(scheduler.state_dict()), ends, next_uid)
+    _, _, ends, next_uid = committed
+    assert {disposition for _, disposition, _ in ends} == {Disposition.TRAINED}
+    trained = [uid for uid, _, _ in ends]
+    assert len(set(trained)) == len(trained) == steps * need
+    patience = 4 * max_attempts * (math.ceil(max_lag) + 1) + math.ceil(max_lag) + 2
+    begun = max(uid for uid, _, version in ends if version < steps - patience)
+    assert set(range(begun)) <= set(trained)
+    epochs = Counter(uid // rows for uid in trained)
+    assert all(epochs[epoch] == rows for epoch in range(begun // rows))
+
+
 def test_long_answers_do_not_starve():
     """Prompt 0 is always the slowest of the over-sampled; without waiting for it, it would be dropped for ever."""
     world = World(random.Random(1), False, {0: 64}, pass_rate=1.0)
@@ -404,11 +465,31 @@ def test_over_sampled_groups_are_dropped_and_come_first_next_step():
     assert [group.uid for group in scheduler.take()] == [1]
     assert scheduler.plan([Scored(first[0], 1.0, 1.0), Aborted(((first[1], 3),))]) == []
     metrics = scheduler.metrics()
-    assert metrics["scheduler/aborted"][0] == 2 and metrics["scheduler/aborted_length"] == (3.0, 1.0, 3.0, 3.0)
+    assert metrics["scheduler/aborted"][0] == 2 and metrics["scheduler/aborted_length"] == (8.0, 2.0, 3.0, 5.0)
     assert metrics["scheduler/stale"][0] == 1 and metrics["scheduler/kept_length"] == (10.0, 2.0, 5.0, 5.0)
     scheduler.begin_step(1, 1)
     assert scheduler.wants() == 1
     assert scheduler.plan() == [Admit(0, ids_of(0, 2, attempt=1))]
+    again = ids_of(0, 2, attempt=1)
+    scheduler.plan([BurstDone(0, tuple((i, 9, STOP) for i in again)), *score(*again)])
+    scheduler.take()
+    assert scheduler.metrics()["scheduler/kept_length_retried"] == (18.0, 2.0, 9.0, 9.0)
+
+
+def test_what_is_spread_over_replicas_and_what_waits_for_room_is_told():
+    scheduler, _ = started(SchedulerConfig(4, siblings_together=False), 2, {0: 2, 1: 4}, 2)
+    first, second = ids_of(0, 4), ids_of(1, 4)
+    assert scheduler.metrics()["scheduler/waiting/*"] == (2.0, 1.0, 2.0, 2.0)
+    places = {i: name for name in (0, 1) for i in scheduler._replicas[name].samples}
+    for i in (*first, *second):
+        places |= {i: name for name in (0, 1) for i in scheduler._replicas[name].samples}
+        scheduler.plan([finish(i, replica=places[i]), *score(i)])
+    groups = scheduler.take()
+    metrics = scheduler.metrics()
+    homes = [sample.replica for group in groups for sample in group.samples]
+    shares = [5 * homes.count(name) for name in (0, 1)]
+    assert metrics["scheduler/replica_tokens/*"] == (40.0, 2.0, min(shares), max(shares)) and min(shares) > 0
+    assert metrics["scheduler/replicas_per_group"][:2] == (4.0, 2.0)
 
 
 def test_deterministic_mode_accepts_in_order_of_prompts():
@@ -473,6 +554,11 @@ def test_what_starts_anew_does_not_count_against_the_limit():
     (command,) = scheduler.plan([ReplicaLost(1)])
     assert command.replica == 0 and len(command.sample_ids) == 2
     assert scheduler.settled() == [], "one lost replica is no fault of the prompt's"
+    scheduler.plan([Failed(command.sample_ids, ENV_LOST)])
+    assert scheduler.settled() == [], "nor is a lost environment"
+    with pytest.raises(RolloutExhausted, match="failed 1, the last by crash"):
+        scheduler.plan([Failed(ids_of(0, 1), "crash")])
+    assert [(end.uid, end.disposition) for end in scheduler.settled()] == [(0, Disposition.FAILED)]
 
 
 def test_prompt_fails_after_max_attempts_with_its_cause():
@@ -535,6 +621,54 @@ def test_step_that_can_get_no_batch_says_why():
     scheduler.plan([finish(*ids), *score(ids[0], reward=0.0)])
     with pytest.raises(RolloutExhausted, match=r"3 groups were started and 1 of 2 .*filtered_mean_low 2.*\(3\)"):
         scheduler.plan(score(ids[1], reward=0.0))
+
+
+def test_the_counts_of_a_starved_step_are_of_one_period():
+    """Those of groups that were started before the step opened, too."""
+    config = SchedulerConfig(1, filter_mean_low=0.0, max_generated_groups=4, max_lag=1)
+    scheduler, _ = started(config, 2, {0: 8}, 1)
+    scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
+    scheduler.take()
+    scheduler.metrics()
+
+    def reject(uid):
+        scheduler.offer([uid + 1])
+        scheduler.plan([finish(*ids_of(uid, 1)), *score(*ids_of(uid, 1), reward=0.0)])
+
+    reject(1)  # of the step before, rejected after it
+    reject(2)
+    scheduler.begin_step(1, 1)
+    with pytest.raises(RolloutExhausted, match=r"4 groups were started and 0 of 1 .*filtered_mean_low 5"):
+        for uid in range(3, 8):
+            reject(uid)
+
+
+def test_what_starts_after_weights_arrived_has_them():
+    """Between their arrival and the step that trains on them: held-out prompts, a checkpoint."""
+    scheduler, _ = started(SchedulerConfig(1, max_lag=1), 1, {0: 8}, 1)
+    scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
+    scheduler.take()
+    scheduler.metrics()
+    scheduler.weights_arrived(1)
+    scheduler.offer([1])
+    assert scheduler.plan() == [Admit(0, ids_of(1, 1))]
+    scheduler.begin_step(1, 1)
+    scheduler.plan([finish(*ids_of(1, 1)), *score(*ids_of(1, 1))])
+    assert [group.version for group in scheduler.take()] == [1]
+    assert scheduler.metrics()["scheduler/version_lag/*"] == (0.0, 1.0, 0.0, 0.0)
+
+
+def test_weights_restart_what_is_on_its_way_when_they_arrive_and_nothing_later():
+    scheduler, _ = started(SchedulerConfig(1, max_lag=1, on_new_weights="restart"), 2, {0: 8}, 1)
+    scheduler.plan([finish(*ids_of(0, 1)), *score(*ids_of(0, 1))])
+    scheduler.take()
+    scheduler.weights_arrived(1)
+    again = ids_of(1, 1, attempt=1)
+    assert scheduler.plan() == [Drop(0, ids_of(1, 1)), Admit(0, again)]
+    scheduler.begin_step(1, 1)
+    assert not any(isinstance(command, Drop) for command in scheduler.plan())
+    scheduler.plan([finish(*again), *score(*again)])
+    assert [(group.uid, group.version) for group in scheduler.take()] == [(1, 1)]
 
 
 def test_bad_calls_are_refused():
