@@ -95,6 +95,15 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [model]
 
 
+def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: Path) -> None:
+    words = ["+experiment=rlvr_async", "cluster=local", f"model.path={write_model(tmp_path / 'model')}", "dry_run=true"]
+    plan = launch(*words, "rollout.max_lag=1.5", at=tmp_path).stdout
+    assert "async   up to 1.5 steps behind, on_stale=wait; correction: truncate weights of each sequence" in plan
+    assert "log-probs are of no single policy: token/mixed_weights_ratio" in plan
+    assert "no single policy" not in launch(*words, "rollout.on_new_weights=recompute", at=tmp_path).stdout
+    assert "async " not in launch(*words, "rollout.max_lag=0", at=tmp_path).stdout
+
+
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": \n')
     (tmp_path / "file").write_text("in the way")

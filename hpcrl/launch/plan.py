@@ -54,6 +54,8 @@ def _inputs(
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
+    if layout.replicas and config.rollout.max_lag > 0:
+        yield from _asynchrony(config)
 
 
 def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
@@ -134,6 +136,20 @@ def _generation(config: Config, layout: RoleLayout) -> str:
         f"prompts up to {config.data.max_prompt_tokens} tokens, responses up to {config.max_response_tokens}; "
         f"{replicas} generator replica(s) x {slots} slots = {replicas * slots} responses at once"
     )
+
+
+def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
+    rollout, algorithm = config.rollout, config.algorithm
+    corrected = algorithm.correction
+    if corrected != "none":
+        corrected += f" weights of each {algorithm.correction_level.replace('geometric', 'geometric mean')}"
+    yield "async", f"up to {rollout.max_lag:g} steps behind, on_stale={rollout.on_stale}; correction: {corrected}"
+    if rollout.on_new_weights == "continue":
+        yield (
+            "",
+            "note: responses that go on under new weights (on_new_weights=continue) keep the keys and values of the",
+        )
+        yield "", "      old ones, so their log-probs are of no single policy: token/mixed_weights_ratio tells how many"
 
 
 def _rank_table(layout: RoleLayout) -> list[tuple[str, tuple[str, ...]]]:
