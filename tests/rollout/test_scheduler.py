@@ -159,8 +159,10 @@ def run_steps(scheduler, world, need, steps, disturb=None, break_hand_over=None)
         for turn in range(turns):  # while the trainer works
             if turn == arrives:
                 scheduler.weights_arrived(version + 1)
+            scheduler.pause(frozenset(name for name in world.held if world.rng.random() < 0.3))  # those that train
             next_uid = run_turn(scheduler, world, next_uid, disturb)
             assert scheduler.in_flight + len(scheduler.finished()) <= scheduler.budget + redundant
+        scheduler.pause(frozenset())
         ends += scheduler.settled()
     return batches, ends, next_uid
 
@@ -205,7 +207,8 @@ def check_accounting(scheduler, batches, ends, offered):
         {
             "extra_members": st.integers(0, 2),
             "on_stale": st.sampled_from(["wait", "cancel"]),
-            "on_new_weights": st.sampled_from(["continue", "restart"]),
+            "on_new_weights": st.sampled_from(["continue", "recompute", "restart"]),
+            "max_attempts": st.sampled_from([1, 3, 10]),
             "siblings_together": st.booleans(),
             "prompt_affinity": st.booleans(),
             "routing": st.sampled_from(["count", "expected_length"]),
