@@ -1,4 +1,4 @@
-"""What the types cannot say: combinations that cannot work, and keys that the chosen parts do not read."""
+"""What the types cannot say: combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 
 from hpcrl.config.problems import Path, Problem, dotted
 from hpcrl.config.schema import MOST_MEMBERS, Config, Reinforce
-
-SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
-"""The keys of rollout that evaluation reads too."""
 
 GENERATOR_FAMILIES = {"native": ("qwen2", "qwen3", "qwen3_moe", "llama")}
 """What a generation engine can run, as config.json's model_type; engines not named here run all."""
@@ -64,80 +61,6 @@ def _values(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
     inner: Iterable[tuple[Any, Any]] = data.items() if isinstance(data, Mapping) else enumerate(data)
     for key, value in inner:
         yield from _values(value, (*at, key))
-
-
-def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
-    """Keys set explicitly that this run does not read.
-
-    `given` maps their paths to whether they were set on the command line. A key of the experiment's file is not held
-    against the user where the command line itself made the choice that leaves it unread.
-    """
-    by_hand = [path for path, on_command_line in given.items() if on_command_line]
-    problems = []
-    for path, on_command_line in given.items():
-        for prefix, cause, why in _unread(config):
-            if path[: len(prefix)] == prefix and path != cause:
-                if on_command_line or not Problem(cause, "").touches(by_hand):
-                    problems.append(Problem(path, f"{dotted(path)}: not read here, {why}", (cause,)))
-                break
-    return problems
-
-
-def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """(prefix of unread keys, key whose value makes them so, why)."""
-    for pipeline in ("sft", "convert"):
-        if config.pipeline != pipeline:
-            yield (pipeline,), ("pipeline",), f"the pipeline is {config.pipeline}"
-    if not config.reinforces:
-        for section in ("algorithm", "env"):
-            yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
-        for key in type(config.rollout).model_fields:
-            if key not in SAMPLING_KEYS:
-                yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates for evaluation only"
-    elif not config.algorithm.uses_reference:
-        yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
-    if config.reinforces:
-        yield from _unread_policies(config)
-    if config.debug != "train_only":
-        yield ("rollouts",), ("debug",), f"debug is {config.debug}"
-    if config.debug != "fake":
-        yield ("fake",), ("debug",), f"debug is {config.debug}"
-    if config.cluster.after != "chain":
-        yield ("cluster", "num_links"), ("cluster", "after"), "a job that goes on is requeued"
-    if config.cluster.container == "none":
-        for key in ("image", "mounts"):
-            yield ("cluster", key), ("cluster", "container"), "the ranks run in no container"
-    for name, spec in config.cluster.components.items():
-        if not spec.gpus_per_node:
-            at = ("cluster", "components", name)
-            yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component asks for no GPUs"
-    if config.trainer.engine != "megatron":
-        yield ("trainer", "megatron"), ("trainer", "engine"), f"the engine is {config.trainer.engine}"
-    if config.model.path is not None:
-        yield ("model", "tiny"), ("model", "path"), "model.path is given"
-    if config.model.tiny.architecture != "qwen3_moe":
-        yield ("model", "tiny", "num_experts"), ("model", "tiny", "architecture"), "the model has no experts"
-    if config.data.val is None:
-        yield ("eval",), ("data", "val"), "data.val is null"
-    if config.trainer.lr_schedule == "constant":
-        yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
-    for role in ("trainer", "generator", "reference"):
-        yield ("layout", role, "min_ranks"), (), "only reward and env go on with fewer ranks"
-
-
-def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    rollout, correction = config.rollout, config.algorithm.correction
-    if rollout.max_lag == 0:
-        for key in ("on_stale", "on_new_weights"):
-            yield ("rollout", key), ("rollout", "max_lag"), "max_lag is 0, so nothing is generated ahead"
-    if config.deterministic:
-        for key in ("siblings_together", "prompt_affinity", "routing"):
-            yield ("rollout", key), ("deterministic",), "deterministic=true spreads responses by their ids"
-    if correction == "none":
-        for key in ("correction_level", "correction_high"):
-            yield ("algorithm", key), ("algorithm", "correction"), "correction is none"
-    if correction != "mask":
-        yield ("algorithm", "correction_low"), ("algorithm", "correction"), f"correction is {correction}"
 
 
 def check_built(config: Config) -> list[Problem]:

@@ -10,11 +10,12 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from hpcrl.config.checks import check, check_placeholders, check_unread
+from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
 from hpcrl.config.problems import ConfigError, Path, Problem, dotted
 from hpcrl.config.schema import Config
+from hpcrl.config.unread import check_unread
 
 PLAIN_WORDS = {
     "Value error, ": "",
