@@ -14,7 +14,8 @@ from hpcrl.config import GRPO, Config, ConfigError, Reinforce, load, parse
 from hpcrl.config.checks import GENERATOR_FAMILIES
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
-from hpcrl.rollout.scheduler import PATIENCE
+from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduler import PATIENCE, RolloutScheduler
 from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE
 
 
@@ -139,6 +140,8 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["algorithm=reinforce", "rollout.group_size=1", "rollout.filter_std=true"], "rollout.filter_std: a filter"),
         (["rollout.temperature=0"], "rollout.temperature: 0 makes the responses of a group equal"),
+        (["rollout.top_k=1"], "rollout.top_k: 1 makes the responses of a group equal, so there is nothing to learn"),
+        (["rollout.min_p=1"], "rollout.min_p: 1 makes the responses of a group equal, so there is nothing to learn"),
         (["rollout.max_generated_groups=63"], "rollout.max_generated_groups: 63 is less than"),
         (
             ["data.max_prompt_tokens=4000", "rollout.max_new_tokens=97"],
@@ -169,6 +172,11 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["rollout.max_lag=101"], "rollout.max_lag: 101 is more than max_steps=100, so that all is generated at once"),
         (
+            ["rollout.extra_prompts=400", "rollout.num_prompts=8"],
+            "rollout.extra_prompts: with 400 a step always starts 408 groups, and rollout.max_generated_groups=null "
+            "allows 20 x num_prompts = 160; use at most 152, or rollout.max_generated_groups=408",
+        ),
+        (
             ["deterministic=true", "rollout.extra_members=2"],
             "rollout.extra_members: 2, and deterministic=true waits for",
         ),
@@ -177,6 +185,14 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (
             ["debug=fake", "fake.pass_rate=1", "rollout.filter_std=true"],
             "fake.pass_rate: 1 makes the rewards of a group equal, and rollout.filter_std rejects such groups",
+        ),
+        (
+            ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_low=0"],
+            "fake.pass_rate: 0 is the mean score of every group, and rollout.filter_mean_low=0 rejects it; use a share",
+        ),
+        (
+            ["debug=fake", "fake.pass_rate=1", "rollout.filter_mean_high=1"],
+            "fake.pass_rate: 1 is the mean score of every group, and rollout.filter_mean_high=1 rejects it; use a sha",
         ),
         (
             ["env=scripted", "env.timeout_s=300", "timeouts.command_s=60"],
@@ -210,6 +226,28 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
     found = problems(*words)
     assert found[0].startswith(line), found
     assert all("\n" not in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rollout.extra_prompts=152", "rollout.num_prompts=8"],
+        ["rollout.top_k=2"],
+        ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_high=1"],
+        ["debug=fake", "fake.pass_rate=1", "rollout.filter_mean_low=0"],
+        ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_low=0", "env=scripted"],  # which gives its own rewards
+    ],
+)
+def test_what_is_just_possible_is_allowed(words: list[str]) -> None:
+    assert load(words)
+
+
+def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
+    for rollout in ({"num_prompts": 3}, {"num_prompts": 3, "max_generated_groups": 7}):
+        config = parse({"rollout": rollout})
+        scheduler = RolloutScheduler(SchedulerConfig.of(config), {1: 4})
+        scheduler.begin_step(0, config.rollout.num_prompts)
+        assert scheduler._limit() == config.rollout.most_generated_groups == rollout.get("max_generated_groups", 60)
 
 
 @pytest.mark.parametrize(

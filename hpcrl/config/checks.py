@@ -33,6 +33,7 @@ def check(config: Config) -> list[Problem]:
         *_debug(config),
         *_reinforcement(config),
         *_filters(config),
+        *_fake(config),
         *_redundancy(config),
         *_asynchronous(config),
         *_evaluation(config),
@@ -103,9 +104,10 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
     if by_group and rollout.group_size == 1:
         text = f"rollout.group_size: {algorithm.name} compares the responses of a group and needs at least 2, got 1"
         yield Problem(("rollout", "group_size"), text, (("algorithm",),))
-    if rollout.temperature == 0:
-        text = "rollout.temperature: 0 makes the responses of a group equal, so there is nothing to learn from; use 1"
-        yield Problem(("rollout", "temperature"), text)
+    for key, greedy, way_out in (("temperature", 0, "1"), ("top_k", 1, "0 (off) or at least 2"), ("min_p", 1, "less")):
+        if getattr(rollout, key) == greedy:
+            text = f"{greedy} makes the responses of a group equal, so there is nothing to learn from; use {way_out}"
+            yield Problem(("rollout", key), f"rollout.{key}: {text}")
     if algorithm.correction == "mask" and algorithm.correction_low >= algorithm.correction_high:
         text = (
             f"algorithm.correction_low: {algorithm.correction_low:g} must be below algorithm.correction_high, "
@@ -139,12 +141,6 @@ def _filters(config: Config) -> Iterator[Problem]:
             yield Problem(
                 ("rollout", "filter_mean_high"), f"rollout.filter_mean_high: {high:g}, and {scores}; use more than 0"
             )
-    if config.debug == "fake" and rollout.filter_std and config.fake.pass_rate in (0, 1):
-        text = (
-            f"fake.pass_rate: {config.fake.pass_rate:g} makes the rewards of a group equal, and rollout.filter_std "
-            "rejects such groups; use a share between 0 and 1, or rollout.filter_std=false"
-        )
-        yield Problem(("fake", "pass_rate"), text, (("rollout", "filter_std"),))
     active = [
         name
         for name in ("filter_mean_low", "filter_mean_high", "filter_std")
@@ -153,14 +149,46 @@ def _filters(config: Config) -> Iterator[Problem]:
     if active and rollout.group_size == 1:
         text = f"rollout.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
         yield Problem(("rollout", active[0]), text, (("rollout", "group_size"),))
-    wanted, limit = rollout.num_prompts + rollout.extra_prompts, rollout.max_generated_groups
-    if limit is not None and limit < wanted:
+    wanted, limit = rollout.num_prompts + rollout.extra_prompts, rollout.most_generated_groups
+    at, extra = ("rollout", "max_generated_groups"), ("rollout", "extra_prompts")
+    if limit < wanted and rollout.max_generated_groups is not None:
         text = (
             f"rollout.max_generated_groups: {limit} is less than num_prompts + extra_prompts = {wanted}, "
             f"which a step always starts; use at least {wanted}"
         )
-        involved = (("rollout", "num_prompts"), ("rollout", "extra_prompts"))
-        yield Problem(("rollout", "max_generated_groups"), text, involved)
+        yield Problem(at, text, (("rollout", "num_prompts"), extra))
+    elif limit < wanted:
+        text = (
+            f"rollout.extra_prompts: with {rollout.extra_prompts} a step always starts {wanted} groups, and "
+            f"rollout.max_generated_groups=null allows 20 x num_prompts = {limit}; use at most "
+            f"{limit - rollout.num_prompts}, or rollout.max_generated_groups={wanted}"
+        )
+        yield Problem(extra, text, (("rollout", "num_prompts"), at))
+
+
+def _fake(config: Config) -> Iterator[Problem]:
+    """Rewards by lot that no group survives; an environment gives its own."""
+    rollout, rate, at = config.rollout, config.fake.pass_rate, ("fake", "pass_rate")
+    if not config.reinforces or config.debug != "fake" or config.env is not None or rate not in (0, 1):
+        return
+    way_out = "use a share between 0 and 1, or rollout"
+    if rollout.filter_std:
+        text = (
+            f"fake.pass_rate: {rate:g} makes the rewards of a group equal, and rollout.filter_std rejects such groups; "
+            f"{way_out}.filter_std=false"
+        )
+        yield Problem(at, text, (("rollout", "filter_std"),))
+    low, high = rollout.filter_mean_low, rollout.filter_mean_high
+    for key, bound, rejects in (
+        ("filter_mean_low", low, low is not None and rate <= low),
+        ("filter_mean_high", high, high is not None and rate >= high),
+    ):
+        if rejects:
+            text = (
+                f"fake.pass_rate: {rate:g} is the mean score of every group, and rollout.{key}={bound:g} rejects it; "
+                f"{way_out}.{key}=null"
+            )
+            yield Problem(at, text, (("rollout", key),))
 
 
 def _redundancy(config: Config) -> Iterator[Problem]:

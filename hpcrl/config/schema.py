@@ -111,6 +111,11 @@ class RolloutConfig(Section):
     save_rollouts: bool = True
     """Write every step's rollouts to rollouts/step_NNNNNN (HDF5)."""
 
+    @property
+    def most_generated_groups(self) -> int:
+        """max_generated_groups, or what it is when it is not given."""
+        return self.max_generated_groups or 20 * self.num_prompts
+
 
 class PolicyLoss(Section):
     """Keys that every clipped policy-gradient algorithm reads."""
