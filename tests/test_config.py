@@ -203,6 +203,33 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             ["algorithm.correction=mask", "algorithm.correction_low=3"],
             "algorithm.correction_low: 3 must be below algorithm.correction_high, which is 2",
         ),
+        (
+            ["algorithm.correction=mask", "algorithm.correction_low=1.5"],
+            "algorithm.correction_low: 1.5 masks responses of the weights that are trained, whose ratio is 1; use less",
+        ),
+        (
+            ["algorithm.correction=mask", "algorithm.correction_low=.1", "algorithm.correction_high=.5"],
+            "algorithm.correction_high: 0.5 masks responses of the weights that are trained, whose ratio is 1; use mo",
+        ),
+        (
+            ["algorithm.correction=truncate", "algorithm.correction_high=.5"],
+            "algorithm.correction_high: 0.5 cuts responses of the weights that are trained, whose ratio is 1; use at",
+        ),
+        (
+            ["algorithm.correction=truncate", "algorithm.correction_level=sequence", "rollout.top_p=.99"],
+            "algorithm.correction_level: sequence multiplies the shares of probability that rollout.top_p=0.99 keeps",
+        ),
+        (
+            [
+                "algorithm.correction=mask",
+                "algorithm.correction_level=sequence",
+                "rollout.top_k=50",
+                "rollout.min_p=.1",
+            ],
+            "algorithm.correction_level: sequence multiplies the shares of probability that rollout.top_k=50, "
+            "rollout.min_p=0.1 keeps at each token, so that long responses weigh nothing even without lag; use token "
+            "or geometric, or rollout.top_k=0 rollout.min_p=0",
+        ),
         (["debug=train_only"], "rollouts: debug=train_only needs the run folder to read them from"),
         (["debug=fake", "pipeline=sft"], "debug: fake is for pipelines that generate and train; the sft pipeline does"),
         (
@@ -236,6 +263,11 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
         ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_high=1"],
         ["debug=fake", "fake.pass_rate=1", "rollout.filter_mean_low=0"],
         ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_low=0", "env=scripted"],  # which gives its own rewards
+        ["algorithm.correction=mask", "algorithm.correction_low=.99", "algorithm.correction_high=1.01"],
+        ["algorithm.correction=truncate", "algorithm.correction_high=1"],
+        ["algorithm.correction=truncate", "algorithm.correction_level=geometric", "rollout.top_p=.9"],
+        ["algorithm.correction=truncate", "rollout.top_k=50"],
+        ["algorithm.correction=truncate", "algorithm.correction_level=sequence"],
     ],
 )
 def test_what_is_just_possible_is_allowed(words: list[str]) -> None:

@@ -32,6 +32,8 @@ def check(config: Config) -> list[Problem]:
     return [
         *_debug(config),
         *_reinforcement(config),
+        *_correction(config),
+        *_whole_responses(config),
         *_filters(config),
         *_fake(config),
         *_redundancy(config),
@@ -108,12 +110,6 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
         if getattr(rollout, key) == greedy:
             text = f"{greedy} makes the responses of a group equal, so there is nothing to learn from; use {way_out}"
             yield Problem(("rollout", key), f"rollout.{key}: {text}")
-    if algorithm.correction == "mask" and algorithm.correction_low >= algorithm.correction_high:
-        text = (
-            f"algorithm.correction_low: {algorithm.correction_low:g} must be below algorithm.correction_high, "
-            f"which is {algorithm.correction_high:g}"
-        )
-        yield Problem(("algorithm", "correction_low"), text, (("algorithm", "correction_high"),))
     samples, parts = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches
     if samples % parts:
         text = (
@@ -121,6 +117,43 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
             f"{rollout.group_size} = {samples} responses"
         )
         yield Problem(("algorithm", "num_mini_batches"), text, (("rollout", "num_prompts"), ("rollout", "group_size")))
+
+
+def _correction(config: Config) -> Iterator[Problem]:
+    """Bounds that spare nothing. What the trained weights themselves have generated has ratio 1 but for rounding, so
+    that a mask bounded by 1 would drop it by chance."""
+    algorithm, section = config.algorithm, "algorithm"
+    if not config.reinforces or algorithm.correction == "none":
+        return
+    low, high, masks = algorithm.correction_low, algorithm.correction_high, algorithm.correction == "mask"
+    fresh = "responses of the weights that are trained, whose ratio is 1"
+    if masks and low >= high:
+        text = f"algorithm.correction_low: {low:g} must be below algorithm.correction_high, which is {high:g}"
+        yield Problem((section, "correction_low"), text, ((section, "correction_high"),))
+    elif masks and low >= 1:
+        text = f"algorithm.correction_low: {low:g} masks {fresh}; use less than 1"
+        yield Problem((section, "correction_low"), text, ((section, "correction"),))
+    elif high < 1 or (masks and high == 1):
+        what, way_out = ("masks", "more than") if masks else ("cuts", "at least")
+        text = f"algorithm.correction_high: {high:g} {what} {fresh}; use {way_out} 1"
+        yield Problem((section, "correction_high"), text, ((section, "correction"),))
+
+
+def _whole_responses(config: Config) -> Iterator[Problem]:
+    """The generator's log-probs are those of the tokens that sampling keeps, the trainer's those of all. So the ratio
+    of a token is the share of the probability that was kept, and a product of hundreds of them is nearly 0."""
+    algorithm, rollout, at = config.algorithm, config.rollout, ("algorithm", "correction_level")
+    if not config.reinforces or algorithm.correction == "none" or algorithm.correction_level != "sequence":
+        return
+    keeps_all = {"top_p": 1, "top_k": 0, "min_p": 0}
+    if cut := {key: off for key, off in keeps_all.items() if getattr(rollout, key) != off}:
+        given = ", ".join(f"rollout.{key}={getattr(rollout, key):g}" for key in cut)
+        text = (
+            f"algorithm.correction_level: sequence multiplies the shares of probability that {given} keeps at each "
+            "token, so that long responses weigh nothing even without lag; use token or geometric, or "
+            + " ".join(f"rollout.{key}={off}" for key, off in cut.items())
+        )
+        yield Problem(at, text, (("algorithm", "correction"), *(("rollout", key) for key in cut)))
 
 
 def _filters(config: Config) -> Iterator[Problem]:

@@ -147,9 +147,9 @@ class PolicyLoss(Section):
     correction_level: Literal["token", "geometric", "sequence"] = "token"
     """The ratio is each token's, or the geometric mean or the product over a response."""
     correction_low: NonNegative = 0.5
-    """Lower bound of the ratio; read by mask alone."""
+    """Lower bound of the ratio, below 1; read by mask alone."""
     correction_high: PositiveFloat = 2.0
-    """Upper bound of the ratio."""
+    """Upper bound of the ratio; above 1, with truncate at least 1."""
     whiten_advantages: bool = False
     """Normalise advantages over the batch."""
     ppo_epochs: Positive = 1
