@@ -170,7 +170,15 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             ["rollout.max_lag=2", "rollout.max_generated_groups=64"],
             "rollout.max_generated_groups: 64 is less than the 192 that a step may start with max_lag 2; use at least",
         ),
-        (["rollout.max_lag=101"], "rollout.max_lag: 101 is more than max_steps=100, so that all is generated at once"),
+        (["rollout.max_lag=100"], "rollout.max_lag: 100, and with max_steps=100 no token can lag more than 99; use at"),
+        (
+            ["rollout.max_lag=.5", "max_steps=1"],
+            "rollout.max_lag: 0.5, and with max_steps=1 no token can lag more than 0",
+        ),
+        (
+            ["rollout.max_lag=1.5", "max_steps=2"],
+            "rollout.max_lag: 1.5, and with max_steps=2 no token can lag more than",
+        ),
         (
             ["rollout.extra_prompts=400", "rollout.num_prompts=8"],
             "rollout.extra_prompts: with 400 a step always starts 408 groups, and rollout.max_generated_groups=null "
@@ -258,6 +266,8 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
 @pytest.mark.parametrize(
     "words",
     [
+        ["rollout.max_lag=99"],
+        ["rollout.max_lag=.5", "max_steps=2"],
         ["rollout.extra_prompts=152", "rollout.num_prompts=8"],
         ["rollout.top_k=2"],
         ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_high=1"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from math import ceil
 from typing import Any
 
 from hpcrl.config.problems import Path, Problem, dotted
@@ -289,10 +290,11 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
             f"generated ahead by it; use {whole:g} or at least {whole + 1 / rollout.num_prompts:.4g}"
         )
         yield Problem(at, text, (("rollout", "num_prompts"),))
-    if rollout.max_lag > config.max_steps:
+    furthest = config.max_steps - 1  # the last step trains version max_steps - 1, the oldest rollouts are of version 0
+    if ceil(rollout.max_lag) > furthest:
         text = (
-            f"rollout.max_lag: {rollout.max_lag:g} is more than max_steps={config.max_steps}, so that all is generated "
-            "at once; use a few steps"
+            f"rollout.max_lag: {rollout.max_lag:g}, and with max_steps={config.max_steps} no token can lag more than "
+            f"{furthest}; use at most {furthest}"
         )
         yield Problem(at, text, (("max_steps",),))
     ahead = int(rollout.max_lag * rollout.num_prompts + 1e-9)
