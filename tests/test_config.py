@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.config import GRPO, Config, ConfigError, Reinforce, load, parse
+from hpcrl.config import GRPO, Config, ConfigError, Reinforce, RolloutConfig, load, parse
 from hpcrl.config.checks import GENERATOR_FAMILIES
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
@@ -305,6 +305,18 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (["algorithm.kl_estimator=k1"], "algorithm.kl_estimator: not read here, kl_loss_coef"),
         (["rollout.on_stale=cancel"], "rollout.on_stale: not read here, max_lag is 0"),
         (["deterministic=true", "rollout.prompt_affinity=true"], "rollout.prompt_affinity: not read here, determini"),
+        (
+            ["deterministic=true", "rollout.spare_slow_replicas=false"],
+            "rollout.spare_slow_replicas: not read here, deterministic=true spreads responses by their ids",
+        ),
+        (
+            ["debug=rollout_only", "algorithm.correction=mask"],
+            "algorithm.correction: not read here, debug=rollout_only",
+        ),
+        (
+            ["debug=rollout_only", "algorithm.correction_high=3"],
+            "algorithm.correction_high: not read here, debug=rollout_only does not train",
+        ),
         (["algorithm.correction_high=3"], "algorithm.correction_high: not read here, correction is none"),
         (
             ["algorithm.correction=truncate", "algorithm.correction_low=.1"],
@@ -324,9 +336,25 @@ def test_a_key_that_nothing_reads_is_refused_where_the_user_set_it(words: list[s
     assert len(found) == 1 and found[0].startswith(line), found
 
 
+def test_training_alone_reads_of_the_rollouts_what_evaluation_reads_and_the_size_of_a_batch() -> None:
+    alone, read = ["debug=train_only", "rollouts=runs/demo"], {"num_prompts", "group_size", "min_replicas"}
+    read |= {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}
+    refused = set()
+    for key, info in RolloutConfig.model_fields.items():
+        try:
+            load([*alone, f"rollout.{key}={'null' if info.default is None else info.default}"])
+        except ConfigError as error:
+            (line,) = error.problems
+            assert line.startswith(f"rollout.{key}: not read here, debug=train_only generates nothing"), line
+            refused.add(key)
+    assert refused == RolloutConfig.model_fields.keys() - read
+
+
 def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line() -> None:
     assert load(["+experiment=demo", "pipeline=sft"]).algorithm.num_mini_batches == 4
     assert load(["+experiment=demo", "data.val=null"]).eval.num_prompts == 256
+    assert load(["+experiment=rlvr_async", "debug=train_only", "rollouts=runs/demo"]).rollout.max_lag == 1
+    assert load(["+experiment=rlvr_async", "debug=rollout_only"]).algorithm.correction == "truncate"
     assert "algorithm.pg_clip_low: not read here" in problems("+experiment=demo_sft", "algorithm.pg_clip_low=.1")[0]
 
 

@@ -10,6 +10,9 @@ from hpcrl.config.schema import Config
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 """The keys of rollout that evaluation reads too."""
 
+STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
+"""The keys of rollout that a run reads which trains on stored rollouts: what evaluation needs, and the batch's size."""
+
 
 def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
     """Keys set explicitly that this run does not read.
@@ -72,11 +75,18 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
 
 def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
     rollout, correction = config.rollout, config.algorithm.correction
+    if config.debug == "train_only":
+        for key in type(rollout).model_fields:
+            if key not in STORED_KEYS:
+                yield ("rollout", key), ("debug",), "debug=train_only generates nothing to train on"
+    if config.debug == "rollout_only":
+        for key in ("correction", "correction_level", "correction_low", "correction_high"):
+            yield ("algorithm", key), ("debug",), "debug=rollout_only does not train"
     if rollout.max_lag == 0:
         for key in ("on_stale", "on_new_weights"):
             yield ("rollout", key), ("rollout", "max_lag"), "max_lag is 0, so nothing is generated ahead"
     if config.deterministic:
-        for key in ("siblings_together", "prompt_affinity", "routing"):
+        for key in ("siblings_together", "prompt_affinity", "routing", "spare_slow_replicas"):
             yield ("rollout", key), ("deterministic",), "deterministic=true spreads responses by their ids"
     if correction == "none":
         for key in ("correction_level", "correction_high"):
