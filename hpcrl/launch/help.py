@@ -91,7 +91,8 @@ def reference() -> str:
     ]:
         lines += [f"## {title}", "", "| Key | Default | Meaning |", "|---|---|---|"]
         lines += [
-            f"| `{key}` | {f'`{shown}`' if (shown := _show(default)) else ''} | {text} |" for key, default, text in rows
+            f"| `{key}` | {f'`{shown}`' if (shown := _show(default)) else ''} | {' '.join(text.split())} |"
+            for key, default, text in rows
         ]
         lines.append("")
     return "\n".join(lines).rstrip()
