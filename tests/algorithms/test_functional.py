@@ -162,20 +162,26 @@ LOG2 = 0.6931472
 
 
 @pytest.mark.parametrize(
-    ("level", "correction", "weights", "cut"),
+    ("level", "correction", "low", "high", "weights", "cut"),
     [
         # rows (0, 0, 0, 2); ratios 2, 1/4, 4 of row 0: product 2, geometric mean 2^(1/3) = 1.259921; ratio 1/2 of row 2
-        ("token", "truncate", [2.0, 0.25, 3.0, 0.5], [0, 0, 1, 0]),
-        ("token", "mask", [2.0, 0.0, 0.0, 0.5], [0, 1, 1, 0]),
-        ("sequence", "truncate", [2.0, 2.0, 2.0, 0.5], [0, 0, 0, 0]),
-        ("geometric", "mask", [1.259921, 1.259921, 1.259921, 0.5], [0, 0, 0, 0]),
+        ("token", "truncate", 0.4, 3.0, [2.0, 0.25, 3.0, 0.5], [0, 0, 1, 0]),
+        ("token", "mask", 0.4, 3.0, [2.0, 0.0, 0.0, 0.5], [0, 1, 1, 0]),
+        ("sequence", "truncate", 0.4, 3.0, [2.0, 2.0, 2.0, 0.5], [0, 0, 0, 0]),
+        ("sequence", "truncate", 0.6, 1.5, [1.5, 1.5, 1.5, 0.5], [1, 1, 1, 0]),  # no lower bound
+        ("sequence", "mask", 0.4, 1.5, [0.0, 0.0, 0.0, 0.5], [1, 1, 1, 0]),
+        ("sequence", "mask", 0.6, 3.0, [2.0, 2.0, 2.0, 0.0], [0, 0, 0, 1]),
+        ("geometric", "truncate", 0.6, 1.5, [1.259921, 1.259921, 1.259921, 0.5], [0, 0, 0, 0]),
+        ("geometric", "truncate", 0.6, 1.2, [1.2, 1.2, 1.2, 0.5], [1, 1, 1, 0]),
+        ("geometric", "mask", 0.4, 3.0, [1.259921, 1.259921, 1.259921, 0.5], [0, 0, 0, 0]),
+        ("geometric", "mask", 0.6, 1.2, [0.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]),
     ],
 )
-def test_behaviour_weights(level, correction, weights, cut):
+def test_behaviour_weights(level, correction, low, high, weights, cut):
     old = torch.tensor([-1.0, -2.0, -3.0, -1.0], requires_grad=True)
     behaviour = old.detach() - LOG2 * torch.tensor([1.0, -2.0, 2.0, -1.0])
     rows = torch.tensor([0, 0, 0, 2])
-    found, where = F.behaviour_weights(old, behaviour, rows, 3, level, correction, 0.4, 3.0)
+    found, where = F.behaviour_weights(old, behaviour, rows, 3, level, correction, low, high)
     close(found, weights)
     close(where, [float(value) for value in cut])
     assert not found.requires_grad
