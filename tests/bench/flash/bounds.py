@@ -39,13 +39,13 @@ def steady_efficiency(run: Run, world: World, training: Training, skipped: int) 
     return share
 
 
-def proposition_1_s(workers: int, num_samples: int, mean_s: float, longest_s: float, lag: float) -> float:
+def proposition_1_s(workers: float, num_samples: int, mean_s: float, longest_s: float, lag: float) -> float:
     """Most seconds per batch of `num_samples` for `workers` slots of constant rate without aborts."""
     return num_samples * mean_s / workers + longest_s / (lag + 1)
 
 
 def training_share(
-    workers: int, num_samples: int, mean_s: float, longest_s: float, lag: float, train_s: float
+    workers: float, num_samples: int, mean_s: float, longest_s: float, lag: float, train_s: float
 ) -> float:
     """Proposition 2's beta*, the share of the workers that train; train_s: seconds per sample on one worker."""
     trained = num_samples * train_s
@@ -53,7 +53,7 @@ def training_share(
 
 
 def proposition_2_s(
-    workers: int, num_samples: int, mean_s: float, longest_s: float, lag: float, train_s: float
+    workers: float, num_samples: int, mean_s: float, longest_s: float, lag: float, train_s: float
 ) -> float:
     """Most seconds per step where a share beta* of the workers trains and the others generate."""
     return proposition_1_s(workers, num_samples, mean_s, longest_s, lag) + num_samples * train_s / workers

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from math import isclose
 from typing import Any
 
-from tests.bench.flash.bounds import check, proposition_1_s, proposition_2_s, steady_efficiency, training_share
+from tests.bench.flash.bounds import (
+    ROUNDING,
+    check,
+    proposition_1_s,
+    proposition_2_s,
+    steady_efficiency,
+    training_share,
+)
 from tests.bench.flash.settings import Latency, Lengths, Training, World, policy
-from tests.bench.flash.simulation import Simulation
+from tests.bench.flash.simulation import Run, Simulation
 
 SKIPPED = 4  # steps until the pipeline is full
-COUPLING = 1.01  # Proposition 2 takes the slower stage's time; a batch that comes late now and then stalls the other
 LONG = Lengths("lognormal", shape=1.0)
 
 
@@ -19,12 +27,20 @@ def constant_rate(replicas: int, slots: int, lengths: Lengths) -> World:
     return World(replicas, slots, lengths, decode_b_s=0.0, burst_tokens=1, reward=Latency(0.0))
 
 
+def skipped(run: Run) -> str:
+    """Why a run is not held against its bound; empty: it is. The propositions know no limit on the age of a sample."""
+    if run.count("cancelled"):
+        return "groups that had grown too old were started anew"
+    return "the trainer waited for groups that would have grown too old" if run.stale_wait_s else ""
+
+
 def proposed(lag: int, slots: int, group_size: int, trained_by: float) -> dict[str, Any]:
     """Mean seconds of a step once the pipeline is full, and their bound. trained_by: share of the workers that train;
     the training time is that for which it is Proposition 2's beta*. 0: Proposition 1.
 
-    Neither knows a limit on the age of each sample: where groups had to be started anew or waited for, the assumptions
-    do not hold.
+    There is no slack but for rounding. Proposition 1: mean and longest are of the samples that the run itself had, and
+    its rows lie far below. Proposition 2: at beta* training alone takes all of the bound, so that a row can only meet
+    it, and does as long as the trainer never waits, whatever the samples.
     """
     world, batch = constant_rate(8, slots, LONG), 512
     config, need, steps = policy(group_size, max_lag=lag), batch // group_size, 16
@@ -32,13 +48,13 @@ def proposed(lag: int, slots: int, group_size: int, trained_by: float) -> dict[s
     lengths_s = [tokens * world.decode_a_s for tokens in run.lengths]
     mean_s, longest_s = sum(lengths_s) / len(lengths_s), max(lengths_s)
     workers = 8 * slots / (1 - trained_by)
-    bound_s = generation_s = proposition_1_s(round(workers), batch, mean_s, longest_s, lag)
+    bound_s = generation_s = proposition_1_s(workers, batch, mean_s, longest_s, lag)
     training = Training(need, steps, overlap=lag > 0)
     if trained_by:
         sample_s = trained_by / (1 - trained_by) * generation_s * workers / batch
-        share = training_share(round(workers), batch, mean_s, longest_s, lag, sample_s)
-        assert abs(share - trained_by) < 0.01, f"{share:.3f} of the workers should train, not {trained_by}"
-        bound_s = proposition_2_s(round(workers), batch, mean_s, longest_s, lag, sample_s)
+        share = training_share(workers, batch, mean_s, longest_s, lag, sample_s)
+        assert isclose(share, trained_by), f"{share:.3f} of the workers should train, not {trained_by}"
+        bound_s = proposition_2_s(workers, batch, mean_s, longest_s, lag, sample_s)
         training = Training(need, steps, batch * sample_s / (trained_by * workers), overlap=lag > 0)
         run = Simulation(world, config, training).run()
     check(run, world, training)
@@ -52,19 +68,23 @@ def proposed(lag: int, slots: int, group_size: int, trained_by: float) -> dict[s
         "bound_s": bound_s,
         "stale_wait_s": run.stale_wait_s / steps,
         "cancelled": run.count("cancelled"),
+        "skipped": skipped(run),
     }
-    row["assumptions_hold"] = row["cancelled"] == row["stale_wait_s"] == 0
-    assert seconds <= bound_s * COUPLING or not row["assumptions_hold"], f"{row} is above its bound"
+    assert row["skipped"] or seconds <= bound_s * ROUNDING, f"{row} is above its bound"
     return row
 
 
 def measure_propositions() -> dict[str, Any]:
-    """Times and bounds over lags and slots, and the efficiency of saturated async."""
+    """Times and bounds over lags and slots, how many were asserted and why the others were not, and the efficiency of
+    saturated async."""
     worlds = ((0, 4, 1), (0, 32, 8), (1, 4, 1), (1, 16, 8), (2, 16, 1), (4, 16, 8))
     rows = [
         proposed(*world, trained_by) for world in worlds for trained_by in (0.0, 0.25) if world[0] or not trained_by
     ]
-    return {"bench": "flash.propositions", "rows": rows, "saturated": saturated()}
+    asserted = Counter(f"proposition {row['proposition']}" for row in rows if not row["skipped"])
+    assert len(asserted) == 2, f"only {dict(asserted)} was asserted"
+    counts = {"asserted": dict(asserted), "skipped": dict(Counter(row["skipped"] for row in rows if row["skipped"]))}
+    return {"bench": "flash.propositions"} | counts | {"rows": rows, "saturated": saturated()}
 
 
 def saturated() -> list[dict[str, Any]]:
