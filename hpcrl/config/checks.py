@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from hpcrl.config.problems import Path, Problem, dotted
-from hpcrl.config.schema import MOST_MEMBERS, Config, Reinforce
+from hpcrl.config.schema import MOST_MEMBERS, Config, Reinforce, RolloutConfig
 
 GENERATOR_FAMILIES = {"native": ("qwen2", "qwen3", "qwen3_moe", "llama")}
 """What a generation engine can run, as config.json's model_type; engines not named here run all."""
@@ -34,7 +34,7 @@ def check(config: Config) -> list[Problem]:
         *_debug(config),
         *_reinforcement(config),
         *_correction(config),
-        *_whole_responses(config),
+        *(whole_responses(config, config.rollout) if config.generates else ()),
         *_filters(config),
         *_fake(config),
         *_redundancy(config),
@@ -140,11 +140,12 @@ def _correction(config: Config) -> Iterator[Problem]:
         yield Problem((section, "correction_high"), text, ((section, "correction"),))
 
 
-def _whole_responses(config: Config) -> Iterator[Problem]:
-    """The generator's log-probs are those of the tokens that sampling keeps, the trainer's those of all. So the ratio
-    of a token is the share of the probability that was kept, and a product of hundreds of them is nearly 0."""
-    algorithm, rollout, at = config.algorithm, config.rollout, ("algorithm", "correction_level")
-    if not config.reinforces or algorithm.correction == "none" or algorithm.correction_level != "sequence":
+def whole_responses(config: Config, rollout: RolloutConfig) -> Iterator[Problem]:
+    """`rollout`: of the run that draws the responses. The generator's log-probs are those of the tokens that sampling
+    keeps, the trainer's those of all. So the ratio of a token is the share of the probability that was kept, and a
+    product of hundreds of them is nearly 0."""
+    algorithm, at = config.algorithm, ("algorithm", "correction_level")
+    if algorithm.correction == "none" or algorithm.correction_level != "sequence":
         return
     keeps_all = {"top_p": 1, "top_k": 0, "min_p": 0}
     if cut := {key: off for key, off in keeps_all.items() if getattr(rollout, key) != off}:

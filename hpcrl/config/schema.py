@@ -81,8 +81,9 @@ class RolloutConfig(Section):
     """Groups that get too old for max_lag on their way: the batch waits for them, or they are cancelled and start
     anew, which is faster and favours short responses."""
     on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
-    """Responses on their way when weights arrive: go on with the keys and values of the old ones, compute these anew,
-    or start anew (each max_attempts times at most)."""
+    """Responses on their way when weights arrive: go on with the keys and values of the old ones, so that their
+    log-probs are of no single policy (token/mixed_weights_ratio), compute these anew, or start anew (each max_attempts
+    times at most)."""
     extra_prompts: Natural = 0
     """Redundant groups: generated beyond num_prompts, aborted once enough valid groups exist."""
     extra_members: Natural = 0

@@ -140,7 +140,7 @@ def _generation(config: Config, layout: RoleLayout) -> str:
 
 def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
     rollout, algorithm = config.rollout, config.algorithm
-    corrected = algorithm.correction
+    corrected = str(algorithm.correction)
     if corrected != "none":
         corrected += f" weights of each {algorithm.correction_level.replace('geometric', 'geometric mean')}"
     yield "async", f"up to {rollout.max_lag:g} steps behind, on_stale={rollout.on_stale}; correction: {corrected}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.config import Config, ConfigError, Problem
+from hpcrl.config.checks import whole_responses
 from hpcrl.files import steps_in
 from hpcrl.rundir import CONFIG, stored_config
 
@@ -30,19 +31,20 @@ def check_rollouts(config: Config) -> list[Problem]:
     if count < config.max_steps:
         text = f"max_steps: {config.max_steps}, and {run_dir} has rollouts of {count} steps; use max_steps={count}"
         problems.append(Problem(("max_steps",), text, (("rollouts",),)))
-    return problems + _check_temperature(config, run_dir)
+    return problems + _check_sampling(config, run_dir)
 
 
-def _check_temperature(config: Config, run_dir: Path) -> list[Problem]:
-    """The trainer divides logits by it, as the generator did whose log-probs are stored."""
+def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
+    """The trainer divides logits by the temperature, as the generator did whose log-probs are stored; and a correction
+    must suit how they were drawn."""
     if not (run_dir / CONFIG).exists():
         return []
     try:
-        drawn_at = stored_config(run_dir).rollout.temperature
+        drawn = stored_config(run_dir).rollout
     except ConfigError as error:
         return [Problem(("rollouts",), f"rollouts: {line}") for line in error.problems]
-    asked = config.rollout.temperature
-    if drawn_at == asked:
-        return []
-    text = f"rollout.temperature: {asked:g}, and the rollouts of {run_dir} were drawn at {drawn_at:g}; use that"
-    return [Problem(("rollout", "temperature"), text, (("rollouts",),))]
+    problems, asked = list(whole_responses(config, drawn)), config.rollout.temperature
+    if drawn.temperature != asked:
+        text = f"rollout.temperature: {asked:g}, and the rollouts of {run_dir} were drawn at {drawn.temperature:g}"
+        problems.append(Problem(("rollout", "temperature"), f"{text}; use that", (("rollouts",),)))
+    return problems

@@ -1,0 +1,37 @@
+"""What is asked of the run whose rollouts debug=train_only trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpcrl.config import parse
+from hpcrl.launch.stored import check_rollouts
+from hpcrl.rundir import CONFIG
+
+
+def stored(folder: Path, **rollout: Any) -> Path:
+    """A run folder with the rollouts of one step that were drawn so."""
+    (folder / "rollouts/step_000001").mkdir(parents=True)
+    (folder / CONFIG).write_text(yaml.safe_dump(parse({"rollout": rollout}).model_dump(mode="json")))
+    return folder
+
+
+@pytest.mark.parametrize(("level", "problems"), [("token", 0), ("sequence", 1)])
+def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: str, problems: int) -> None:
+    """Whatever this run's own sampling is, which draws for evaluation alone."""
+    run_dir = stored(tmp_path / "run", top_k=50)
+    algorithm = {"name": "grpo", "correction": "truncate", "correction_level": level}
+    told = [
+        str(problem.text)
+        for problem in check_rollouts(
+            parse({"debug": "train_only", "rollouts": str(run_dir), "max_steps": 1, "algorithm": algorithm})
+        )
+    ]
+    assert len(told) == problems and all("rollout.top_k=50 keeps" in text for text in told)
+    uncut = stored(tmp_path / "uncut")
+    data = {"debug": "train_only", "rollouts": str(uncut), "max_steps": 1, "algorithm": algorithm}
+    assert check_rollouts(parse(data | {"rollout": {"top_k": 50}})) == []
