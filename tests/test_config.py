@@ -16,7 +16,7 @@ from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import PATIENCE, RolloutScheduler
-from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE
+from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE, MAX_HELD_OUT
 
 
 def problems(*words: str) -> list[str]:
@@ -358,6 +358,21 @@ def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line()
     assert "algorithm.pg_clip_low: not read here" in problems("+experiment=demo_sft", "algorithm.pg_clip_low=.1")[0]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["debug=train_only", "rollouts=runs/demo", "max_steps=1"],
+        ["debug=train_only", "rollouts=runs/demo", "deterministic=true"],
+        ["debug=train_only", "rollouts=runs/demo", "rollout.top_k=1"],
+        ["debug=rollout_only", "rollout.top_p=.9"],
+        ["debug=rollout_only", "rollout.max_lag=0"],
+    ],
+)
+def test_half_a_run_is_not_held_against_what_only_the_other_half_reads(words: list[str]) -> None:
+    """Else there would be no way out: the keys that clash may not be given either."""
+    assert load(["+experiment=rlvr_async", *words]).debug in words[0]
+
+
 def test_a_debug_run_has_a_name_of_its_own_so_that_it_does_not_meet_the_folder_of_the_whole_run() -> None:
     assert load(["+experiment=demo", "debug=fake"]).run_dir == "runs/demo_fake"
     assert load(["+experiment=demo", "debug=none"]).run_dir == "runs/demo"
@@ -378,6 +393,9 @@ def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
     for key, limit in (("group_size", MAX_GROUP_SIZE), ("max_attempts", most_attempts)):
         with pytest.raises(ConfigError, match=f"rollout.{key}: expected at most {limit}"):
             parse({"rollout": {key: limit + 1}})
+    assert parse({"eval": {"num_prompts": MAX_HELD_OUT}}).eval
+    with pytest.raises(ConfigError, match=f"eval.num_prompts: expected at most {MAX_HELD_OUT}"):
+        parse({"eval": {"num_prompts": MAX_HELD_OUT + 1}})
 
 
 def test_the_families_of_the_native_generator_are_its_own() -> None:

@@ -24,6 +24,9 @@ NOT_BUILT: dict[Path, tuple[str, ...]] = {
 PLACEHOLDER = re.compile(r"\?\?\?|CHANGE_?ME|/path/to\b|^<[\w .-]*>$", re.IGNORECASE)
 """What people write where a value is still to come."""
 
+KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
+"""Sampling that keeps every token."""
+
 FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
 """Keys whose text may go to the model, where <answer> is no placeholder."""
 
@@ -34,7 +37,7 @@ def check(config: Config) -> list[Problem]:
         *_debug(config),
         *_reinforcement(config),
         *_correction(config),
-        *(whole_responses(config, config.rollout) if config.generates else ()),
+        *_whole_responses(config),
         *_filters(config),
         *_fake(config),
         *_redundancy(config),
@@ -108,7 +111,7 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
         text = f"rollout.group_size: {algorithm.name} compares the responses of a group and needs at least 2, got 1"
         yield Problem(("rollout", "group_size"), text, (("algorithm",),))
     for key, greedy, way_out in (("temperature", 0, "1"), ("top_k", 1, "0 (off) or at least 2"), ("min_p", 1, "less")):
-        if getattr(rollout, key) == greedy:
+        if getattr(rollout, key) == greedy and config.generates:
             text = f"{greedy} makes the responses of a group equal, so there is nothing to learn from; use {way_out}"
             yield Problem(("rollout", key), f"rollout.{key}: {text}")
     samples, parts = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches
@@ -124,7 +127,7 @@ def _correction(config: Config) -> Iterator[Problem]:
     """Bounds that spare nothing. What the trained weights themselves have generated has ratio 1 but for rounding, so
     that a mask bounded by 1 would drop it by chance."""
     algorithm, section = config.algorithm, "algorithm"
-    if not config.reinforces or algorithm.correction == "none":
+    if not (config.reinforces and config.learns) or algorithm.correction == "none":
         return
     low, high, masks = algorithm.correction_low, algorithm.correction_high, algorithm.correction == "mask"
     fresh = "responses of the weights that are trained, whose ratio is 1"
@@ -140,26 +143,37 @@ def _correction(config: Config) -> Iterator[Problem]:
         yield Problem((section, "correction_high"), text, ((section, "correction"),))
 
 
-def whole_responses(config: Config, rollout: RolloutConfig) -> Iterator[Problem]:
-    """`rollout`: of the run that draws the responses. The generator's log-probs are those of the tokens that sampling
-    keeps, the trainer's those of all. So the ratio of a token is the share of the probability that was kept, and a
-    product of hundreds of them is nearly 0."""
-    algorithm, at = config.algorithm, ("algorithm", "correction_level")
-    if algorithm.correction == "none" or algorithm.correction_level != "sequence":
-        return
-    keeps_all = {"top_p": 1, "top_k": 0, "min_p": 0}
-    if cut := {key: off for key, off in keeps_all.items() if getattr(rollout, key) != off}:
-        given = ", ".join(f"rollout.{key}={getattr(rollout, key):g}" for key in cut)
+def weighed_shares(config: Config, rollout: RolloutConfig) -> str:
+    """The settings, in words, under which a correction of whole responses weighs them by what sampling kept; empty
+    where it does not. `rollout`: of the run that draws the responses.
+
+    The generator's log-probs are those of the tokens that sampling keeps, the trainer's those of all. So the ratio of a
+    token is the share of the probability that was kept, and a product of hundreds of them is nearly 0."""
+    algorithm, learns = config.algorithm, config.reinforces and config.learns
+    if not learns or algorithm.correction == "none" or algorithm.correction_level != "sequence":
+        return ""
+    return ", ".join(f"rollout.{key}={getattr(rollout, key):g}" for key in KEEPS_ALL if _cuts(rollout, key))
+
+
+def _whole_responses(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if config.generates and (given := weighed_shares(config, rollout)):
+        cut = [key for key in KEEPS_ALL if _cuts(rollout, key)]
         text = (
             f"algorithm.correction_level: sequence multiplies the shares of probability that {given} keeps at each "
             "token, so that long responses weigh nothing even without lag; use token or geometric, or "
-            + " ".join(f"rollout.{key}={off}" for key, off in cut.items())
+            + " ".join(f"rollout.{key}={KEEPS_ALL[key]}" for key in cut)
         )
-        yield Problem(at, text, (("algorithm", "correction"), *(("rollout", key) for key in cut)))
+        involved = (("algorithm", "correction"), *(("rollout", key) for key in cut))
+        yield Problem(("algorithm", "correction_level"), text, involved)
+
+
+def _cuts(rollout: RolloutConfig, key: str) -> bool:
+    return bool(getattr(rollout, key) != KEEPS_ALL[key])
 
 
 def _filters(config: Config) -> Iterator[Problem]:
-    if not config.reinforces:
+    if not config.generates:
         return
     rollout = config.rollout
     low, high = rollout.filter_mean_low, rollout.filter_mean_high
@@ -227,7 +241,7 @@ def _fake(config: Config) -> Iterator[Problem]:
 
 
 def _redundancy(config: Config) -> Iterator[Problem]:
-    if not config.reinforces:
+    if not config.generates:
         return
     rollout, members = config.rollout, ("rollout", "extra_members")
     if config.deterministic and rollout.extra_members:
@@ -279,7 +293,7 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
 
 def _asynchronous(config: Config) -> Iterator[Problem]:
     rollout, at = config.rollout, ("rollout", "max_lag")
-    if not config.reinforces or rollout.max_lag == 0:
+    if not config.generates or rollout.max_lag == 0:
         return
     if config.deterministic:
         text = f"rollout.max_lag: {rollout.max_lag:g}, and deterministic=true generates nothing ahead; use 0"

@@ -15,6 +15,7 @@ from hpcrl.config.fake import FakeConfig
 from hpcrl.config.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
 
 MOST_MEMBERS = 1 << 14
+MOST_HELD_OUT = 1 << 20
 """What a sample id has room for (hpcrl.rollout.types)."""
 
 
@@ -329,7 +330,7 @@ class GeneratorConfig(Section):
 class EvalConfig(Section):
     """Held-out evaluation on data.val."""
 
-    num_prompts: Positive = 256
+    num_prompts: Annotated[int, Field(ge=1, le=MOST_HELD_OUT), NUMBER] = 256
     """Held-out prompts of one evaluation."""
     temperature: NonNegative = 0.0
     """0: greedy."""

@@ -54,7 +54,7 @@ def _inputs(
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
-    if layout.replicas and config.rollout.max_lag > 0:
+    if config.generates and config.rollout.max_lag > 0:
         yield from _asynchrony(config)
 
 
@@ -140,10 +140,13 @@ def _generation(config: Config, layout: RoleLayout) -> str:
 
 def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
     rollout, algorithm = config.rollout, config.algorithm
-    corrected = str(algorithm.correction)
+    behind, corrected = (
+        f"up to {rollout.max_lag:g} steps behind, on_stale={rollout.on_stale}",
+        str(algorithm.correction),
+    )
     if corrected != "none":
         corrected += f" weights of each {algorithm.correction_level.replace('geometric', 'geometric mean')}"
-    yield "async", f"up to {rollout.max_lag:g} steps behind, on_stale={rollout.on_stale}; correction: {corrected}"
+    yield "async", f"{behind}; correction: {corrected}" if config.learns else behind
     if rollout.on_new_weights == "continue":
         yield (
             "",

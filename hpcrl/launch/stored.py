@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrl.config import Config, ConfigError, Problem
-from hpcrl.config.checks import whole_responses
+from hpcrl.config.checks import weighed_shares
 from hpcrl.files import steps_in
 from hpcrl.rundir import CONFIG, stored_config
 
@@ -43,7 +43,13 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
         drawn = stored_config(run_dir).rollout
     except ConfigError as error:
         return [Problem(("rollouts",), f"rollouts: {line}") for line in error.problems]
-    problems, asked = list(whole_responses(config, drawn)), config.rollout.temperature
+    problems, asked = [], config.rollout.temperature
+    if given := weighed_shares(config, drawn):
+        text = (
+            "algorithm.correction_level: sequence multiplies the shares of probability that sampling kept at each "
+            f"token, and the rollouts of {run_dir} were drawn with {given}; use token or geometric"
+        )
+        problems.append(Problem(("algorithm", "correction_level"), text, (("rollouts",),)))
     if drawn.temperature != asked:
         text = f"rollout.temperature: {asked:g}, and the rollouts of {run_dir} were drawn at {drawn.temperature:g}"
         problems.append(Problem(("rollout", "temperature"), f"{text}; use that", (("rollouts",),)))

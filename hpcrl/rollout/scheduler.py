@@ -129,7 +129,8 @@ class RolloutScheduler:
         self._touched: set[int] = set()  # replicas that may be able to continue answered samples
         self._out = Outbox()
         self._settled: list[Settled] = []
-        self._generated = 0
+        self._generated = 0  # groups that this step had or started
+        self._before: dict[str, int] = {}  # counts when it was opened
         self._tally = Tally(COUNTS)
 
     # -- what the loop calls
@@ -141,6 +142,7 @@ class RolloutScheduler:
             raise ValueError(f"begin_step needs need >= 1 and a version of {self.version} or later: {version=} {need=}")
         self._tell_taken()
         self.version, self._need, self._closed = version, need, False
+        self._generated, self._before = len(self._open) + len(self._valid), self._tally.counts()
         self.weights_arrived(version)
         for group in self._fresh.too_old(self._all_groups(), version, need):
             self._requeue(group)
@@ -216,7 +218,7 @@ class RolloutScheduler:
             self._settle(group, Disposition.TRAINED)
             for sample in group.samples:
                 self._forget(sample)
-        self._closed, self._generated = True, 0
+        self._closed = True
         return [group.frozen() for group in picked]
 
     def give_back(self) -> None:
@@ -263,12 +265,13 @@ class RolloutScheduler:
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
         """(sum, count, min, max) of what happened since the last call; hpcrl.stats.Stat(*value) takes them."""
         self._tell_taken()
+        self._before = {}
         return self._tally.take("scheduler/")
 
     def exhausted(self, way_out: str) -> RolloutExhausted:
         """What to raise when the step can get no batch, with the counts."""
         names = ("filtered_mean_low", "filtered_mean_high", "filtered_std", "failed")
-        counts = ", ".join(f"{name} {self._tally.counted(name)}" for name in names)
+        counts = ", ".join(f"{name} {self._tally.counted(name) - self._before.get(name, 0)}" for name in names)
         last = [f", the last by {s.reason}" for s in self._settled if s.disposition is Disposition.FAILED][-1:]
         return RolloutExhausted(
             f"version {self.version}: {self._generated} groups were started and {len(self._open) + len(self._valid)} "
@@ -388,7 +391,7 @@ class RolloutScheduler:
         elif len(group.samples) > group.keep:
             group.samples.remove(sample)
             group.num_done -= sample.state is State.DONE
-            self._drop(sample)
+            self._abort(sample)
         elif not group.cause:
             group.cause = cause
             if self.config.deterministic:

@@ -20,6 +20,10 @@ class Tally:
     def counted(self, name: str) -> int:
         return self._counts.get(name, 0)
 
+    def counts(self) -> dict[str, int]:
+        """All counts so far."""
+        return dict(self._counts)
+
     def record(self, name: str, value: float) -> None:
         total, count, low, high = self._values.get(name, (0.0, 0.0, math.inf, -math.inf))
         self._values[name] = (total + value, count + 1.0, min(low, value), max(high, value))

@@ -61,9 +61,8 @@ def split_sample_id(sample_id: int) -> tuple[int, int, int]:
 
 def held_out_uid(evaluation: int, row: int) -> int:
     """Uid of a held-out prompt in the n-th evaluation: numbers of its own, since an answer that comes late must not
-    count in the next one. They repeat after 262,144 evaluations. ValueError beyond MAX_HELD_OUT rows."""
-    if row >= MAX_HELD_OUT:
-        raise ValueError(f"an evaluation takes {MAX_HELD_OUT} prompts at most: lower eval.num_prompts")
+    count in the next one. They repeat after 262,144 evaluations."""
+    assert row < MAX_HELD_OUT, "checked by hpcrl.config"
     return HELD_OUT + (evaluation % (HELD_OUT >> ROW_BITS) << ROW_BITS) + row
 
 

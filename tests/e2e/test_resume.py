@@ -351,7 +351,7 @@ def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_
     for step in reader.steps():
         batch = reader.batch(step)
         lags |= set((step - 1 - batch.versions[batch.loss_mask]).tolist())
-    assert 0 in lags and max(lags) <= max_lag and bool(max_lag) == (max(lags) > 0)
+    assert {0, min(max_lag, 1)} <= lags <= set(range(max_lag + 1))
 
 
 def check_accounts(run_dir: Path) -> None:
@@ -369,7 +369,7 @@ def check_accounts(run_dir: Path) -> None:
     assert sum(count for *_, count in ledger["counts"]) == len(ended)
     rollout = parse(yaml.safe_load((run_dir / "config.yaml").read_text())).rollout
     assert len(open_uids) <= (1 + rollout.max_lag) * rollout.num_prompts + rollout.extra_prompts
-    patience = 4 * rollout.max_attempts + math.ceil(rollout.max_lag) + 1  # steps
+    patience = 4 * rollout.max_attempts * (math.ceil(rollout.max_lag) + 1) + math.ceil(rollout.max_lag) + 1  # steps
     begun = RolloutReader(run_dir).batch(step - patience).group_ids.max().item() if step > patience else -1
     assert min(open_uids, default=math.inf) > begun, "an old epoch is still open"
     prompts = drawn(run_dir, ledger["next_uid"])

@@ -31,7 +31,9 @@ def test_whole_responses_of_cut_sampling_are_not_weighed(tmp_path: Path, level: 
             parse({"debug": "train_only", "rollouts": str(run_dir), "max_steps": 1, "algorithm": algorithm})
         )
     ]
-    assert len(told) == problems and all("rollout.top_k=50 keeps" in text for text in told)
+    assert len(told) == problems and all(
+        f"{run_dir} were drawn with rollout.top_k=50; use token" in text for text in told
+    )
     uncut = stored(tmp_path / "uncut")
     data = {"debug": "train_only", "rollouts": str(uncut), "max_steps": 1, "algorithm": algorithm}
     assert check_rollouts(parse(data | {"rollout": {"top_k": 50}})) == []
