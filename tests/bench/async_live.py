@@ -1,6 +1,6 @@
 """Wall time of a step when generation and training overlap: real processes, the native generator, long-tailed answers.
 
-    python -m tests.bench.async_live [--steps N]
+    python -m tests.bench.async_live [--steps N] [--only answers|environments]
 
 Four processes each time: controller, trainer, generator, reward. max_lag 0 against 1 and 2. The model is random, 4
 layers of 256, and ends an answer at every token with probability 1/64 (vs_trl's long setting): the longest of 128 is
@@ -33,6 +33,7 @@ env.class_path=tests.bench.slow_env:SlowEnv env.max_turns=3 env.num_threads=256 
 +env.options.std_s=0.06 layout.env.num_ranks=1 layout.reward.num_ranks=null layout.reward.colocate_with=env
 generator.max_slots=64 generator.max_requests=256 generator.burst_tokens=4
 """
+TAILS = {"answers": ANSWERS, "environments": LATE}
 FIGURES = {
     "step_s": "time/step_total",
     "waits_for_batch_s": "time/step_generate",
@@ -59,12 +60,14 @@ def main() -> None:
     """Print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24)
-    steps = parser.parse_args().steps
+    parser.add_argument("--only", choices=TAILS, help="the other tail is left out")
+    options = parser.parse_args()
+    steps, tails = options.steps, {kind: sizes for kind, sizes in TAILS.items() if options.only in (None, kind)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_long_model(folder / "model")
         rows, _ = write_rows(folder)
-        for kind, sizes in {"answers": ANSWERS, "environments": LATE}.items():
+        for kind, sizes in tails.items():
             result: dict[str, object] = {"bench": "async_live", "tail": kind, "cores": os.cpu_count()}
             found = {
                 lag: measure(folder / "model", rows, sizes, lag, steps, folder / f"{kind}_{lag}") for lag in (0, 1, 2)
