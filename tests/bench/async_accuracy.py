@@ -75,7 +75,7 @@ def summary(runs: dict[str, list[list[dict[str, float | None]]]]) -> dict[str, o
         shown["lag_mean"] = round(statistics.mean(float(row["scheduler/version_lag/mean"] or 0.0) for row in last), 2)
         steps = [float(row["time/step_total"] or 0.0) for rows in seeds for row in rows[3:]]
         shown["step_s"] = round(statistics.median(steps), 3)
-        if variant != "sync":
+        if variant != "sync" and "sync" in ends:
             for name in FIGURES:
                 pairs = zip(ends["sync"][name], ends[variant][name], strict=True)
                 lost = [sync - ahead for sync, ahead in pairs]
