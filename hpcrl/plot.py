@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 
 PANELS = (
     ("critic/rewards/mean", "training reward", "#3b6fb6"),

@@ -3,7 +3,7 @@
     python -m hpcrl.run RUN_DIR      one process per node (the agent starts the ranks), or one per rank (torchrun, MPI)
 
 RUN_DIR holds the config.yaml that `python -m hpcrl.launch` wrote. Time, seeds and environment variables are read here
-and in hpcrl/dist.
+and in hpcrl/control.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
-from hpcrl.dist.agent import Agent, Verdict
-from hpcrl.dist.bootstrap import Place, find_place
-from hpcrl.dist.devices import VISIBLE, bind_gpus, visible_gpus
+from hpcrl.control.bootstrap import Place, find_place
 from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
-from hpcrl.layout import RoleLayout
-from hpcrl.placement import Placement
-from hpcrl.preflight import meeting_folder, preflight, see_run
+from hpcrl.node.agent import Agent, Verdict
+from hpcrl.node.devices import VISIBLE, bind_gpus, visible_gpus
+from hpcrl.node.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
 
@@ -126,8 +126,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
     gc.disable()  # what imports make stays; looking through it again and again takes a sixth of a rank's start
-    from hpcrl.dist.control import ControlError
-    from hpcrl.dist.world import join, pin_threads, seed_generators
+    from hpcrl.control.queues import ControlError
+    from hpcrl.control.world import join, pin_threads, seed_generators
     from hpcrl.roles import import_engines
     from hpcrl.roles.worker import Reported, Worker, leave_default_group
 
@@ -135,7 +135,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
     if place.launcher not in ("agent", "local"):  # else the agent has chosen
         os.environ[VISIBLE] = gpus_of_node(config, layout, place.node, place.num_nodes)[place.index]
     if place.index == 0:
-        from hpcrl.controller import control
+        from hpcrl.rank0 import control
     gc.freeze()
     gc.enable()
     attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import psutil
 import yaml
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.files import write_durably
 

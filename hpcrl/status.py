@@ -20,15 +20,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
+from hpcrl.cluster.layout import ROLES, RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import ASKED, ExitCode
 from hpcrl.files import committed_step, step_name
-from hpcrl.layout import ROLES, RoleLayout
-from hpcrl.metrics import METRICS, read_metrics
-from hpcrl.placement import Placement
-from hpcrl.preflight import read_judgement, read_reports
-from hpcrl.progress import RECENT_STEPS, SHOWN, duration, evaluations_left
+from hpcrl.metrics.log import METRICS, read_metrics
+from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, duration, evaluations_left
+from hpcrl.node.preflight import read_judgement, read_reports
 from hpcrl.rundir import (
     CONFIG,
     OWNERS,

@@ -399,7 +399,7 @@ def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
 
 
 def test_the_families_of_the_native_generator_are_its_own() -> None:
-    from hpcrl.engines.gen.architecture import FAMILIES
+    from hpcrl.engines.gen.native.architecture import FAMILIES
 
     assert GENERATOR_FAMILIES["native"] == FAMILIES
     assert load(["pipeline=sft", "model.tiny.architecture=gemma2"]).model.tiny.architecture == "gemma2"

@@ -20,7 +20,7 @@ OWN_FILE_ONLY = {
     "deepspeed": ("hpcrl/engines/train/deepspeed",),
     "vllm": ("hpcrl/engines/gen/vllm",),
     "sglang": ("hpcrl/engines/gen/sglang",),
-    "mpi4py": ("hpcrl/dist/bootstrap",),
+    "mpi4py": ("hpcrl/control/bootstrap",),
     "submitit": ("hpcrl/launch/executor", "hpcrl/launch/sweep"),
     "hydra_plugins": ("hpcrl/launch/sweep_launcher",),
 }
@@ -60,7 +60,7 @@ def test_an_import_against_the_direction_is_found(tmp_path: Path) -> None:
         copy = tmp_path / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(
-            file.read_text() + ("\nimport hpcrl.dist\n" if file.parts[-2:] == ("rewards", "base.py") else "")
+            file.read_text() + ("\nimport hpcrl.comm\n" if file.parts[-2:] == ("rewards", "base.py") else "")
         )
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
@@ -85,7 +85,7 @@ def test_algorithms_rewards_and_envs_run_no_collectives_and_nothing_is_pickled_b
     for file, names in sources():
         if file.startswith(("hpcrl/algorithms", "hpcrl/rewards", "hpcrl/envs")):
             assert "torch.distributed" not in names, file
-        if file.startswith(("hpcrl/dist", "hpcrl/roles")):
+        if file.startswith(("hpcrl/control", "hpcrl/comm", "hpcrl/roles")):
             assert "pickle" not in names, file
 
 

@@ -190,8 +190,8 @@ def test_a_sound_model_folder_has_no_problems(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_made_tiny_model_has_no_problems(tmp_path: Path) -> None:
-    from hpcrl.checkpoint.tiny import make_tiny_model
     from hpcrl.config import TinyModel
+    from hpcrl.engines.tiny import make_tiny_model
 
     make_tiny_model(TinyModel(), tmp_path / "tiny")
     assert inspect_model(tmp_path / "tiny").problems == []

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hpcrl.batch import Batch, Norms
-from hpcrl.stats import Stats
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch, Norms
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over all ranks that hold a part of the batch (identity on one rank); collective over them."""

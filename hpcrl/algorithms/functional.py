@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.base import AllSum
-from hpcrl.batch import Norms
+from hpcrl.rollout.batch import Norms
 
 Over = Literal["batch", "group"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, row_sums
-from hpcrl.batch import STATUS, Batch
-from hpcrl.stats import Stat, Stats, stat
+from hpcrl.metrics.stats import Stat, Stats, stat
+from hpcrl.rollout.batch import STATUS, Batch
 
 
 def batch_stats(batch: Batch, table: RewardTable) -> Stats:

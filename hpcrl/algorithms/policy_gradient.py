@@ -20,9 +20,9 @@ from torch import Tensor
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.base import AllSum, RewardTable
 from hpcrl.algorithms.metrics import LossSums, batch_stats
-from hpcrl.batch import Batch, Norms
 from hpcrl.config import PolicyLoss
-from hpcrl.stats import Stats, stat
+from hpcrl.metrics.stats import Stats, stat
+from hpcrl.rollout.batch import Batch, Norms
 
 Section = TypeVar("Section", bound=PolicyLoss)
 

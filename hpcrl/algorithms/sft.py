@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcrl.batch import Batch, Norms
-from hpcrl.stats import Stat, Stats
+from hpcrl.metrics.stats import Stat, Stats
+from hpcrl.rollout.batch import Batch, Norms
 
 
 def sft_loss(logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from hpcrl.config import DataSource
-from hpcrl.tasks import Split, Task, is_generated, make_task
+from hpcrl.data.tasks import Split, Task, is_generated, make_task
 
 
 class BadRow(ValueError):

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcrl.config import DataConfig, DataSource
 from hpcrl.data.files import BadRow, Table, open_table
-from hpcrl.tasks import Split
+from hpcrl.data.tasks import Split
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")

@@ -8,7 +8,7 @@ from hpcrl.config import DataConfig
 from hpcrl.data.chat import encode, render
 from hpcrl.data.files import BadRow
 from hpcrl.data.rows import Messages, RowSet, require_same
-from hpcrl.tasks import Split
+from hpcrl.data.tasks import Split
 
 
 class SFTRows:

@@ -11,9 +11,9 @@ import numpy as np
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import cut_to_fit, encode, render
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
+from hpcrl.data.tasks import Split
 from hpcrl.rollout.dispositions import Dispositions, Settled
 from hpcrl.rollout.types import Disposition, Prompt
-from hpcrl.tasks import Split
 
 
 def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool = True) -> np.ndarray:

@@ -7,20 +7,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
+from hpcrl.cluster.container import check_container
+from hpcrl.cluster.layout import RoleLayout, check_layout
+from hpcrl.cluster.placement import Placement, check_placement
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
 from hpcrl.config.checks import check_built, check_family, check_length
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
-from hpcrl.launch.container import check_container
 from hpcrl.launch.help import overview, reference, section
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import describe, plan_shape
 from hpcrl.launch.render import check_prologue, check_words, render
 from hpcrl.launch.stored import check_rollouts
-from hpcrl.layout import RoleLayout, check_layout
-from hpcrl.placement import Placement, check_placement
 from hpcrl.planner.parallel import check_parallel
 from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.rundir import CONFIG, SLURM, RunState, check_run, record_submission

@@ -24,7 +24,7 @@ from submitit.core import logger
 from submitit.core.core import Executor, InfoWatcher, Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
 from hpcrl.config import Config, ConfigError, read
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import prepare, submit

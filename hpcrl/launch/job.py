@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import committed_step, step_name, write_durably
 from hpcrl.launch.__main__ import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
-from hpcrl.layout import RoleLayout
-from hpcrl.placement import Placement
 from hpcrl.rundir import (
     FINISHED,
     OUTCOME,

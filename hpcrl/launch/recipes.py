@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.launch.render import render
-from hpcrl.layout import RoleLayout
-from hpcrl.placement import Placement
 
 HEADER = """\
 # {about}

@@ -11,10 +11,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpcrl.cluster.container import srun_options
+from hpcrl.cluster.placement import Component, Placement
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, Problem
 from hpcrl.exitcodes import ExitCode
-from hpcrl.launch.container import srun_options
-from hpcrl.placement import Component, Placement
 
 NOTHING_TO_DO = 3
 """Exit code of `hpcrl.launch.job begin` where the run is done or must not be started again."""

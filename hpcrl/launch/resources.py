@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
-from hpcrl.layout import RoleLayout
-from hpcrl.placement import Placement
 from hpcrl.planner.advice import advise
 from hpcrl.planner.megatron import num_micro_batches
 from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory

@@ -20,7 +20,7 @@ from hpcrl.config import ConfigError, read
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import prepare, start
 from hpcrl.launch.plan import describe
-from hpcrl.progress import SHOWN
+from hpcrl.metrics.progress import SHOWN
 from hpcrl.rundir import CONFIG
 from hpcrl.status import Run
 

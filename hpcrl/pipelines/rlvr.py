@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.pipelines.context import Run
+from hpcrl.runtime.context import Run
 
 
 def rlvr(run: Run) -> None:

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Mapping
 
 from hpcrl.data import epoch_order
-from hpcrl.pipelines.context import Run
+from hpcrl.metrics.stats import scalar
 from hpcrl.rollout.loop import Sizes
-from hpcrl.stats import scalar
+from hpcrl.runtime.context import Run
 
 
 def sft(run: Run) -> None:

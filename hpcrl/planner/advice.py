@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.config import Config
 from hpcrl.config.problems import Path, dotted
-from hpcrl.layout import RoleLayout, check_layout
 from hpcrl.planner.memory import memory
 from hpcrl.planner.parallel import check_parallel
 from hpcrl.planner.shapes import ModelShape

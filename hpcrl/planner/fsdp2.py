@@ -1,4 +1,4 @@
-"""What a rank of the FSDP2 engine keeps (engines/train/fsdp2.py): its shard, and what it gathers to compute."""
+"""What a rank of the FSDP2 engine keeps (engines/train/fsdp2/engine.py): its shard, and what it gathers to compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpcrl.planner.parts import BYTES, PHASES, Part, Phase, largest_tensor
 from hpcrl.planner.shapes import ModelShape, Parameter
 
 SMALL_MODEL_BYTES = 4 << 30
-"""engines/train/fsdp2.py: a model that takes less, gathered, stays gathered during a command."""
+"""engines/train/fsdp2/engine.py: a model that takes less, gathered, stays gathered during a command."""
 LAYERS_GATHERED = 2
 """Of a larger one: the layer that computes and the next, which is fetched meanwhile. Of gradients too: those of the
 layer that computes and of the one that is being reduced."""

@@ -8,9 +8,9 @@ from hpcrl.planner.parts import BYTES, Part, Phase, largest_tensor, split_size
 from hpcrl.planner.shapes import ModelShape
 
 BUCKET_BYTES = 256 << 20
-"""dist/weights.py: weights travel in buckets of this size, which the last tensor may exceed."""
+"""comm/weights.py: weights travel in buckets of this size, which the last tensor may exceed."""
 PREFILL_TOKENS = 4096
-"""engines/gen/native.py: prompt tokens of one forward."""
+"""engines/gen/native/engine.py: prompt tokens of one forward."""
 LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum
 TRUNCATED_COPIES = 8  # and those that top-k, top-p or min-p sort and mask
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RoleName
-from hpcrl.layout import RoleLayout
 from hpcrl.planner.generator import generator_parts, hand_over_parts, token_bytes
 from hpcrl.planner.parts import PHASES, Part, Phase
 from hpcrl.planner.shapes import ModelShape

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.config.schema import MegatronConfig
-from hpcrl.layout import RoleLayout
 from hpcrl.planner.shapes import ModelShape
 
 VOCABULARY_MULTIPLE = 128

@@ -103,7 +103,7 @@ class ModelShape:
 
 
 def tiny_config(tiny: TinyModel) -> dict[str, Any]:
-    """The config.json of model.tiny, which hpcrl.checkpoint.tiny makes."""
+    """The config.json of model.tiny, which hpcrl.engines.tiny makes."""
     return {
         "model_type": tiny.architecture,
         "vocab_size": tiny.vocab_size,

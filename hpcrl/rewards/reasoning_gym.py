@@ -64,7 +64,7 @@ class ReasoningGym:
         return dataset, {"question": item.prompt, "answer": item.answer, "metadata": metadata}
 
     def _dataset(self, recipe: dict[str, Any]) -> Any:
-        from hpcrl.tasks import make_reasoning_gym
+        from hpcrl.data.tasks import make_reasoning_gym
 
         key = repr(sorted(recipe.items()))
         if key not in self._datasets:

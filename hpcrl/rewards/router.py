@@ -9,10 +9,10 @@ import sys
 from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
 from hpcrl.data.rows import RowSet, parse_row, sources
+from hpcrl.data.tasks import built_in_reward, is_generated
 from hpcrl.rewards import make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
 from hpcrl.rewards.protocol import Ready, frame, take_answers
-from hpcrl.tasks import built_in_reward, is_generated
 
 DEFAULT = "default"
 CHECK_TIMEOUT_S = 60.0

@@ -19,8 +19,8 @@ ROLES = {
 }
 
 IMPORTS = {
-    "trainer": "hpcrl.engines.train.fsdp2",
-    "reference": "hpcrl.engines.train.fsdp2",
+    "trainer": "hpcrl.engines.train.fsdp2.engine",
+    "reference": "hpcrl.engines.train.fsdp2.engine",
     "generator": "transformers.models.auto.tokenization_auto",
     "env": "transformers.models.auto.tokenization_auto",
 }

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hpcrl.dist.control import StoreLost
-from hpcrl.dist.messages import Observed, Response, ScoredSample, TurnDelta
+from hpcrl.control.messages import Observed, Response, ScoredSample, TurnDelta
+from hpcrl.control.queues import StoreLost
 from hpcrl.envs import env_class, make_env
 from hpcrl.envs.base import Env
 from hpcrl.roles.dialogue import observation_ids

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from hpcrl.batch import DTYPES, Batch
-from hpcrl.dist.messages import Done, DropBatch, HandOver, Logprobs, Move, Pull, SendTokens
-from hpcrl.dist.transfer import PeerLost, blames_peer
-from hpcrl.dist.weights import Bucket, receive_buckets, send_buckets
+from hpcrl.comm.transfer import PeerLost, blames_peer
+from hpcrl.comm.weights import Bucket, receive_buckets, send_buckets
+from hpcrl.control.messages import Done, DropBatch, HandOver, Logprobs, Move, Pull, SendTokens
 from hpcrl.roles.generator import BEHAVIOUR_FIELD, ROW_FIELDS, TOKEN_FIELDS, GeneratorRole
 from hpcrl.roles.trainer import ReferenceRole, TrainerRole, group_ids
+from hpcrl.rollout.batch import DTYPES, Batch
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpcrl.batch import STATUS
 from hpcrl.checkpoint.commit import seal_files
-from hpcrl.dist.control import StoreLost
-from hpcrl.dist.messages import (
+from hpcrl.control.messages import (
     AbortSamples,
     Admit,
     Burst,
@@ -33,8 +31,10 @@ from hpcrl.dist.messages import (
     ScoredSample,
     TurnDelta,
 )
+from hpcrl.control.queues import StoreLost
 from hpcrl.engines.gen import make_gen_engine
 from hpcrl.engines.gen.base import Output, PromptRefused, Request, SamplingParams
+from hpcrl.rollout.batch import STATUS
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
 
@@ -87,7 +87,7 @@ class GeneratorRole:
         self.engine.close()
 
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Fields of held samples, one array per sample (hpcrl.dist.transfer.Fabric.exchange)."""
+        """Fields of held samples, one array per sample (hpcrl.comm.transfer.Fabric.exchange)."""
         held = [self.held[sample] for sample in samples]
         names = _columns(held[0]) if held else []
         picked = {name: [getattr(sample, name) for sample in held] for name in names}

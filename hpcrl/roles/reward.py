@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.dist.messages import Response, Scored, ScoredSample
+from hpcrl.control.messages import Response, Scored, ScoredSample
 from hpcrl.rewards.base import RewardItem
 from hpcrl.rewards.pool import RewardPool
 

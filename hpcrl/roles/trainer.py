@@ -14,12 +14,11 @@ from torch import Tensor
 from hpcrl.algorithms import make_algorithm
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.sft import sft_loss
-from hpcrl.batch import Batch, Norms, batch_from_samples
 from hpcrl.checkpoint.check import Check
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Writer
-from hpcrl.data import sft_rows
-from hpcrl.dist.messages import (
+from hpcrl.comm.weights import Bucket, stage
+from hpcrl.control.messages import (
     Advantages,
     CheckFiles,
     Done,
@@ -35,11 +34,12 @@ from hpcrl.dist.messages import (
     TrainStep,
     WriteRollouts,
 )
-from hpcrl.dist.weights import Bucket, stage
+from hpcrl.data import sft_rows
 from hpcrl.engines.train import make_train_engine
+from hpcrl.metrics.stats import scalar
+from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, FinishReason, Sample
-from hpcrl.stats import scalar
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker

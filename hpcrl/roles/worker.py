@@ -13,15 +13,15 @@ from typing import Any, Literal, Protocol, cast
 
 import torch.distributed as dist
 
-from hpcrl.batch import Batch
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.comm.transfer import Fabric, blames_peer
 from hpcrl.config import Config
-from hpcrl.dist.control import StoreLost
-from hpcrl.dist.listener import Listener
-from hpcrl.dist.messages import BuildGroup, BuildRole, Done, Failed, Joined, Leave
-from hpcrl.dist.transfer import Fabric, blames_peer
-from hpcrl.dist.world import CONTROLLER_QUEUE, World
-from hpcrl.layout import RoleLayout
+from hpcrl.control.listener import Listener
+from hpcrl.control.messages import BuildGroup, BuildRole, Done, Failed, Joined, Leave
+from hpcrl.control.queues import StoreLost
+from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.roles.exchange import Exchange
+from hpcrl.rollout.batch import Batch
 
 IDLE_FIRST_S = 0.0005
 BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two looks, where a role has work of its own and where none has
@@ -179,7 +179,7 @@ class Worker:
 
 
 def _kind(error: BaseException) -> Literal["", "input", "numbers", "peer"]:
-    """What an exception says about its cause (hpcrl.dist.messages.Failed)."""
+    """What an exception says about its cause (hpcrl.control.messages.Failed)."""
     if isinstance(error, ValueError | OSError):
         return "input"
     if isinstance(error, FloatingPointError):

@@ -11,13 +11,13 @@ from functools import partial
 
 import numpy as np
 
-from hpcrl.dist import messages
-from hpcrl.dist.controller import Controller
+from hpcrl.control import messages
+from hpcrl.control.controller import Controller
+from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout import events
 from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, receiver_of, sampling_seed, split_sample_id
-from hpcrl.stats import Stat, Stats, merge, scalar
 
 BURSTS_AHEAD = 2
 PAYLOAD_BYTES = 1 << 20

@@ -263,7 +263,7 @@ class RolloutScheduler:
         return self._ahead + (0 if self._closed else self.config.extra_prompts)
 
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
-        """(sum, count, min, max) of what happened since the last call; hpcrl.stats.Stat(*value) takes them."""
+        """(sum, count, min, max) of what happened since the last call; hpcrl.metrics.stats.Stat(*value) takes them."""
         self._tell_taken()
         self._before = {}
         return self._tally.take("scheduler/")

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from hpcrl import __version__
-from hpcrl.batch import DTYPES, ROW_FIELDS, STATUS, Batch, concat
 from hpcrl.files import STEP_NAME, committed_step, fsync_path, rename_durably, step_name, steps_in
+from hpcrl.rollout.batch import DTYPES, ROW_FIELDS, STATUS, Batch, concat
 from hpcrl.rollout.types import Disposition, split_sample_id
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Counts and values of a step, as (sum, count, min, max): the fields of hpcrl.stats.Stat, without its torch."""
+"""Counts and values of a step, as (sum, count, min, max): the fields of hpcrl.metrics.stats.Stat, without its torch."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hpcrl.algorithms import ALGORITHMS, make_algorithm
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.metrics import batch_stats
-from hpcrl.batch import Norms, batch_from_samples
 from hpcrl.config import GRPO, PolicyLoss, Reinforce, ReinforcePlusPlus
+from hpcrl.metrics.stats import flatten, merge
+from hpcrl.rollout.batch import Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.stats import flatten, merge
 
 
 def identity(tensor):

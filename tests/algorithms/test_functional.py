@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.algorithms import functional as F
-from hpcrl.batch import Norms
+from hpcrl.rollout.batch import Norms
 
 REWARDS = torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 4.0])
 GROUPS = torch.tensor([7, 7, 3, 7, 7, 3])  # members need not be neighbours

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.bench.vs_trl import launch
 
 VARIANTS = {

@@ -21,7 +21,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.bench.vs_trl import launch, make_long_model, write_rows
 
 WARM_STEPS = 3

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcrl.dist.bootstrap import Place
-from hpcrl.dist.messages import Done, DropBatch, HandOver, Leave, Move
-from hpcrl.dist.transfer import Fabric
-from hpcrl.dist.world import CONTROLLER_QUEUE, World, join, rank_queue
+from hpcrl.comm.transfer import Fabric
+from hpcrl.control.bootstrap import Place
+from hpcrl.control.messages import Done, DropBatch, HandOver, Leave, Move
+from hpcrl.control.world import CONTROLLER_QUEUE, World, join, rank_queue
 from tests.bench.ray.rollouts import FIELDS, NUM_ROLLOUTS, NUM_TOKENS, checksum, make_rollouts, pack
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.bench.vs_trl import launch, warm_start
 
 WARMUP_STEPS = 3

@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hpcrl.engines.gen.base import Request, SamplingParams
-from hpcrl.engines.gen.native import NativeEngine
+from hpcrl.engines.gen.native.engine import NativeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS, MAX_NEW, VOCAB = 64, 256, 512

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.files import committed_step
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
 from tests.slurm.conftest import load_one_machine
 from tests.slurm.jobs import PENDING, RUNNING, processes, show, step_of, submit, wait_state, wait_step, wait_until

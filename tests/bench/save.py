@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train.fsdp2 import FSDP2Engine
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, process_group, weighted_loss
 
 LENGTHS = (64,) * 8

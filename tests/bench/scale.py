@@ -25,11 +25,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hpcrl.dist import control
-from hpcrl.dist import messages as m
-from hpcrl.dist.controller import Controller
-from hpcrl.dist.trace import Trace
-from hpcrl.dist.world import CONTROLLER_QUEUE
+from hpcrl.control import messages as m
+from hpcrl.control import queues
+from hpcrl.control.controller import Controller
+from hpcrl.control.trace import Trace
+from hpcrl.control.world import CONTROLLER_QUEUE
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
@@ -56,7 +56,7 @@ def rss_mib(peak: bool = False) -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-def make_controller(folder: str, sender: control.Sender, inbox: control.Inbox, size: int) -> Controller:
+def make_controller(folder: str, sender: queues.Sender, inbox: queues.Inbox, size: int) -> Controller:
     """The production controller on these queues."""
     world: Any = SimpleNamespace(rank=0, size=size, sender=sender, events=inbox, trace=Trace(Path(folder) / "trace_0"))
     return Controller(
@@ -111,8 +111,8 @@ def virtual(num_replicas: int, in_flight: int, steps: int) -> dict[str, Any]:
     burst_s = BURST_TOKENS * ITERATION_S
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(num_replicas, burst_s, MEAN_BURSTS)
-        inbox: Any = control.Inbox(cluster, CONTROLLER_QUEUE, KEY, m.Event)  # type: ignore[arg-type]
-        sender: Any = control.Sender(cluster, KEY, 0)  # type: ignore[arg-type]
+        inbox: Any = queues.Inbox(cluster, CONTROLLER_QUEUE, KEY, m.Event)  # type: ignore[arg-type]
+        sender: Any = queues.Sender(cluster, KEY, 0)  # type: ignore[arg-type]
         controller = make_controller(folder, sender, inbox, num_replicas + 1 + len(scorers))
         loop = loop_of(controller, capacities, scorers)
         began, cpu = time.perf_counter(), time.process_time()
@@ -156,9 +156,9 @@ def over_store(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
     capacities = dict.fromkeys(range(1, num_ranks + 1), capacity)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        store = control.serve(control.LOOPBACK, 60.0)
-        inbox = control.Inbox(control.connect(control.LOOPBACK, store.port, 60.0), CONTROLLER_QUEUE, KEY, m.Event)
-        sender = control.Sender(control.connect(control.LOOPBACK, store.port, 60.0), KEY, 0)
+        store = queues.serve(queues.LOOPBACK, 60.0)
+        inbox = queues.Inbox(queues.connect(queues.LOOPBACK, store.port, 60.0), CONTROLLER_QUEUE, KEY, m.Event)
+        sender = queues.Sender(queues.connect(queues.LOOPBACK, store.port, 60.0), KEY, 0)
         controller = make_controller(folder, sender, inbox, num_ranks + 1)
         controller._hosts[0] = "here"
         ranks = [list(capacities)[client::CLIENTS] for client in range(CLIENTS)]

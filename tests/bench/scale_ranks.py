@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from torch.distributed import QueueEmptyError
 
-from hpcrl.dist import control
-from hpcrl.dist import messages as m
-from hpcrl.dist.world import CONTROLLER_QUEUE, rank_queue
+from hpcrl.control import messages as m
+from hpcrl.control import queues
+from hpcrl.control.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.rollout.types import split_sample_id
 
 KEY = bytes(32)
@@ -91,8 +91,8 @@ class Cluster:
         self._queue: deque[bytes] = deque()
         self._agenda: list[tuple[float, int, int, Any]] = []  # (time, tie, rank, event; None: a burst ends)
         self._ties = 0
-        self._senders: dict[int, control.Sender] = {}
-        self._frames = msgspec.msgpack.Decoder(control.Frame)
+        self._senders: dict[int, queues.Sender] = {}
+        self._frames = msgspec.msgpack.Decoder(queues.Frame)
         self._commands = msgspec.msgpack.Decoder(m.Command)
         self._busy_s = self._since = 0.0
 
@@ -117,7 +117,7 @@ class Cluster:
             return
         self._pause()
         self.commands.add(raw)
-        frame = self._frames.decode(raw[control.MAC_BYTES :])
+        frame = self._frames.decode(raw[queues.MAC_BYTES :])
         rank = int(name.removeprefix(rank_queue(0)[:-1]))
         self._inboxes[rank].append((frame.seq, self._commands.decode(frame.body)))
         self._go_on(rank)
@@ -153,7 +153,7 @@ class Cluster:
 
     def _say(self, rank: int, event: Any) -> None:
         if rank not in self._senders:
-            self._senders[rank] = control.Sender(self, KEY, rank)  # type: ignore[arg-type]
+            self._senders[rank] = queues.Sender(self, KEY, rank)  # type: ignore[arg-type]
         self._senders[rank].send(CONTROLLER_QUEUE, event)
 
     def _later(self, at: float, rank: int, event: Any) -> None:
@@ -192,7 +192,7 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
     """Play these ranks until they are told to leave: a thread and a store client each, as its inbox blocks; what they
     send shares one client."""
     threading.stack_size(1 << 18)
-    store = control.connect(control.LOOPBACK, port, 60.0)
+    store = queues.connect(queues.LOOPBACK, port, 60.0)
     threads = [threading.Thread(target=_serve, args=(port, store, rank, mean_bursts)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -201,8 +201,8 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
 
 
 def _serve(port: int, store: Any, rank: int, mean_bursts: int) -> None:
-    inbox = control.Inbox(control.connect(control.LOOPBACK, port, 60.0), rank_queue(rank), KEY, m.Command)
-    sender, script = control.Sender(store, KEY, rank), Script(rank, mean_bursts)
+    inbox = queues.Inbox(queues.connect(queues.LOOPBACK, port, 60.0), rank_queue(rank), KEY, m.Command)
+    sender, script = queues.Sender(store, KEY, rank), Script(rank, mean_bursts)
     sender.send(CONTROLLER_QUEUE, m.Joined("here", rank))
     while (message := inbox.get(60.0)) is not None:
         _, seq, command = message

@@ -32,8 +32,8 @@ from typing import Any
 import psutil
 
 from hpcrl.config import TinyModel
-from hpcrl.metrics import read_metrics
-from hpcrl.tasks import make_task
+from hpcrl.data.tasks import make_task
+from hpcrl.metrics.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL_BIN = ROOT / ".venv-trl" / "bin"
@@ -110,7 +110,7 @@ def make_long_model(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from hpcrl.checkpoint.tiny import make_tiny_model
+    from hpcrl.engines.tiny import make_tiny_model
 
     logging.disable_progress_bar()
     make_tiny_model(LONG_MODEL, folder)

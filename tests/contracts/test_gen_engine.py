@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.checkpoint.tiny import make_tiny_model
 from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams
-from hpcrl.engines.gen.fake import FakeEngine
-from hpcrl.engines.gen.native import NativeEngine
+from hpcrl.engines.gen.fake.engine import FakeEngine
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.rollout.types import FinishReason
 
 VOCAB = 320

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.batch import Batch, Norms
 from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.base import TrainEngine
-from hpcrl.engines.train.fake import FakeTrainEngine
-from hpcrl.engines.train.fsdp2 import FSDP2Engine
-from hpcrl.stats import Stats, stat
+from hpcrl.engines.train.fake.engine import FakeTrainEngine
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.metrics.stats import Stats, stat
+from hpcrl.rollout.batch import Batch, Norms
 from tests.engines.worlds import VOCAB, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
 LENGTHS = (9, 12, 5, 14, 6, 8)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.checkpoint.tiny import make_tiny_model
 from hpcrl.config import TinyModel
+from hpcrl.engines.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="session")

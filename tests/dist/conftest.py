@@ -16,8 +16,8 @@ class Threads:
     """The worlds of the ranks, and a way to have every rank do something at once."""
 
     def __init__(self, folder: Path):
-        from hpcrl.dist.bootstrap import Place
-        from hpcrl.dist.world import join
+        from hpcrl.control.bootstrap import Place
+        from hpcrl.control.world import join
 
         self._pool = ThreadPoolExecutor(SIZE)
         self.worlds = self.every(

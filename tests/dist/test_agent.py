@@ -18,7 +18,7 @@ import pytest
 AGENT = """
 import dataclasses, json, os, sys
 from pathlib import Path
-from hpcrl.dist.agent import Agent
+from hpcrl.node.agent import Agent
 from hpcrl.signals import noted
 folder, programs, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 argv = lambda rank: [sys.executable, "-c", programs[rank]] if programs[rank] else [str(folder / "missing")]
@@ -50,7 +50,7 @@ POLITE = HEAD + (
     "sys.exit(5)"
 )
 BEATING = (
-    HEAD + "from hpcrl.dist.trace import Trace; Trace(folder / 'world' / f'trace_{rank}').enter('Burst', 3); up()\n"
+    HEAD + "from hpcrl.control.trace import Trace; Trace(folder / 'world' / f'trace_{rank}').enter('Burst', 3); up()\n"
 )
 
 
@@ -258,20 +258,20 @@ def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
 
 @pytest.mark.slow
 def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) -> None:
-    from hpcrl.dist import control
-    from hpcrl.dist.bootstrap import make_key_file
-    from hpcrl.dist.messages import Event, Lost
-    from hpcrl.dist.world import CONTROLLER_QUEUE
+    from hpcrl.control import queues
+    from hpcrl.control.bootstrap import make_key_file
+    from hpcrl.control.messages import Event, Lost
+    from hpcrl.control.world import CONTROLLER_QUEUE
 
     node.start(CONTROLLER, HEAD + "up(); sys.exit(3)")
     node.pid(1)
     time.sleep(1.2)
-    store, world = control.serve(control.LOOPBACK, 20), node.folder / "world"
+    store, world = queues.serve(queues.LOOPBACK, 20), node.folder / "world"
     key = make_key_file(world, "name")
-    endpoint = {"host": control.LOOPBACK, "port": store.port, "key_file": str(key), "world": "name"}
+    endpoint = {"host": queues.LOOPBACK, "port": store.port, "key_file": str(key), "world": "name"}
     (world / "endpoint.tmp").write_text(json.dumps(endpoint))
     (world / "endpoint.tmp").rename(world / "endpoint.json")
-    inbox = control.Inbox(control.connect(control.LOOPBACK, store.port, 20), CONTROLLER_QUEUE, key.read_bytes(), Event)
+    inbox = queues.Inbox(queues.connect(queues.LOOPBACK, store.port, 20), CONTROLLER_QUEUE, key.read_bytes(), Event)
     message = inbox.get(40)
     assert message is not None
     sender, _, lost = message

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.dist.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
+from hpcrl.control.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
 
 Environ = dict[str, str]
 
@@ -150,8 +150,8 @@ def place_of(rank: int) -> Place:
 
 def join_all(folder: Path, delay_s: float) -> list[str]:
     """Ranks 1 and 2 look for the store, rank 0 comes later; returns what each found in the store under its own rank."""
-    from hpcrl.dist.messages import Leave
-    from hpcrl.dist.world import join, rank_queue
+    from hpcrl.control.messages import Leave
+    from hpcrl.control.world import join, rank_queue
 
     def run(rank: int) -> str:
         time.sleep(delay_s * (rank == 0))
@@ -180,11 +180,11 @@ def test_a_second_start_in_the_same_folder_meets_at_its_own_store(tmp_path: Path
 
 
 def test_a_store_of_another_world_at_the_same_port_is_not_taken(tmp_path: Path) -> None:
-    from hpcrl.dist import control
-    from hpcrl.dist.bootstrap import WORLD_KEY
+    from hpcrl.control import queues
+    from hpcrl.control.bootstrap import WORLD_KEY
 
-    other = control.serve(control.LOOPBACK, 10)
-    endpoint = {"host": control.LOOPBACK, "port": other.port, "key_file": "key", "world": "mine"}
+    other = queues.serve(queues.LOOPBACK, 10)
+    endpoint = {"host": queues.LOOPBACK, "port": other.port, "key_file": "key", "world": "mine"}
     share_endpoint(place_of(0), tmp_path, endpoint, 1)
     with pytest.raises(TimeoutError, match=rf"no world answers at 127.0.0.1:{other.port}, named by {tmp_path}"):
         share_endpoint(place_of(1), tmp_path, None, 0.3)
@@ -204,9 +204,9 @@ def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hosted", [False, True], ids=["own store", "torchrun's store"])
 def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
-    from hpcrl.dist import control
+    from hpcrl.control import queues
 
-    server = control.serve(control.LOOPBACK, 20)
+    server = queues.serve(queues.LOOPBACK, 20)
     port = server.port
     if not hosted:  # rank 0 serves on torchrun's port
         del server

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import QueueEmptyError, TCPStore
 
-from hpcrl.dist import control
-from hpcrl.dist import messages as m
-from hpcrl.dist.control import ControlError, Inbox, Sender, StoreLost
+from hpcrl.control import queues
+from hpcrl.control import messages as m
+from hpcrl.control.queues import ControlError, Inbox, Sender, StoreLost
 from hpcrl.exitcodes import ExitCode
 
 KEY, QUEUE = b"k" * 32, "rank/1"
@@ -36,8 +36,8 @@ sys.stdin.read()
 """
 WATCHED = """
 import sys, time
-from hpcrl.dist.control import connect
-from hpcrl.dist.watch import StoreWatch
+from hpcrl.control.queues import connect
+from hpcrl.control.watch import StoreWatch
 watch = StoreWatch(connect("127.0.0.1", int(sys.argv[1]), 20), "rank 7 on here", lambda: "Burst #3", 1.0)
 print("up", flush=True)
 if sys.argv[2] == "stop": watch.stop()
@@ -91,13 +91,13 @@ POSTS: list[Any] = [m.Post([m.Response(5, "maths", "4", b"{}", "stop", 1), m.Tur
 
 @pytest.fixture(scope="module")
 def server() -> TCPStore:
-    return control.serve("127.0.0.1", 30)
+    return queues.serve("127.0.0.1", 30)
 
 
 @pytest.fixture
 def store(server: TCPStore) -> TCPStore:
     """A client of a store whose queue is empty."""
-    client = control.connect("127.0.0.1", server.port, 30)
+    client = queues.connect("127.0.0.1", server.port, 30)
     while client.queue_len(QUEUE):
         client.queue_pop(QUEUE)
     return client
@@ -105,7 +105,7 @@ def store(server: TCPStore) -> TCPStore:
 
 @pytest.fixture
 def inbox(server: TCPStore) -> Inbox:
-    return Inbox(control.connect("127.0.0.1", server.port, 30), QUEUE, KEY, m.Command)
+    return Inbox(queues.connect("127.0.0.1", server.port, 30), QUEUE, KEY, m.Command)
 
 
 def raw_of(
@@ -117,7 +117,7 @@ def raw_of(
 
 
 def sign(frame: bytes) -> bytes:
-    return control._mac(KEY, QUEUE, frame) + frame
+    return queues._mac(KEY, QUEUE, frame) + frame
 
 
 def test_samples_cover_every_message() -> None:
@@ -133,7 +133,7 @@ def test_samples_cover_every_message() -> None:
 def test_every_message_arrives_as_it_was_sent(
     server: TCPStore, store: TCPStore, samples: list[Any], types: Any
 ) -> None:
-    sender, inbox = Sender(store, KEY, 3), Inbox(control.connect("127.0.0.1", server.port, 30), QUEUE, KEY, types)
+    sender, inbox = Sender(store, KEY, 3), Inbox(queues.connect("127.0.0.1", server.port, 30), QUEUE, KEY, types)
     assert [sender.send(QUEUE, message) for message in samples] == list(range(1, len(samples) + 1))
     for number, message in enumerate(samples, 1):
         assert inbox.get(5) == (3, number, message)
@@ -245,13 +245,13 @@ def test_the_inbox_refuses_what_is_too_large(store: TCPStore, inbox: Inbox, capf
 
 
 def test_a_flood_is_counted_and_holds_nobody_up(store: TCPStore, inbox: Inbox) -> None:
-    for _ in range(control.NAMED_REFUSALS + 50):
+    for _ in range(queues.NAMED_REFUSALS + 50):
         store.queue_push(QUEUE, b"flood")
     Sender(store, KEY, 0).send(QUEUE, m.Leave())
     assert inbox.get(0.0) is None  # its time was over with the first of them
     assert inbox.get(10) == (0, 1, m.Leave())
-    assert inbox.num_refused == control.NAMED_REFUSALS + 50
-    assert len(inbox.refused) == control.NAMED_REFUSALS
+    assert inbox.num_refused == queues.NAMED_REFUSALS + 50
+    assert len(inbox.refused) == queues.NAMED_REFUSALS
 
 
 TAMPERING = st.one_of(
@@ -356,9 +356,9 @@ def watched(port: int, how: str) -> subprocess.Popen[str]:
 def test_a_lost_store_is_noticed_by_everyone_who_waits(host: tuple[subprocess.Popen[str], int]) -> None:
     process, port = host
     left, stayed, stopped = watched(port, "go"), watched(port, "stay"), watched(port, "stop")
-    inbox = Inbox(control.connect("127.0.0.1", port, 30), QUEUE, KEY, m.Command)
-    quick = Inbox(control.connect("127.0.0.1", port, 30), "rank/2", KEY, m.Command)
-    sender = Sender(control.connect("127.0.0.1", port, 30), KEY, 0)
+    inbox = Inbox(queues.connect("127.0.0.1", port, 30), QUEUE, KEY, m.Command)
+    quick = Inbox(queues.connect("127.0.0.1", port, 30), "rank/2", KEY, m.Command)
+    sender = Sender(queues.connect("127.0.0.1", port, 30), KEY, 0)
     sender.send("rank/3", m.Leave())  # it works
     for child in (left, stayed, stopped):
         assert child.stdout is not None
@@ -378,7 +378,7 @@ def test_a_lost_store_is_noticed_by_everyone_who_waits(host: tuple[subprocess.Po
         for _ in range(10):  # the first one may still go into the socket
             sender.send("rank/3", m.Leave())
     with pytest.raises(StoreLost, match=f"no control store at 127.0.0.1:{port} within 0.5 s"):
-        control.connect("127.0.0.1", port, 0.5)
+        queues.connect("127.0.0.1", port, 0.5)
     assert time.monotonic() - start < 10
     assert stopped.poll() is None  # it was told that the store may end
     stopped.kill()
@@ -393,7 +393,7 @@ def test_a_store_for_one_node_listens_on_its_address_alone(server: TCPStore) -> 
     other = "127.0.0.2"  # also this host, so it stands for an address that other hosts reach
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((other, server.port), timeout=2)
-    everywhere = control.serve("localhost", 5)  # the control: a store for several nodes
+    everywhere = queues.serve("localhost", 5)  # the control: a store for several nodes
     socket.create_connection((other, everywhere.port), timeout=2).close()
 
 
@@ -411,7 +411,7 @@ def test_noise_on_the_port_does_not_end_the_store(server: TCPStore, store: TCPSt
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(noise)
     with pytest.raises(RuntimeError):
-        control.connect("127.0.0.1", server.port, 5).queue_push(QUEUE, bytes(9 << 20))
+        queues.connect("127.0.0.1", server.port, 5).queue_push(QUEUE, bytes(9 << 20))
     Sender(store, KEY, 0).send(QUEUE, m.Leave())
     assert inbox.get(5) == (0, 1, m.Leave())
     assert inbox.num_refused == 0
@@ -419,4 +419,4 @@ def test_noise_on_the_port_does_not_end_the_store(server: TCPStore, store: TCPSt
 
 def test_the_key_is_in_no_message(store: TCPStore) -> None:
     assert KEY not in raw_of(store, m.Export("hf"))
-    assert msgspec.msgpack.decode(raw_of(store, m.Export("hf"))[control.MAC_BYTES :]) == [0, 1, ["Export", "hf"]]
+    assert msgspec.msgpack.decode(raw_of(store, m.Export("hf"))[queues.MAC_BYTES :]) == [0, 1, ["Export", "hf"]]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpcrl.dist.controller import MAX_TAKEN, Controller, RankSilent
-from hpcrl.dist.messages import Advantages, Done, Scored, ScoredSample
-from hpcrl.dist.trace import read_trace
-from hpcrl.dist.world import CONTROLLER_QUEUE
+from hpcrl.control.controller import MAX_TAKEN, Controller, RankSilent
+from hpcrl.control.messages import Advantages, Done, Scored, ScoredSample
+from hpcrl.control.trace import read_trace
+from hpcrl.control.world import CONTROLLER_QUEUE
 
 
 @pytest.fixture

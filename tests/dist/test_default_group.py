@@ -17,8 +17,8 @@ import json, os, sys, time
 from pathlib import Path
 import psutil, torch
 import torch.distributed as dist
-from hpcrl.dist.bootstrap import Place
-from hpcrl.dist.world import join
+from hpcrl.control.bootstrap import Place
+from hpcrl.control.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 def connections():
     return sum(c.status == "ESTABLISHED" for c in psutil.Process().net_connections(kind="tcp"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.dist.devices import bind_gpus, visible_gpus
+from hpcrl.node.devices import bind_gpus, visible_gpus
 
 
 def test_ranks_with_a_model_get_a_gpu_each_and_the_others_none() -> None:

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.dist.trace import Activity, Trace, read_trace
+from hpcrl.control.trace import Activity, Trace, read_trace
 
 WRITER = """
 import sys
 from pathlib import Path
-from hpcrl.dist.trace import Trace
+from hpcrl.control.trace import Trace
 trace = Trace(Path(sys.argv[1]))
 print("up", flush=True)
 while True:

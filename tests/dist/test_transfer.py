@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.dist.messages import Move
-from hpcrl.dist.transfer import Fabric
+from hpcrl.control.messages import Move
+from hpcrl.comm.transfer import Fabric
 from tests.dist.conftest import SIZE, Threads
 
 TOKEN_FIELDS = [
@@ -147,10 +147,10 @@ MEMBER = """
 import json, os, sys, time
 from pathlib import Path
 import numpy as np
-from hpcrl.dist.bootstrap import Place
-from hpcrl.dist.messages import Move
-from hpcrl.dist.transfer import Fabric, PeerLost
-from hpcrl.dist.world import join
+from hpcrl.control.bootstrap import Place
+from hpcrl.control.messages import Move
+from hpcrl.comm.transfer import Fabric, PeerLost
+from hpcrl.control.world import join
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 LENGTH, FIELDS = 1 << 20, [("token_ids", np.dtype(np.int32))]
 world = join(Place("rank", "agent", rank, 0, 1), 3, folder, start_s=60, store_s=60, command_s=20)

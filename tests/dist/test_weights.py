@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.dist import weights
-from hpcrl.dist.weights import Bucket, receive_buckets, send_buckets, stage
+from hpcrl.comm import weights
+from hpcrl.comm.weights import Bucket, receive_buckets, send_buckets, stage
 from hpcrl.rollout.store import RolloutReader
 from tests.dist.conftest import SIZE, Threads
 

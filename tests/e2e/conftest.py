@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.checkpoint.tiny import make_tiny_model
 from hpcrl.config import TinyModel
+from hpcrl.engines.tiny import make_tiny_model
 
 DIGITS = ("0", "1", "2")
 

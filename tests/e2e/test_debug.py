@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
 

@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from hpcrl.checkpoint.commit import find_latest
-from hpcrl.dist import control, messages
+from hpcrl.control import messages, queues
 from hpcrl.exitcodes import ExitCode
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 
@@ -166,17 +166,17 @@ def intrude(run_dir: Path, queue: str) -> None:
     """What a process that knows host and port can push, and a message as it was sent before."""
     folder = run_dir / "world" / "attempt_0001"
     endpoint = json.loads((folder / "endpoint.json").read_text())
-    store = control.connect(endpoint["host"], endpoint["port"], 10)
+    store = queues.connect(endpoint["host"], endpoint["port"], 10)
     store.queue_push(queue, b"no message at all, but longer than a signature is")
     forge(store, os.urandom(32), queue, messages.Leave(), sender=0)
-    store.queue_push(queue, bytes(control.MAX_MESSAGE_BYTES + 1000))
+    store.queue_push(queue, bytes(queues.MAX_MESSAGE_BYTES + 1000))
     forge(store, Path(endpoint["key_file"]).read_bytes(), queue, messages.Leave(), sender=0)
 
 
 def forge(store: TCPStore, key: bytes, queue: str, message: messages.Message, sender: int) -> None:
     """The first message of a sender. It was sent long ago: with the right key it is a replay."""
-    frame = msgspec.msgpack.encode(control.Frame(sender, 1, msgspec.Raw(msgspec.msgpack.encode(message))))
-    store.queue_push(queue, control._mac(key, queue, frame) + frame)
+    frame = msgspec.msgpack.encode(queues.Frame(sender, 1, msgspec.Raw(msgspec.msgpack.encode(message))))
+    store.queue_push(queue, queues._mac(key, queue, frame) + frame)
 
 
 def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_without(runs: Runs) -> None:

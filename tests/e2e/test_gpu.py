@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 
 

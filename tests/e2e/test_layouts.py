@@ -9,7 +9,7 @@ import pytest
 from hpcrl.checkpoint.state import read_state
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step, step_name
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.e2e.program import Start
 from tests.e2e.test_resume import WORDS, check_accounts
 

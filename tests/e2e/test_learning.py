@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Disposition
 

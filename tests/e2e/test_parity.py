@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from hpcrl.batch import Batch
 from hpcrl.files import step_name
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
 

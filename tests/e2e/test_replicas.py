@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.exitcodes import ExitCode
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 from tests.e2e.test_resume import WORDS, check_accounts

@@ -28,7 +28,7 @@ from hpcrl.config import parse
 from hpcrl.data import PromptSource
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step, step_name, steps_in
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Prompt
 from tests.e2e.program import Start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.engines.train.attention import PackedLayout, _Pad, shared_prefixes
+from hpcrl.engines.train.fsdp2.attention import PackedLayout, _Pad, shared_prefixes
 from tests.engines.worlds import make_batch
 
 

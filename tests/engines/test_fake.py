@@ -7,9 +7,9 @@ import statistics
 import pytest
 import torch
 
-from hpcrl.engines.gen import fake
 from hpcrl.engines.gen.base import Request, SamplingParams
-from hpcrl.engines.gen.fake import FakeEngine, long_tailed
+from hpcrl.engines.gen.fake import engine as fake
+from hpcrl.engines.gen.fake.engine import FakeEngine, long_tailed
 
 
 def request(number: int, longest: int = 4096) -> Request:

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.batch import Batch
 from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train import fsdp2
-from hpcrl.engines.train.fsdp2 import FSDP2Engine
+from hpcrl.engines.train.fsdp2 import engine as fsdp2
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.schedule import learning_rate
-from hpcrl.planning import balance, micro_batches
+from hpcrl.rollout.batch import Batch
+from hpcrl.runtime.balance import balance, micro_batches
 from tests.engines.worlds import FAMILIES, make_batch, make_model_folder, norms_of, run_ranks, weighted_loss
 
 LENGTHS = (9, 21, 4, 14, 5, 17)

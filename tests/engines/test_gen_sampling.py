@@ -17,9 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hpcrl.checkpoint.tiny import make_tokenizer
+from hpcrl.engines.gen.native.stops import StopStrings
 from hpcrl.engines.gen.sampling import GOLDEN, SamplingPlan, mix64, sample, stream_origin, truncate, uniforms
-from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.engines.tiny import make_tokenizer
 
 CPU = torch.device("cpu")
 

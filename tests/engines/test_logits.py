@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.engines.train.logits import Head, token_logprobs
+from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 
 
 def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, temperature: float):

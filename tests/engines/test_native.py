@@ -27,9 +27,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hpcrl.checkpoint.tiny import make_tokenizer
 from hpcrl.engines.gen.base import Output, Request, SamplingParams
-from hpcrl.engines.gen.native import NativeEngine
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.rollout.types import FinishReason
 
 VOCAB = 320

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train.fsdp2 import FSDP2Engine
-from hpcrl.planning import balance
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.runtime.balance import balance
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, process_group, run_ranks, weighted_loss
 
 LENGTHS = (11, 7, 9, 14, 5, 8, 6, 10)

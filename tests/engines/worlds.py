@@ -16,9 +16,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpcrl.batch import Batch, Norms, batch_from_samples
+from hpcrl.metrics.stats import Stats, stat
+from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.stats import Stats, stat
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
 VOCAB = 100

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
 from hpcrl.config import Config
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import step_name

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
 from hpcrl.config.checks import check_built
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.recipes import main as write_recipes
 from hpcrl.launch.recipes import recipes
 from hpcrl.launch.render import render
-from hpcrl.layout import RoleLayout
-from hpcrl.placement import Placement
 from tests.conftest import ROOT
 
 RECIPES = {path.stem for path in (ROOT / "slurm").glob("*.sbatch")}

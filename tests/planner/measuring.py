@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from hpcrl.checkpoint.writer import SharedFile
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train import fsdp2
-from hpcrl.engines.train.fsdp2 import FSDP2Engine
+from hpcrl.engines.train.fsdp2 import engine as fsdp2
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from tests.engines.worlds import make_batch, norms_of, weighted_loss
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import parse
-from hpcrl.engines.train import fsdp2 as engine
+from hpcrl.engines.train.fsdp2 import engine
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner import fsdp2
 from hpcrl.planner.activations import Tokens, fsdp2_activations

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.comm import weights as transport
 from hpcrl.config import Config, parse
-from hpcrl.dist import weights as transport
-from hpcrl.engines.gen import native
 from hpcrl.engines.gen.base import Request, SamplingParams
+from hpcrl.engines.gen.native import engine as native
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.layout import RoleLayout
 from hpcrl.planner import generator
 from hpcrl.planner.advice import advise
 from hpcrl.planner.memory import CARDS, RankMemory, memory, usable

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, parse
 from hpcrl.config.schema import MegatronConfig
-from hpcrl.layout import RoleLayout
 from hpcrl.planner.parallel import Degrees, check_parallel, padded_vocabulary, split_layers
 from hpcrl.planner.shapes import read_shape
 from tests.planner.models import PUBLISHED

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hpcrl.checkpoint.tiny import make_tiny_model
 from hpcrl.config import TinyModel
+from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner.shapes import CannotPlanError, read_shape, tiny_config
 from tests.planner.models import PUBLISHED, published

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hpcrl.config import RewardConfig
+from hpcrl.data.tasks import make_task
 from hpcrl.rewards import REWARDS, make_reward
 from hpcrl.rewards.base import RewardItem, Score
-from hpcrl.tasks import make_task
 
 
 def score(name: str, response: str, answer: Any, extra: dict | None = None, **options: Any) -> Score:

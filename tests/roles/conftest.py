@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpcrl.checkpoint.tiny import make_tiny_model
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import TinyModel, parse
-from hpcrl.layout import RoleLayout
+from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.roles.worker import Worker
 from tests.dist.conftest import Threads, threads
 

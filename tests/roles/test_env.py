@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hpcrl.dist.messages import Observed, Response, TurnDelta
+from hpcrl.control.messages import Observed, Response, TurnDelta
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import held_out_uid, make_sample_id
 from tests.roles import odd_env

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.dist.messages import HandOver
-from hpcrl.dist.transfer import Fabric
-from hpcrl.pipelines import transfers
-from hpcrl.pipelines.batches import moves
-from hpcrl.pipelines.transfers import hand_overs, token_transfers
+from hpcrl.comm.transfer import Fabric
+from hpcrl.control.messages import HandOver
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import Sizes
 from hpcrl.rollout.types import make_sample_id
+from hpcrl.runtime import transfers
+from hpcrl.runtime.batches import moves
+from hpcrl.runtime.transfers import hand_overs, token_transfers
 from tests.dist.conftest import Threads
 from tests.roles.conftest import Stage
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcrl.dist import messages as m
-from hpcrl.engines.gen.weights import read_safetensors
+from hpcrl.control import messages as m
+from hpcrl.engines.gen.native.weights import read_safetensors
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.rollout.types import make_sample_id
 from tests.roles.conftest import Stage

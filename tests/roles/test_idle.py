@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.dist.messages import BuildRole, Done, Leave, Observed, Response
-from hpcrl.dist.world import rank_queue
+from hpcrl.control.messages import BuildRole, Done, Leave, Observed, Response
+from hpcrl.control.world import rank_queue
 from tests.dist.conftest import Threads
 from tests.roles.conftest import Stage
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from hpcrl.dist.messages import Stage as StageWeights
+from hpcrl.control.messages import Stage as StageWeights
 from hpcrl.roles.trainer import TrainerRole
 from tests.roles.conftest import Stage
 

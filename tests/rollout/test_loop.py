@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpcrl.controller import _explain
-from hpcrl.dist import messages as m
+from hpcrl.control import messages as m
 from hpcrl.exitcodes import ExitCode
+from hpcrl.rank0 import _explain
 from hpcrl.rollout.loop import BackgroundError, RolloutLoop, Sizes
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler

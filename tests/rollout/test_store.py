@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.batch import Batch, batch_from_samples, concat
+from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.store import DispositionRecord, RolloutReader, main, write_dispositions, write_rollouts
 from hpcrl.rollout.types import Disposition, FinishReason, Sample, make_sample_id
 

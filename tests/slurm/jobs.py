@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
 
 RUNNING, PENDING, COMPLETED, FAILED, CANCELLED = "RUNNING", "PENDING", "COMPLETED", "FAILED", "CANCELLED"

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl import slurm
+from hpcrl.cluster import slurm
 from hpcrl.exitcodes import ExitCode
 from tests.slurm.jobs import Run, launch, processes, says, submit, wait_until
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from tests.e2e.test_resume import check_accounts
 from tests.slurm.jobs import Run
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import ConfigError
 from hpcrl.launch.__main__ import prepare
 from hpcrl.launch.render import render
-from hpcrl.placement import Placement
 from tests.slurm.jobs import COMPLETED, FAILED, launch, show, submit, wait_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

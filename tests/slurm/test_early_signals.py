@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrl.exitcodes import ExitCode
-from hpcrl.preflight import CANARY, read_judgement
+from hpcrl.node.preflight import CANARY, read_judgement
 from hpcrl.rundir import OUTCOME, world_folder
 from hpcrl.status import Run as Folder
 from hpcrl.status import last_error

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcrl.preflight import needs_of, read_reports
+from hpcrl.node.preflight import needs_of, read_reports
 from hpcrl.rundir import stored_config, world_folder
 from tests.slurm.jobs import Run, digest, ranks, step_of, wait_step
 

@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl.config import read
 from hpcrl.exitcodes import ExitCode
-from hpcrl.preflight import RUN_FREE_BYTES, SCRATCH_FREE_BYTES, Needs, Report, judge, needs_of, read_reports
+from hpcrl.node.preflight import RUN_FREE_BYTES, SCRATCH_FREE_BYTES, Needs, Report, judge, needs_of, read_reports
 from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
 
 COMPONENTS = (
@@ -156,7 +156,7 @@ def test_a_report_that_is_none(tmp_path: Path) -> None:
 
 def test_by_hand_on_this_machine(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    command = [sys.executable, "-m", "hpcrl.preflight", str(run)]
+    command = [sys.executable, "-m", "hpcrl.node.preflight", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0 and "ranks [0, 1]" in done.stdout, done.stderr
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env={"TMPDIR": "/no"})
@@ -180,7 +180,7 @@ def test_open_files_for_those_that_a_rank_talks_with(tmp_path: Path) -> None:
 
 
 def test_by_hand_without_a_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpcrl.preflight", str(tmp_path)]
+    command = [sys.executable, "-m", "hpcrl.node.preflight", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == ExitCode.BAD_INPUT
     assert f"sees no {tmp_path / CONFIG}" in done.stderr and "Traceback" not in done.stderr

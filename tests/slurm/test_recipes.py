@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, load
 from hpcrl.exitcodes import ExitCode
-from hpcrl.layout import RoleLayout
-from hpcrl.metrics import read_metrics
-from hpcrl.placement import Placement
+from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
 from tests.slurm.jobs import launch, show, wait_state
 

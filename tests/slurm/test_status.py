@@ -13,9 +13,9 @@ import psutil
 import pytest
 import yaml
 
+from hpcrl.cluster.slurm import Job
 from hpcrl.config import Config
 from hpcrl.rundir import finish_run, record_submission
-from hpcrl.slurm import Job
 from hpcrl.status import Run as Folder
 from hpcrl.status import describe, last_error, line, state
 from tests.conftest import ROOT

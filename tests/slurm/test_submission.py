@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step, step_name
-from hpcrl.preflight import read_reports
+from hpcrl.node.preflight import read_reports
 from hpcrl.rundir import submitted_jobs, world_folder
 from tests.conftest import ROOT
 from tests.slurm.jobs import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hpcrl.cluster.slurm import SlurmError
 from hpcrl.config import ConfigError
-from hpcrl.slurm import SlurmError
 from tests.conftest import ROOT
 from tests.slurm.jobs import show, wait_until
 

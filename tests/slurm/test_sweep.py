@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config import ConfigError
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.sweep import expand
-from hpcrl.metrics import read_metrics
+from hpcrl.metrics.log import read_metrics
 from hpcrl.rundir import stored_config
 from tests.conftest import ROOT
 from tests.slurm.jobs import digest

@@ -14,7 +14,7 @@ from hpcrl.engines.gen.base import GenEngine
 def make_gen_engine(config: Config, model_path: Path, tokenizer: Any) -> GenEngine:
     """The engine of one replica, without weights (they are pulled from the trainer)."""
     if config.debug == "fake":
-        from hpcrl.engines.gen.fake import FakeEngine, long_tailed
+        from hpcrl.engines.gen.fake.engine import FakeEngine, long_tailed
 
         fake = config.fake
         return FakeEngine(
@@ -26,7 +26,7 @@ def make_gen_engine(config: Config, model_path: Path, tokenizer: Any) -> GenEngi
             prefill_s=fake.prefill_s,
             load_s=fake.publish_s,
         )
-    from hpcrl.engines.gen.native import NativeEngine
+    from hpcrl.engines.gen.native.engine import NativeEngine
 
     return NativeEngine(
         model_path,

@@ -19,7 +19,7 @@ def make_train_engine(config: Config, model_path: Path, trainable: bool) -> Trai
     if config.reinforces:
         per_step = config.algorithm.ppo_epochs * config.algorithm.num_mini_batches
     if config.debug == "fake":
-        from hpcrl.engines.train.fake import FakeTrainEngine
+        from hpcrl.engines.train.fake.engine import FakeTrainEngine
 
         return FakeTrainEngine(
             config.trainer,
@@ -28,7 +28,7 @@ def make_train_engine(config: Config, model_path: Path, trainable: bool) -> Trai
             logprobs_s=config.fake.logprobs_s,
             train_s=config.fake.train_s,
         )
-    from hpcrl.engines.train.fsdp2 import FSDP2Engine
+    from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 
     return FSDP2Engine(
         config.trainer,

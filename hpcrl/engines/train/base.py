@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hpcrl.batch import Batch, MicroBatches, Norms
 from hpcrl.checkpoint.writer import Files
-from hpcrl.stats import Stats
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 
 LossFn = Callable[[Tensor, Tensor | None, Batch, Norms], tuple[Tensor, Stats]]
 """loss(logprobs [T], entropy [T] or None, micro_batch, norms) -> (scalar, stats).

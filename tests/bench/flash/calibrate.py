@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hpcrl.engines.gen.base import Request, SamplingParams
-from hpcrl.engines.gen.native import NativeEngine
+from hpcrl.engines.gen.native.engine import NativeEngine
 from tests.bench.generator import VOCAB, make_model
 
 LIVE = (1, 4, 16, 64, 128, 256)

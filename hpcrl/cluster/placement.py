@@ -1,0 +1,102 @@
+"""Which node holds which ranks: a pure function of the configuration, the same on the login node and in the job.
+
+A component is a set of nodes that are alike; several make a heterogeneous Slurm job. Ranks fill the nodes of their
+component in order. The controller is one process more on the first node of its component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpcrl.cluster.layout import CONTROLLER, RoleLayout
+from hpcrl.config import ComponentConfig, Config, ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Component:
+    """Nodes that are alike. first_node counts over all components; ranks are consecutive."""
+
+    name: str
+    config: ComponentConfig
+    first_node: int
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All nodes of a run, component after component, in the order of their ranks."""
+
+    components: tuple[Component, ...]
+
+    @classmethod
+    def from_config(cls, config: Config, layout: RoleLayout) -> Placement:
+        """ConfigError where the components cannot hold the layout's ranks."""
+        if problems := check_placement(config, layout):
+            raise ConfigError([problem.text for problem in problems])
+        components: list[Component] = []
+        first = 0
+        for name, spec, ranks in _shares(config, layout):
+            size = spec.ranks_per_node or len(ranks)
+            extra = ranks[:1] if ranks[0] == CONTROLLER and len(ranks) > 1 else ()
+            own = ranks[len(extra) :]
+            nodes = [tuple(own[i : i + size]) for i in range(0, len(own), size)]
+            nodes[0] = (*extra, *nodes[0])
+            components.append(Component(name, spec, first, tuple(nodes)))
+            first += len(nodes)
+        return cls(tuple(components))
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every node."""
+        return tuple(node for component in self.components for node in component.nodes)
+
+
+def check_placement(config: Config, layout: RoleLayout) -> list[Problem]:
+    """Everything that is impossible about the components of a run."""
+    return list(_check(config, layout))
+
+
+def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
+    at = ("cluster", "components")
+    places: dict[str, str] = {}
+    for name, spec in config.cluster.components.items():
+        for role in spec.roles:
+            if role in places:
+                yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {role} is in {places[role]} too")
+            places[role] = name
+    for name, spec in config.cluster.components.items():
+        if not any(layout.ranks.get(role) for role in spec.roles) and (places or len(config.cluster.components) > 1):
+            what = f"no rank of this run plays {' or '.join(spec.roles)}" if spec.roles else "missing"
+            yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {what}; leave the component out")
+    if not places:
+        return
+    homes: dict[int, str] = {}
+    for role, ranks in layout.ranks.items():
+        for rank in ranks:
+            if (name := places.get(role) or homes.get(rank, "")) == "":
+                text = f"cluster.components: no component has the role {role}, which ranks {ranks[0]}-{ranks[-1]} play"
+                yield Problem(at, text)
+                break
+            if homes.setdefault(rank, name) != name:
+                text = f"rank {rank} plays it too, and a role that is in component {homes[rank]}"
+                yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {role}: {text}")
+                break
+    order = [homes[rank] for rank in sorted(homes)]
+    for name in dict.fromkeys(order):
+        if name in order[order.index(name) + order.count(name) :]:
+            text = (
+                f"cluster.components.{name}.roles: its ranks are not consecutive; the layout gives ranks in the order "
+            )
+            yield Problem((*at, name, "roles"), text + ", ".join(layout.ranks))
+
+
+def _shares(config: Config, layout: RoleLayout) -> list[tuple[str, ComponentConfig, list[int]]]:
+    """(component, its configuration, its ranks ascending) in the order of ranks; without components one for all."""
+    components = config.cluster.components or {"main": ComponentConfig()}
+    places = {role: name for name, spec in components.items() for role in spec.roles}
+    shares: dict[str, list[int]] = {}
+    for rank in range(layout.world_size):
+        name = next((places[role] for role in layout.roles_of(rank) if role in places), next(iter(components)))
+        shares.setdefault(name, []).append(rank)
+    return [(name, components[name], ranks) for name, ranks in shares.items()]

@@ -1,0 +1,117 @@
+"""Rollouts between ranks: fields packed flat into one byte tensor per pair of ranks, sizes known on both sides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcrl.control.messages import Move
+
+Fields = Sequence[tuple[str, np.dtype]]
+Pick = Callable[[Sequence[int]], Mapping[str, Sequence[np.ndarray]]]
+
+
+PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def blames_peer(error: BaseException) -> bool:
+    """Whether a group says by this error that another rank is gone. Gloo and NCCL raise plain RuntimeErrors."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
+
+
+class PeerLost(RuntimeError):
+    """What rank `peer` should have sent or taken did not get through; the text has gloo's words. The group is of no use
+    any more."""
+
+    def __init__(self, peer: int, text: str):
+        super().__init__(text)
+        self.peer = peer
+
+
+@dataclass
+class Fabric:
+    """A group between roles and the world ranks that are in it, in order."""
+
+    group: Any  # dist.ProcessGroupGloo, whose calls torch's stubs leave out
+    ranks: Sequence[int]
+
+    def exchange(
+        self,
+        rank: int,
+        moves: Sequence[Move],
+        token_fields: Fields,
+        row_fields: Fields,
+        pick: Pick,
+    ) -> list[tuple[Move, dict[str, np.ndarray]]]:
+        """Carry out the moves that touch `rank`; returns what it gets, in the order of the moves.
+
+        pick(sample ids) gives for every field one array per sample; ValueError where they are not as long as the move
+        says. Called by every source and destination of a move with the same list; at most one move per pair. Waits
+        under the group's timeout; PeerLost when that is over or a peer has ended, after everything else got through.
+        """
+        own = [move for move in moves if rank in (move.source, move.dest)]
+        parcels = [
+            _gather(move, token_fields, row_fields, pick)
+            if move.source == rank
+            else _buffer(move, token_fields, row_fields)
+            for move in own
+        ]
+        # Two ranks that talk for the first time connect here, and one of them waits for the other. Nobody waits for
+        # data before, and all follow the list of moves: no circle of ranks that wait for each other.
+        works: list[tuple[int, Any]] = []
+        errors: list[PeerLost] = []
+        for move, (buffer, _) in zip(own, parcels, strict=True):
+            if move.source == move.dest or not move.samples:
+                continue
+            peer, act = (move.dest, self.group.send) if move.source == rank else (move.source, self.group.recv)
+            with _noting(peer, errors):
+                works.append((peer, act([torch.from_numpy(buffer)], self.ranks.index(peer), 0)))
+        for peer, work in works:
+            with _noting(peer, errors):
+                work.wait()
+        if errors:  # the first: a wait that times out closes all connections of the group
+            raise errors[0]
+        return [(move, fields) for move, (_, fields) in zip(own, parcels, strict=True) if move.dest == rank]
+
+
+@contextlib.contextmanager
+def _noting(peer: int, errors: list[PeerLost]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        errors.append(PeerLost(peer, str(error)))
+
+
+def _buffer(move: Move, token_fields: Fields, row_fields: Fields) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Room for a move as bytes, and the fields as views into it in the order in which they travel."""
+    tokens, rows = sum(move.lengths), len(move.samples)
+    sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
+    buffer = np.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), np.uint8)
+    fields, at = {}, 0
+    for name, dtype, count in sizes:
+        fields[name] = buffer[at : at + count * dtype.itemsize].view(dtype)
+        at += count * dtype.itemsize
+    return buffer, fields
+
+
+def _gather(
+    move: Move, token_fields: Fields, row_fields: Fields, pick: Pick
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A move filled on the rank that holds its samples; straight into the buffer, since an array per field in between
+    would cost more than sending it."""
+    buffer, fields = _buffer(move, token_fields, row_fields)
+    arrays = pick(move.samples) if move.samples else {}
+    for name, field in fields.items() if move.samples else ():
+        count = sum(map(len, arrays[name]))
+        if count != len(field):
+            raise ValueError(
+                f"move of {len(move.samples)} samples from rank {move.source} to {move.dest}: {name} has {count} "
+                f"values where the controller counted {len(field)}"
+            )
+        np.concatenate(arrays[name], out=field, casting="same_kind")
+    return buffer, fields

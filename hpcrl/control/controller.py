@@ -1,0 +1,278 @@
+"""Rank 0's side of the control plane: send commands in one total order, wait for answers, judge the silent."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from hpcrl.control.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
+from hpcrl.control.world import World, rank_queue
+
+CHECK_EVERY_S = 10.0  # with nothing to hear
+CHECKS_PER_DEADLINE = 8
+PUMP_EVERY_S = 0.002
+MAX_TAKEN = 1024  # messages before events are handed out: in a large world they never stop coming
+CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch before its first report
+
+
+class RankFailed(RuntimeError):
+    """A command raised on a rank; the message names rank, role, command and cause. `event` is what the rank said."""
+
+    def __init__(self, message: str, event: Failed):
+        super().__init__(message)
+        self.event = event
+
+
+class RankLost(RuntimeError):
+    """The process of a rank ended; the message names rank, role, command and how."""
+
+
+class RankSilent(RuntimeError):
+    """A rank did not answer within the deadline; the message names rank, role, command and seconds."""
+
+
+@dataclass(frozen=True)
+class _Outstanding:
+    name: str
+    since: float
+    allowed_s: float
+
+
+Started = list[tuple[int, int]]
+"""(rank, number) of commands whose answers are waited for."""
+
+
+class Controller:
+    """Pushes commands and collects answers. `pump` runs commands of roles that live in this process; `between` is
+    called whenever events are waited for, and must not wait itself."""
+
+    def __init__(
+        self,
+        world: World,
+        roles_of: Callable[[int], Collection[str]],
+        *,
+        command_s: float,
+        start_s: float,
+        survivable: Callable[[int, Collection[int]], bool],
+    ):
+        assert world.events is not None
+        self._world, self._inbox, self._roles_of = world, world.events, roles_of
+        self.command_s, self._start_s, self._survivable = command_s, start_s, survivable
+        self.check_s = min(CHECK_EVERY_S, command_s / CHECKS_PER_DEADLINE)
+        self._outstanding: dict[tuple[int, int], _Outstanding] = {}
+        self._next_check = 0.0
+        self._events: deque[tuple[int, Event]] = deque()
+        self._answers: dict[tuple[int, int], Done] = {}
+        self._answered: dict[int, float] = {}  # rank -> when it last answered: what it works on now, it began then
+        self._hosts: dict[int, str] = {}
+        self.lost: set[int] = set()
+        self.built = False  # before that no rank may be lost: others may wait for it in the making of a group
+        self.pump: Callable[[], bool] | None = None
+        self.between: Callable[[], None] | None = None
+        # Gets events while answers are awaited.
+        self.background: Callable[[list[tuple[int, Event]]], None] | None = None
+
+    def _can_lose(self, rank: int) -> bool:
+        return self.built and self._survivable(rank, self.lost | {rank})
+
+    def describe(self, rank: int) -> str:
+        """How errors name a rank."""
+        roles = ", ".join(self._roles_of(rank)) or "no role"
+        return f"rank {rank} ({roles})" + (f" on {self._hosts[rank]}" if rank in self._hosts else "")
+
+    def await_world(self) -> None:
+        """Wait until every rank has joined. RankSilent names those that have not within start_s."""
+        deadline = time.monotonic() + self._start_s
+        while len(self._hosts) < self._world.size:
+            self._take(min(self.check_s, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() > deadline:
+                missing = [self.describe(rank) for rank in range(self._world.size) if rank not in self._hosts]
+                raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
+
+    def send(self, rank: int, command: Command, more_s: float = 0.0) -> int:
+        """Push a command that needs no answer waited for here; returns its number. A lost rank gets nothing (-1).
+
+        It may take more_s longer than command_s."""
+        if rank in self.lost:
+            return -1
+        seq = self._world.sender.send(rank_queue(rank), command)
+        if not isinstance(command, ONE_WAY):
+            self._outstanding[rank, seq] = _Outstanding(
+                type(command).__name__, time.monotonic(), self.command_s + more_s
+            )
+        return seq
+
+    def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
+        """Push one command per rank and wait for all answers, more_s longer than command_s where need be. RankFailed,
+        RankLost or RankSilent name who gave none."""
+        return self.finish(self.start(commands, more_s))
+
+    def start(self, commands: Mapping[int, Command], more_s: float = 0.0) -> Started:
+        """Push one command per rank; finish() must follow. Several may be started first: ranks work in order.
+
+        All of them are pushed before anything else is, so every collective among them sees the same order everywhere.
+        """
+        self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
+        return [(rank, self.send(rank, command, more_s)) for rank, command in commands.items() if rank not in self.lost]
+
+    def finish(self, started: Started) -> dict[int, Done]:
+        """Wait for the answers of what start() pushed; errors as call()."""
+        for key in started:
+            while key not in self._answers and key[0] not in self.lost:
+                self._take(self.check_s)
+                if self.background is not None and self._events:
+                    self.background(self._taken())
+        return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
+
+    def answered(self, started: Started) -> bool:
+        """Whether finish() would not wait."""
+        return all(key in self._answers or key[0] in self.lost for key in started)
+
+    def events(self) -> list[tuple[int, Event]]:
+        """Some of the events other than answers to call(), as (rank, event), in order; waits up to check_s for one."""
+        if self.between is not None:
+            self.between()
+        self._world.trace.enter("wait for events")
+        if not self._events:
+            self._take(self.check_s)
+        for _ in range(MAX_TAKEN):
+            if not self._take(0.0):
+                break
+        return self._taken()
+
+    def _taken(self) -> list[tuple[int, Event]]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def give_up(self, rank: int, cause: str, silent_s: float) -> None:
+        """Treat a rank that does not answer as lost; RankSilent where the run cannot go on without it."""
+        if not self._can_lose(rank):
+            raise RankSilent(f"{self.describe(rank)} did not answer within {silent_s:.0f} s: {cause}")
+        self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
+
+    def lose(self, ranks: Collection[int], cause: str) -> None:
+        """Go on without these ranks, which others could not reach. Their agent may say in a moment what became of
+        them; errors as give_up() where the run cannot go on without them."""
+        deadline = time.monotonic() + min(CAUSE_S, self.command_s)
+        while not self.lost.issuperset(ranks) and time.monotonic() < deadline:
+            self._take(min(self.check_s, 1.0))
+        for rank in ranks:
+            self._lose(Lost(rank, cause, silent=True))
+
+    def dismiss(self) -> None:
+        """Tell every other rank to leave and wait for their answers: the store lives here, so this rank leaves last."""
+        self.call({rank: Leave() for rank in range(self._world.size) if rank != self._world.rank})
+
+    def _take(self, timeout_s: float) -> bool:
+        """Handle one message if there is one within timeout_s, running local commands meanwhile."""
+        if self.pump is not None:
+            timeout_s = 0.0 if self.pump() else min(timeout_s, PUMP_EVERY_S)
+        message = self._inbox.get(timeout_s)
+        self._check_deadlines()
+        if message is None:
+            return False
+        sender, _, event = message
+        if sender in self.lost:  # it was given up and has come back
+            return True
+        match event:
+            case Joined():
+                self._hosts[sender] = event.host
+            case Done():
+                self._answered[sender] = time.monotonic()
+                if self._outstanding.pop((sender, event.seq), None) is not None:
+                    self._answers[sender, event.seq] = event
+            case BurstDone():
+                self._answered[sender] = time.monotonic()
+                self._outstanding.pop((sender, event.seq), None)
+                self._events.append((sender, event))
+            case Failed() if self._is_own(event) and self._can_lose(sender):
+                self._lose(Lost(sender, f"failed in {event.command}: {event.error}"))
+            case Failed():
+                raise self._cause_of(sender, event)
+            case Lost():
+                self._lose(event)
+            case _:
+                self._events.append((sender, event))
+        return True
+
+    @staticmethod
+    def _is_own(event: Failed) -> bool:
+        """Whether the failure is that rank's alone, so that others of its role may do better: not what it was given is
+        the cause, nor a peer."""
+        return not event.seq or (event.command == Burst.__name__ and event.kind == "")
+
+    def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
+        """What to raise for a failure. Where a peer went away, its own word or its agent's is waited for."""
+        first = self._failure(sender, event)
+        deadline = time.monotonic() + min(CAUSE_S, self.command_s)
+        failed = {sender}
+        while event.kind == "peer" and time.monotonic() < deadline:
+            message = self._inbox.get(max(0.0, deadline - time.monotonic()))
+            match message:
+                case (_, _, Lost() as lost) if lost.rank not in failed:
+                    if not self._can_lose(lost.rank):
+                        return self._loss(lost)
+                case (other, _, Failed() as failure):
+                    failed.add(other)
+                    if failure.kind != "peer":
+                        return self._failure(other, failure)
+        return first
+
+    def _failure(self, rank: int, event: Failed) -> RankFailed:
+        where = f"command {event.command} #{event.seq}" if event.seq else event.command
+        text = f"{self.describe(rank)} failed in {where}: {event.error}"
+        return RankFailed(text, event)
+
+    def _loss(self, event: Lost) -> RankLost | RankSilent:
+        doing = [f"{o.name} #{seq}" for (rank, seq), o in self._outstanding.items() if rank == event.rank]
+        text = f"{self.describe(event.rank)} is lost: {event.cause}" + (f" (unanswered: {doing[0]})" if doing else "")
+        return RankSilent(text) if event.silent else RankLost(text)
+
+    def _lose(self, event: Lost) -> None:
+        if event.rank in self.lost:
+            return
+        loss = self._loss(event)
+        if not self._can_lose(event.rank):
+            raise loss
+        self.lost.add(event.rank)
+        self._outstanding = {key: o for key, o in self._outstanding.items() if key[0] != event.rank}
+        self._events.append((event.rank, event))
+        print(f"hpcrl: {loss}; the run goes on without it", flush=True)
+
+    def _lose_late(self, rank: int) -> bool:
+        """Go on without a rank that did not answer in time, where that is possible."""
+        if not self._can_lose(rank):
+            return False
+        self._lose(Lost(rank, "it did not answer in time", silent=True))
+        return True
+
+    def _check_deadlines(self) -> None:
+        """RankSilent where an answer that the run needs is overdue; looks once per check_s."""
+        now = time.monotonic()
+        if not self._outstanding or now < self._next_check:
+            return
+        self._next_check = now + self.check_s
+        self._world.trace.go_on()
+        begun = {
+            (rank, seq): max(o.since, self._answered.get(rank, 0.0)) for (rank, seq), o in self._outstanding.items()
+        }
+        late = [(key, o) for key, o in self._outstanding.items() if now - begun[key] > o.allowed_s]
+        if not late:
+            return
+        if lost := [rank for rank in sorted({rank for (rank, _), _ in late}) if self._lose_late(rank)]:
+            # What others did not do may have been to wait for these.
+            self._outstanding |= {key: replace(o, since=now) for key, o in late if key[0] not in lost}
+            return
+        # A rank works in order, so its oldest command is the one it is stuck in; waiting for a peer looks the same.
+        first: dict[int, tuple[int, _Outstanding]] = {}
+        for (rank, seq), outstanding in sorted(late, key=lambda item: item[0]):
+            first.setdefault(rank, (seq, outstanding))
+        parts = [
+            f"{self.describe(r)} in command {o.name} #{seq} for {now - begun[r, seq]:.0f} s"
+            for r, (seq, o) in first.items()
+        ]
+        allowed_s = max(o.allowed_s for _, o in first.values())
+        raise RankSilent(f"no answer within {allowed_s:g} s: " + "; ".join(parts))

@@ -1,0 +1,48 @@
+"""Waiting for several queues at once, without asking any of them again and again."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+from hpcrl.control.queues import ControlError, Inbox
+
+WAIT_S = 60.0
+
+
+class Listener:
+    """Takes messages off an inbox on a thread of its own, which is asleep in the store until one comes.
+
+    `news` is set after every message, so that its owner can wait for several listeners. From here on the inbox belongs
+    to the listener.
+    """
+
+    def __init__(self, inbox: Inbox, news: threading.Event):
+        self._messages: queue.SimpleQueue[tuple[int, int, Any] | ControlError] = queue.SimpleQueue()
+        arguments = (inbox, self._messages, news)
+        threading.Thread(target=_listen, args=arguments, name=f"listen to {inbox.name}", daemon=True).start()
+
+    def get(self, timeout_s: float = 0.0) -> tuple[int, int, Any] | None:
+        """Like Inbox.get."""
+        try:
+            message = self._messages.get(timeout_s > 0, timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(message, ControlError):
+            self._messages.put(message)  # there will be nothing else
+            raise message
+        return message
+
+
+def _listen(inbox: Inbox, messages: queue.SimpleQueue, news: threading.Event) -> None:
+    """Knows no listener, so that one which nobody needs any more can go, with its store."""
+    message: Any = None
+    while not isinstance(message, ControlError):
+        try:
+            message = inbox.get(WAIT_S)
+        except ControlError as error:
+            message = error
+        if message is not None:
+            messages.put(message)
+            news.set()

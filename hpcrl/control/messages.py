@@ -1,0 +1,443 @@
+"""Every message of the control plane, typed. What does not decode into one of these is refused.
+
+Commands go from the controller to one rank's inbox and are executed in order; events go to the controller's inbox.
+A command that is answered gets exactly one `Done` or `Failed`. Bulk (tokens, log-probs, weights) never travels here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from hpcrl.metrics.stats import Stat
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, array_like=True):
+    """Base of all messages: tagged by class name, no unknown fields."""
+
+
+# -- commands: world ---------------------------------------------------------------------------------------------
+
+
+class BuildRole(Message):
+    """Build the engine or pool of a role. `ranks` share the engine's default group, made from epoch `epoch`."""
+
+    role: str
+    ranks: list[int]
+    epoch: int = 0
+
+
+class BuildGroup(Message):
+    """Join the explicit group `name` between roles; all of `ranks` get this command. weights: for large tensors, which
+    go from GPU to GPU where every rank has its own."""
+
+    name: str
+    ranks: list[int]
+    epoch: int = 0
+    weights: bool = False
+
+
+class Leave(Message):
+    """End the rank's loop; the last command it gets, answered on the way out."""
+
+
+# -- commands: rollout -------------------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the samples of one admission are drawn."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: list[str]
+
+    @property
+    def truncates(self) -> bool:
+        """Whether behaviour log-probs come beside gen_logprobs; the engines' SamplingParams have the same rule."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt as the ranks need it: int32 token ids, and what rewards and environments read, as JSON."""
+
+    uid: int
+    domain: str
+    token_ids: bytes
+    meta: bytes
+
+
+class Admit(Message):
+    """Start samples (id, seed) of the given prompts; a sample that is already held continues with its next turn."""
+
+    prompts: list[PromptPayload]
+    samples: list[tuple[int, int]]
+    sampling: Sampling
+
+
+class Burst(Message):
+    """Decode `num_tokens` iterations; answered by BurstDone. Finished samples, or turns where the world has env ranks,
+    go to receiver_of() them (hpcrl.rollout.types), of which `receivers` are alive."""
+
+    num_tokens: int
+    receivers: list[int]
+
+
+class AbortSamples(Message):
+    """Stop these samples and drop what they have."""
+
+    samples: list[int]
+
+
+class Rescore(Message):
+    """Send held, finished samples to a scorer again (their scorer was lost)."""
+
+    samples: list[int]
+    receivers: list[int]
+
+
+class Forget(Message):
+    """Drop held samples."""
+
+    samples: list[int]
+
+
+class SaveHeld(Message):
+    """Write held samples into the folder of a checkpoint; answer with the file."""
+
+    folder: str
+    samples: list[int]
+
+
+class LoadHeld(Message):
+    """Hold these samples of a checkpoint; `files` are all that belong to it."""
+
+    folder: str
+    files: list[str]
+    samples: list[int]
+
+
+class Peek(Message):
+    """Answer with the text of held samples."""
+
+    samples: list[int]
+
+
+# -- commands: training ------------------------------------------------------------------------------------------
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """Samples that rank `source` holds and rank `dest` gets, in this order."""
+
+    source: int
+    dest: int
+    samples: list[int]
+    lengths: list[int]
+
+
+class HandOver(Message):
+    """Carry out the moves that touch this rank; `truncated`: behaviour log-probs travel too.
+
+    rewards and scores: float32 bytes, of the samples that this rank gets in the order of its moves. A large transfer
+    comes in several commands; with the last one, marked `forms`, a rank that gets samples, be it none, has its share
+    and forms batch `batch`.
+    """
+
+    batch: int
+    group: str
+    moves: list[Move]
+    rewards: bytes
+    scores: bytes
+    truncated: bool
+    forms: bool
+
+
+class LoadRows(Message):
+    """Form batch `batch` from rows of the supervised training data."""
+
+    batch: int
+    rows: list[int]
+
+
+class LoadRollouts(Message):
+    """Form batch `batch` from these samples of a step in the rollout store of a run."""
+
+    batch: int
+    run_dir: str
+    step: int
+    samples: list[int]
+
+
+class Logprobs(Message):
+    """Fill `into` (old_logprobs or ref_logprobs) of the batch with the log-probs of `role`'s policy."""
+
+    batch: int
+    role: str
+    into: str
+    micro_batches: list[list[int]]
+
+
+class SendTokens(Message):
+    """Give one token field of a batch to the ranks that train on it, by the moves that touch this rank, or some of
+    them."""
+
+    batch: int
+    group: str
+    field: str
+    moves: list[Move]
+
+
+class Advantages(Message):
+    """Fill advantages and returns of the batch. The trainers exchange all rewards, since group statistics need them."""
+
+    batch: int
+
+
+class TrainStep(Message):
+    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of `loss`."""
+
+    batch: int
+    micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
+    loss: str  # policy or sft
+
+
+class DropBatch(Message):
+    """Forget the batch."""
+
+    batch: int
+
+
+class WriteRollouts(Message):
+    """Write this rank's part of the batch into the rollout store."""
+
+    batch: int
+    folder: str
+    facts: dict[str, str | int | float]
+
+
+# -- commands: weights and checkpoints ---------------------------------------------------------------------------
+
+
+class Stage(Message):
+    """Gather the weights and keep a copy of this version on the ranks that publish from it: one entry in `sources` per
+    Pull, the last of which frees the copy."""
+
+    version: int
+    sources: list[int]
+
+
+class Pull(Message):
+    """Load staged weights into a generator replica: `source` sends over `group`, or copies where it is the replica."""
+
+    version: int
+    source: int
+    ranks: list[int]
+    group: str
+
+
+class SaveState(Message):
+    """Copy this rank's part of the checkpoint, and begin to write it into the folder beside what comes next."""
+
+    folder: str
+
+
+class FinishSave(Message):
+    """Answer with the files of SaveState and time/save_write once they are on the disk, for which the rank waits up to
+    wait_s; before that with the progress."""
+
+    wait_s: float
+
+
+class CheckFiles(Message):
+    """Begin to hold files of a checkpoint, as Done.files has them, against the disk; a check before it is given up."""
+
+    folder: str
+    files: list[tuple[str, int, str]]
+
+
+class FinishCheck(Message):
+    """Answer with what is wrong with a file of CheckFiles, with nothing where all are whole, for which the rank waits
+    up to wait_s; before that with the progress."""
+
+    wait_s: float
+
+
+class LoadState(Message):
+    """Restore this rank's part."""
+
+    folder: str
+
+
+class Export(Message):
+    """Write the policy in HF layout."""
+
+    folder: str
+
+
+Command = (
+    BuildRole
+    | BuildGroup
+    | Leave
+    | Admit
+    | Burst
+    | AbortSamples
+    | Rescore
+    | Forget
+    | SaveHeld
+    | LoadHeld
+    | Peek
+    | HandOver
+    | LoadRows
+    | LoadRollouts
+    | Logprobs
+    | SendTokens
+    | Advantages
+    | TrainStep
+    | DropBatch
+    | WriteRollouts
+    | Stage
+    | Pull
+    | SaveState
+    | FinishSave
+    | CheckFiles
+    | FinishCheck
+    | LoadState
+    | Export
+)
+
+
+ONE_WAY = (Admit, Rescore, Forget, DropBatch)
+"""Commands without an answer; a failure in one is still reported."""
+
+
+# -- events ------------------------------------------------------------------------------------------------------
+
+
+class Joined(Message):
+    """A rank is in the world and reads its inbox."""
+
+    host: str
+    pid: int
+
+
+class Done(Message):
+    """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
+
+    progress: where that which the command asks for is not done yet, the file it is at and the bytes done in all.
+    unreached: ranks without which the run may go on, and which did not send or take what the command asks for.
+    """
+
+    seq: int
+    stats: dict[str, Stat] = {}
+    files: list[tuple[str, int, str]] = []
+    texts: list[str] = []
+    progress: tuple[str, int] | None = None
+    unreached: list[int] = []
+
+
+class Failed(Message):
+    """The command `seq` raised, or with seq 0 the work that a role does on its own.
+
+    kind: "input" for an exception that bad input causes (ValueError, OSError), "numbers" where the model's are not
+    finite, "peer" where a connection to another rank broke, which is no cause but a consequence; else empty.
+    """
+
+    seq: int
+    command: str
+    error: str
+    kind: Literal["", "input", "numbers", "peer"] = ""
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """A finished response: its number of tokens with the prompt, of model tokens, the reason."""
+
+    sample: int
+    total_tokens: int
+    model_tokens: int
+    reason: str
+
+
+class BurstDone(Message):
+    """A burst ended: finished samples, samples whose turn ended, tokens decoded, seconds."""
+
+    seq: int
+    finished: list[Ended]
+    turns: list[Ended]
+    tokens: int
+    seconds: float
+
+
+class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
+    """Reward and score of a sample; `error` says why it has none."""
+
+    sample: int
+    reward: float
+    score: float
+    error: str = ""
+    metrics: dict[str, float] = {}
+
+
+class Scored(Message):
+    """Samples a reward rank scored."""
+
+    samples: list[ScoredSample]
+
+
+class Observed(Message):
+    """An environment answered the turn of a sample; the tokens went to its generator rank.
+
+    `ended`: the episode is over, reward and score in `result`.
+    """
+
+    sample: int
+    ended: bool
+    result: ScoredSample
+
+
+class Lost(Message):
+    """A rank's process ended or stopped answering, as its node agent saw it. silent: the agent ended it for that."""
+
+    rank: int
+    cause: str
+    silent: bool = False
+
+
+Event = Joined | Done | Failed | BurstDone | Scored | Observed | Lost
+
+
+# -- mailbox: rank to rank, finished text and turns ---------------------------------------------------------------
+
+
+class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A finished response (or turn) on its way to a reward or env rank; `meta` is the prompt's JSON.
+
+    For environments: the last token of the turn, and the room that an observation has so that another turn fits, in
+    tokens. With reason "abort" the sample was dropped: no answer is wanted any more.
+    """
+
+    sample: int
+    domain: str
+    text: str
+    meta: bytes
+    reason: str
+    reply_to: int
+    last_token: int = -1
+    room: int = 0
+
+
+class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """An observation as int32 token ids on its way to the generator rank that holds the sample."""
+
+    sample: int
+    token_ids: bytes
+
+
+class Post(Message):
+    """A batch of mailbox items."""
+
+    items: list[Response | TurnDelta]

@@ -1,0 +1,61 @@
+"""Every rank leaves when the control store is gone, whatever it is doing or waiting for.
+
+A store call on a host that went silent does not return (torch 2.13 has no timeout on reading an answer), and a rank in
+a long command makes none. So a thread with a store client of its own asks all the time, and another one judges.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from torch.distributed import TCPStore
+
+from hpcrl.control.bootstrap import WORLD_KEY
+from hpcrl.exitcodes import ExitCode
+
+ROUNDS = 8  # questions in a deadline
+
+
+class StoreWatch:
+    """Ends this process with ExitCode.STORE_LOST and a line on stderr when `store` breaks or is silent for deadline_s.
+
+    `store` is used by nothing else. `doing` says for the message what the rank does.
+    """
+
+    def __init__(self, store: TCPStore, who: str, doing: Callable[[], str], deadline_s: float):
+        self._store, self._who, self._doing, self._deadline_s = store, who, doing, deadline_s
+        self._stopped = threading.Event()
+        self._answers = 0
+        for target in (self._ask, self._judge):
+            threading.Thread(target=target, name="store watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """From now on the store may end."""
+        self._stopped.set()
+
+    def _ask(self) -> None:
+        while not self._stopped.wait(self._deadline_s / ROUNDS):
+            try:
+                self._store.check([WORLD_KEY])
+            except RuntimeError:
+                self._end("is gone")
+            self._answers += 1
+
+    def _judge(self) -> None:
+        # Its own rounds are counted, not seconds: a process that was suspended, or held up by native code that keeps
+        # the interpreter, has not listened.
+        heard, silent = 0, 0
+        while not self._stopped.wait(self._deadline_s / ROUNDS):
+            heard, silent = self._answers, silent + 1 if self._answers == heard else 0
+            if silent > ROUNDS:
+                self._end(f"has not answered for {self._deadline_s:g} s")
+
+    def _end(self, what: str) -> None:
+        if not self._stopped.is_set():
+            print(
+                f"hpcrl {self._who}: the control store {what} (while in {self._doing()})", file=sys.stderr, flush=True
+            )
+            os._exit(ExitCode.STORE_LOST)

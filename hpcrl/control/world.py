@@ -1,0 +1,161 @@
+"""The world: a store and a rank table, not one process group.
+
+Every rank has an inbox, a sender and a mailbox. Process groups are made when a command asks for them, over exactly
+the ranks named: an engine's default group, or an explicit group between roles.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpcrl.control import queues
+from hpcrl.control.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
+from hpcrl.control.mailbox import Mailbox
+from hpcrl.control.messages import Command, Event
+from hpcrl.control.trace import LEAVING, Trace
+from hpcrl.control.watch import StoreWatch
+
+CONTROLLER_QUEUE = "controller"
+PEER_SHARE = 0.8
+"""Of the time that a command has, how long a rank waits for another one: then there is time to tell which it was."""
+
+
+def rank_queue(rank: int) -> str:
+    """Name of a rank's command queue."""
+    return f"rank/{rank}"
+
+
+@dataclass
+class World:
+    """What a rank process has of the world. Rank 0 has the controller's inbox `events`, the others a `watch`."""
+
+    rank: int
+    size: int
+    host: str
+    place: Place
+    folder: Path
+    store: dist.TCPStore
+    sender: queues.Sender
+    commands: queues.Inbox
+    events: queues.Inbox | None
+    mailbox: Mailbox
+    trace: Trace
+    watch: StoreWatch | None
+    timeout_s: float
+
+    def leave(self) -> None:
+        """From now on this process and the store may end: called before the last answer."""
+        self.trace.enter(LEAVING)
+        if self.watch is not None:
+            self.watch.stop()
+
+    def group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
+        """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
+
+        Pairs connect when they first talk, so a large group is no full mesh. A higher epoch makes a fresh group.
+        """
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self.host, lazy_init=True)]
+        options._timeout = timedelta(seconds=PEER_SHARE * self.timeout_s)
+        return gloo(store, list(ranks).index(self.rank), len(ranks), options)
+
+    def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
+        """A group for large tensors: ProcessGroupNCCL where each of `ranks` has a GPU of its own, else as `group`.
+
+        Collective over `ranks`, which learn of each other's GPU through the store.
+        """
+        store = dist.PrefixStore(f"gpus/{name}/{epoch}", self.store)
+        own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
+        store.set(str(self.rank), own)
+        gpus = [store.get(str(rank)) for rank in ranks]
+        if not all(gpus) or len(set(gpus)) < len(gpus):
+            return self.group(name, ranks, epoch)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
+        return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
+
+    def default_group(self, name: str, ranks: Sequence[int], epoch: int) -> None:
+        """Make the process's default group over `ranks` for an engine. Collective over them."""
+        if dist.is_initialized():
+            raise RuntimeError(f"rank {self.rank} has a default group already; {name} cannot have another")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=dist.PrefixStore(f"default/{name}/{epoch}", self.store),
+            rank=list(ranks).index(self.rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
+
+def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: float, command_s: float) -> World:
+    """Join the world of `size` ranks whose attempt lives in `folder`. Called by every rank; waits for rank 0's store.
+
+    StoreLost or TimeoutError when rank 0 is not there within start_s.
+    """
+    # torch asks for the name of every peer's address. Where name servers are missing or lossy that costs 5 s a try.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    # Default groups are made by torch, whose pairs connect when they first talk only if it is told so: no full mesh.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    rank = place.index
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = Trace(folder / f"trace_{rank}")
+    host = queues.LOOPBACK if place.num_nodes == 1 else socket.gethostname()
+    server = None
+    endpoint: dict[str, Any] | None = None
+    if rank == 0:
+        server, name = queues.serve(host, store_s), secrets.token_hex(8)
+        server.set(WORLD_KEY, name)
+        endpoint = {"host": host, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
+    endpoint = share_endpoint(place, folder, endpoint, start_s)
+    key = Path(endpoint["key_file"]).read_bytes()
+    address = (endpoint["host"], int(endpoint["port"]))
+    store = server if server is not None else queues.connect(*address, start_s)
+    store.set_timeout(timedelta(seconds=store_s))
+    events = queues.Inbox(queues.connect(*address, start_s), CONTROLLER_QUEUE, key, Event) if rank == 0 else None
+    watch = None
+    if rank != 0:
+        where = f"rank {rank} on {socket.gethostname()}"
+        watch = StoreWatch(queues.connect(*address, start_s), where, lambda: trace.doing, store_s)
+    return World(
+        rank=rank,
+        size=size,
+        host=host,
+        place=place,
+        folder=folder,
+        store=store,
+        sender=queues.Sender(store, key, rank),
+        commands=queues.Inbox(queues.connect(*address, start_s), rank_queue(rank), key, Command),
+        events=events,
+        mailbox=Mailbox(store, key, rank, host, store_s),
+        trace=trace,
+        watch=watch,
+        timeout_s=command_s,
+    )
+
+
+def pin_threads(threads: int) -> None:
+    """Threads of this process; one per rank is fastest where ranks fill the cores."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Seed the global generators of this process: a start over draws what the first start drew."""
+    random.seed(f"{seed}/{rank}")
+    np.random.seed(random.getrandbits(32))
+    torch.manual_seed(random.getrandbits(63))

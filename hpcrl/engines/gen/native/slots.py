@@ -1,0 +1,86 @@
+"""The live requests: compact in slots 0..live-1, one numpy column per thing the decode loop needs of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hpcrl.engines.gen.base import Request
+from hpcrl.engines.gen.native.tape import Track
+from hpcrl.engines.gen.sampling import SamplingPlan, stream_origin
+
+NO_TOKEN = -1
+
+
+class Slots:
+    """Columns over slots; those of free slots hold harmless left-overs."""
+
+    def __init__(self, num_slots: int):
+        self.num_live = 0
+        self.requests: list[Request] = []
+        self.tracks: list[Track] = []
+        self.slot_of: dict[int, int] = {}
+        self.tokens = np.zeros(num_slots, dtype=np.int64)  # to feed next
+        self.positions = np.zeros(num_slots, dtype=np.int64)  # where it goes
+        self.last_iteration = np.zeros(num_slots, dtype=np.int64)  # which yields the last token max_new_tokens allows
+        self.stop_ids = np.full((num_slots, 1), NO_TOKEN, dtype=np.int64)
+        self.origins = np.zeros(num_slots, dtype=np.uint64)
+        self.temperature = np.ones(num_slots)
+        self.top_k = np.zeros(num_slots, dtype=np.int64)
+        self.top_p = np.ones(num_slots)
+        self.min_p = np.zeros(num_slots)
+
+    def _columns(self) -> list[np.ndarray]:
+        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+
+    def add(self, request: Request, stop_ids: tuple[int, ...], iteration: int) -> int:
+        """Put a request, whose first token comes at `iteration`, into the next slot; returns the slot."""
+        slot, params = self.num_live, request.params
+        self.num_live += 1
+        self.requests.append(request)
+        self.tracks.append(Track(iteration, [(slot, iteration)]))
+        self.slot_of[request.id] = slot
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            more = np.full((len(self.tokens), len(stop_ids) - self.stop_ids.shape[1]), NO_TOKEN, dtype=np.int64)
+            self.stop_ids = np.concatenate((self.stop_ids, more), axis=1)
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        self.tokens[slot] = request.prompt_ids[-1]
+        self.positions[slot] = len(request.prompt_ids) - 1
+        self.last_iteration[slot] = iteration + params.max_new_tokens - 1
+        self.origins[slot] = stream_origin(request.seed, iteration)
+        self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
+        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
+        return slot
+
+    def remove(self, slots: list[int], iteration: int) -> tuple[list[int], list[int]]:
+        """Free these slots and close the gaps with the last live requests, which are in their new slots from
+        `iteration` on. Returns the moves (from, to), which the KV cache must follow."""
+        left = self.num_live - len(slots)
+        gone = set(slots)
+        targets = [slot for slot in sorted(gone) if slot < left]
+        sources = [slot for slot in range(left, self.num_live) if slot not in gone]
+        for slot in slots:
+            del self.slot_of[self.requests[slot].id]
+        if targets:
+            for column in self._columns():
+                column[targets] = column[sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.requests[target], self.tracks[target] = self.requests[source], self.tracks[source]
+            self.tracks[target].stretches.append((target, iteration))
+            self.slot_of[self.requests[target].id] = target
+        del self.requests[left:], self.tracks[left:]
+        self.num_live = left
+        return sources, targets
+
+    def plan(self, rows: int, vocab_size: int, device: torch.device) -> SamplingPlan:
+        """How to sample the first `rows` slots as they are now."""
+        return SamplingPlan.build(
+            temperature=self.temperature[:rows],
+            top_k=self.top_k[:rows],
+            top_p=self.top_p[:rows],
+            min_p=self.min_p[:rows],
+            num_live=self.num_live,
+            vocab_size=vocab_size,
+            device=device,
+        )

@@ -1,0 +1,203 @@
+"""The native generator's weights: HF tensors copied straight into fused matrices.
+
+Every HF name has a destination, a view of a fused matrix, so that a weight update is one copy per tensor and never
+holds a second set of weights. Matrices are stored [in, out], the faster layout for a few rows on CPU. The dimensions
+of q and k heads are interleaved so that the rotary embedding is a single complex multiplication; attention scores do
+not change under a permutation that q and k share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpcrl.engines.gen.native.architecture import Architecture
+
+
+@dataclass(slots=True)
+class Dense:
+    """A gated MLP."""
+
+    gate_up: Tensor  # [H, 2 I]
+    down: Tensor  # [I, H]
+
+
+@dataclass(slots=True)
+class Experts:
+    """A mixture of gated MLPs."""
+
+    router: Tensor  # [H, E]
+    gate_up: Tensor  # [E, H, 2 I]
+    down: Tensor  # [E, I, H]
+
+
+@dataclass(slots=True)
+class Layer:
+    """One block. q heads come first, then k, then v."""
+
+    attention_norm: Tensor  # [H]
+    qkv: Tensor  # [H, (heads + 2 kv_heads) D]
+    qkv_bias: Tensor | None  # [(heads + 2 kv_heads) D]
+    qk_norm: Tensor | None  # [heads + kv_heads, D]
+    out: Tensor  # [heads D, H]
+    out_bias: Tensor | None  # [H]
+    mlp_norm: Tensor  # [H]
+    mlp: Dense | Experts
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    view: Tensor  # where the tensor goes; broadcasts from `shape`
+    shape: tuple[int, ...]
+    interleave: bool = False
+    parts: tuple[str, ...] = ()  # the required names this tensor stands for; its own where empty
+
+
+class Weights:
+    """Fused weights and their loading under HF names. Uninitialised until a `load` succeeds."""
+
+    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device):
+        self._arch, self._dtype, self._device = architecture, dtype, device
+        self._targets: dict[str, _Target] = {}
+        half = architecture.head_dim // 2
+        self._interleaved = torch.arange(architecture.head_dim).view(2, half).t().flatten()
+        vocab = (architecture.vocab_size, architecture.hidden_size)
+        self.embedding = self._empty(*vocab)
+        self._target("model.embed_tokens.weight", self.embedding)
+        self.head = self.embedding if architecture.tied else self._empty(*vocab)
+        # A trainer may hand over a tied matrix under either name, or under both.
+        self._target("lm_head.weight", self.head, parts=("model.embed_tokens.weight",) if architecture.tied else ())
+        self.norm = self._empty(architecture.hidden_size)
+        self._target("model.norm.weight", self.norm)
+        self.layers = [self._layer(i) for i in range(architecture.num_layers)]
+        self._required = {part for name, target in self._targets.items() for part in target.parts or (name,)}
+
+    def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """ValueError on an unknown or missing name or a wrong shape in a collection.
+
+        An iterator is left alone: its tensors may not outlive the iteration, so `load` looks at them one by one.
+        """
+        if isinstance(named, Collection):
+            self._require({part for name, tensor in named for part in self._accept(name, tensor)[1]})
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy every tensor to its place. ValueError on an unknown or missing name or a wrong shape when it is met."""
+        loaded: set[str] = set()
+        for name, tensor in named:
+            target, parts = self._accept(name, tensor)
+            loaded.update(parts)
+            if target is None:
+                continue
+            if target.interleave:
+                heads = tensor.unflatten(0, (-1, self._arch.head_dim))
+                tensor = heads[:, self._interleaved.to(tensor.device)].flatten(0, 1)
+            target.view.copy_(tensor)
+        self._require(loaded)
+
+    def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
+        """Where the tensor goes and which required names it covers."""
+        if name.endswith("rotary_emb.inv_freq"):  # old Llama checkpoints carry it; it follows from the config
+            return None, ()
+        target = self._targets.get(name)
+        if target is None:
+            raise ValueError(f"weight {name!r} is not part of this model (known are e.g. {list(self._targets)[:3]})")
+        if tuple(tensor.shape) != target.shape:
+            raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the model has {list(target.shape)}")
+        return target, target.parts or (name,)
+
+    def _require(self, loaded: set[str]) -> None:
+        if missing := sorted(self._required - loaded):
+            raise ValueError(f"{len(missing)} of {len(self._required)} weights are missing, e.g. {missing[:3]}")
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _target(
+        self,
+        name: str,
+        view: Tensor,
+        *,
+        shape: tuple[int, ...] | None = None,
+        interleave: bool = False,
+        parts: tuple[str, ...] = (),
+    ) -> None:
+        self._targets[name] = _Target(view, shape or tuple(view.shape), interleave, parts)
+
+    def _layer(self, index: int) -> Layer:
+        a, prefix = self._arch, f"model.layers.{index}."
+        hidden, attention = a.hidden_size, prefix + "self_attn."
+        layer = Layer(
+            attention_norm=self._empty(hidden),
+            qkv=self._empty(hidden, a.num_qkv_heads * a.head_dim),
+            qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
+            qk_norm=self._empty(a.num_qk_heads, a.head_dim) if a.qk_norm else None,
+            out=self._empty(a.num_heads * a.head_dim, hidden),
+            out_bias=self._empty(hidden) if a.out_bias else None,
+            mlp_norm=self._empty(hidden),
+            mlp=self._experts(prefix + "mlp.") if index in a.expert_layers else self._dense(prefix + "mlp."),
+        )
+        self._target(prefix + "input_layernorm.weight", layer.attention_norm)
+        self._target(prefix + "post_attention_layernorm.weight", layer.mlp_norm)
+        self._target(attention + "o_proj.weight", layer.out.t())
+        if layer.out_bias is not None:
+            self._target(attention + "o_proj.bias", layer.out_bias)
+        bounds = {"q": (0, a.num_heads), "k": (a.num_heads, a.num_qk_heads), "v": (a.num_qk_heads, a.num_qkv_heads)}
+        for which, (first, last) in bounds.items():
+            columns, rotary = slice(first * a.head_dim, last * a.head_dim), which != "v"
+            self._target(f"{attention}{which}_proj.weight", layer.qkv[:, columns].t(), interleave=rotary)
+            if layer.qkv_bias is not None:
+                self._target(f"{attention}{which}_proj.bias", layer.qkv_bias[columns], interleave=rotary)
+            if layer.qk_norm is not None and rotary:
+                view = layer.qk_norm[first:last]
+                self._target(f"{attention}{which}_norm.weight", view, shape=(a.head_dim,), interleave=True)
+        return layer
+
+    def _dense(self, prefix: str) -> Dense:
+        hidden, size = self._arch.hidden_size, self._arch.intermediate_size
+        mlp = Dense(gate_up=self._empty(hidden, 2 * size), down=self._empty(size, hidden))
+        self._target(prefix + "gate_proj.weight", mlp.gate_up[:, :size].t())
+        self._target(prefix + "up_proj.weight", mlp.gate_up[:, size:].t())
+        self._target(prefix + "down_proj.weight", mlp.down.t())
+        return mlp
+
+    def _experts(self, prefix: str) -> Experts:
+        """Targets of both layouts: fused over experts (transformers in memory) and one tensor per expert (on disk)."""
+        hidden, size, count = self._arch.hidden_size, self._arch.expert_size, self._arch.num_experts
+        mlp = Experts(
+            router=self._empty(hidden, count),
+            gate_up=self._empty(count, hidden, 2 * size),
+            down=self._empty(count, size, hidden),
+        )
+        self._target(prefix + "gate.weight", mlp.router.t())
+        one = {which: [f"{prefix}experts.{e}.{which}_proj.weight" for e in range(count)] for which in WHICH}
+        for e in range(count):
+            self._target(one["gate"][e], mlp.gate_up[e, :, :size].t())
+            self._target(one["up"][e], mlp.gate_up[e, :, size:].t())
+            self._target(one["down"][e], mlp.down[e].t())
+        gate_up, down = mlp.gate_up.transpose(1, 2), mlp.down.transpose(1, 2)
+        self._target(prefix + "experts.gate_up_proj", gate_up, parts=(*one["gate"], *one["up"]))
+        self._target(prefix + "experts.down_proj", down, parts=tuple(one["down"]))
+        return mlp
+
+
+WHICH = ("gate", "up", "down")
+
+
+def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of every *.safetensors file of an HF folder, one in memory at a time.
+
+    ValueError when there is none.
+    """
+    from safetensors import safe_open
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model folder {path} has no *.safetensors weights")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (the handle is no mapping)
+                yield name, tensors.get_tensor(name)

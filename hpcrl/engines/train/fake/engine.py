@@ -1,0 +1,129 @@
+"""A training engine that is a table of next-token logits by last token, for what drives engines: tests, debug=fake."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hpcrl.checkpoint.writer import Files
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.base import LossFn
+from hpcrl.engines.train.schedule import learning_rate
+from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+
+
+class FakeTrainEngine:
+    """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD.
+
+    Token ids count modulo vocab_size. logprobs() and train_step() sleep logprobs_s and train_s seconds.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        vocab_size: int,
+        total_steps: int,
+        seed: int = 0,
+        logprobs_s: float = 0.0,
+        train_s: float = 0.0,
+    ):
+        self.config, self.total_steps, self.optimizer_step = config, total_steps, 0
+        self._logprobs_s, self._train_s = logprobs_s, train_s
+        self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
+        generator = torch.Generator().manual_seed(seed)
+        self.transitions = torch.randn(vocab_size, vocab_size, generator=generator).requires_grad_()
+
+    def _forward(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies), float32 [T], 0 outside loss_mask."""
+        token_ids = batch.token_ids % len(self.transitions)
+        log_p = (self.transitions[token_ids.roll(1)] / temperature).log_softmax(-1)
+        logprobs = log_p.gather(1, token_ids[:, None])[:, 0]
+        return logprobs * batch.loss_mask, -(log_p.exp() * log_p).sum(-1) * batch.loss_mask
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+        """See TrainEngine."""
+        rows = torch.zeros(batch.num_sequences, dtype=torch.bool)
+        rows[[row for micro_batch in micro_batches for row in micro_batch]] = True
+        time.sleep(self._logprobs_s)
+        return self._forward(batch, temperature)[0] * rows[batch.row_ids]
+
+    def train_step(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        loss_fn: LossFn,
+        norms: Norms,
+        temperature: float,
+        entropy: bool,
+    ) -> Stats:
+        """See TrainEngine."""
+        gradient, collected = torch.zeros_like(self.transitions), []
+        time.sleep(self._train_s)
+        for rows in micro_batches:
+            if rows:
+                micro_batch = batch.select(rows)
+                logprobs, entropies = self._forward(micro_batch, temperature)
+                loss, stats = loss_fn(logprobs, entropies if entropy else None, micro_batch, norms)
+                gradient += torch.autograd.grad(loss, self.transitions)[0]
+                collected.append(stats)
+        dist.all_reduce(gradient)
+        grad_norm, rate = gradient.norm(), learning_rate(self.config, self.optimizer_step, self.total_steps)
+        finite = bool(torch.isfinite(grad_norm))
+        if finite:
+            with torch.no_grad():
+                self.transitions -= rate * gradient * (self.config.max_grad_norm / grad_norm).clamp(max=1.0)
+            self.optimizer_step += 1
+        if self.data_parallel_rank == 0:
+            collected.append({"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)})
+            if finite:
+                collected.append({"actor/grad_norm": scalar(grad_norm.item())})
+        return merge(collected)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine."""
+        yield "transitions", self.transitions.detach().clone()
+
+    def offload(self) -> None:
+        """See TrainEngine: it lives on the host."""
+
+    def onload(self) -> None:
+        """See TrainEngine."""
+
+    def snapshot(self) -> Files:
+        """See TrainEngine. Every rank holds the same, rank 0 writes it; there is no random state."""
+        buffer = io.BytesIO()
+        torch.save({"transitions": self.transitions.detach(), "step": self.optimizer_step}, buffer)
+        return {"fake.pt": buffer.getvalue()} if self.data_parallel_rank == 0 else {}
+
+    def load(self, folder: Path) -> list[str]:
+        """See TrainEngine."""
+        state = torch.load(folder / "fake.pt", weights_only=True)
+        with torch.no_grad():
+            self.transitions.copy_(state["transitions"])
+        self.optimizer_step = state["step"]
+        return []
+
+    def export_hf(self, folder: Path) -> None:
+        """See TrainEngine: a config.json and a model.safetensors, which no library loads."""
+        if self.data_parallel_rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            config = {"model_type": "hpcrl_fake", "vocab_size": self.transitions.shape[0]}
+            (folder / "config.json").write_text(json.dumps(config) + "\n")
+            save_file({"transitions": self.transitions.detach().contiguous()}, folder / "model.safetensors")
+        dist.barrier()
+
+    def config_summary(self) -> dict[str, Any]:
+        """See TrainEngine."""
+        return {"engine": "fake", "num_parameters": self.transitions.numel(), "num_ranks": self.data_parallel_size}

@@ -1,0 +1,432 @@
+"""The training engine on PyTorch FSDP2 (fully_shard): parameters, gradients and optimizer state are sharded."""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hpcrl.checkpoint.writer import Files
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.base import LossFn
+from hpcrl.engines.train.fsdp2 import checkpoint
+from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model, write_model
+from hpcrl.engines.train.schedule import learning_rate
+from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+
+SMALL_MODEL_BYTES = 4 << 30
+"""A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
+and one reduce-scatter after it. A larger one gathers layer by layer and reduces the gradient of every micro-batch."""
+PROBE_LENGTHS, PROBE_PREFIX = (13, 7, 19), 5  # the first and the last sequence share their beginning
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats, mean over tokens
+
+T = TypeVar("T")
+
+
+class FSDP2Engine:
+    """TrainEngine (engines/train/base.py) on the default process group, which must exist and hold exactly its ranks.
+
+    Between commands parameters are sharded and there are no gradients.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model_path: Path,
+        *,
+        dtype: torch.dtype,
+        total_steps: int,
+        device: str = "cpu",
+        trainable: bool = True,
+        deterministic: bool = False,
+    ):
+        """Load an HF folder and shard it. Collective.
+
+        dtype (float32, bfloat16) is that of the parameters the optimizer updates, config.param_dtype that of the
+        computation. total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients,
+        no optimizer (the reference policy). ValueError on every rank if the folder cannot be used.
+        """
+        self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
+        self.device, self.trainable = torch.device(device), trainable
+        self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
+        self.optimizer_step = 0
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.dtype, self.compute_dtype = dtype, getattr(torch, config.param_dtype)
+        # Rank 0 alone reads the weights; everything that can be wrong with the folder shows before the first shard.
+        hf = _agreed(lambda: empty_model(self.model_path, self.dtype))
+        source = _agreed(lambda: read_model(self.model_path, self.dtype) if self.data_parallel_rank == 0 else None)
+        self.num_parameters = sum(p.numel() for p in hf.parameters())
+        gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
+        self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
+        self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard made an FSDPModule too
+        self.shards = list(self.model.parameters())  # once: walking the modules takes a twentieth of a small step
+        del source
+        self.packing = self._probe_packing()
+        self.weight_names = _untied_names(self.model.hf)
+        self.optimizer = self._make_optimizer() if trainable else None
+        self._snapshots = checkpoint.Snapshots(self.model, self.optimizer)
+
+    # ---- building
+
+    def _shard(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> PackedCausalLM:
+        """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full one."""
+        config = self.config
+        hf.requires_grad_(self.trainable)
+        hf.eval()  # no dropout: it would make the ratio of two forwards noise
+        if config.activation_checkpointing:
+            hf.gradient_checkpointing_enable({"use_reentrant": False})
+            for module in hf.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    module.training = True  # the condition it checks; its children stay in eval mode
+        model = PackedCausalLM(hf, config.logits_chunk_tokens)
+        mesh = init_device_mesh(self.device.type, (self.data_parallel_size,))
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+            if config.cpu_offload
+            else OffloadPolicy(),
+        }
+        names = [name for name, _ in model.named_parameters()]
+        if not self.keep_gathered:
+            for module in list(hf.modules()):
+                if type(module).__name__ in (hf._no_split_modules or ()):
+                    fully_shard(module, **options)
+        fully_shard(model, reshard_after_forward=False, **options)  # the head's backward comes next
+        register_fsdp_forward_method(model, "own_logprobs")
+        # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no pre-multiplied sum.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank visits
+
+        model.to_empty(device="cpu" if config.cpu_offload else self.device)
+        full = dict(source.named_parameters()) if source is not None else {}
+        buffers = dict(source.named_buffers()) if source is not None else {}
+        with torch.no_grad():
+            for name in names:
+                shard = cast(DTensor, model.get_parameter(name))
+                whole = full[name.removeprefix("hf.")] if full else torch.empty(shard.shape, dtype=self.dtype)
+                shard.to_local().copy_(distribute_tensor(whole.to(self.device), mesh, [Shard(0)]).to_local())
+            for name, buffer in list(model.named_buffers()):
+                whole = buffers[name.removeprefix("hf.")].to(self.device) if buffers else buffer.to(self.device)
+                dist.broadcast(whole, 0)
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, whole)
+        return model
+
+    def _probe_packing(self) -> bool:
+        """Whether packed log-probs equal the model's own of single sequences, on random tokens; the same on all ranks.
+
+        The measure is the mean deviation against that of a forward in which the sequences see each other. ValueError
+        if not even single sequences agree, or packing is required and fails.
+        """
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.model.hf.get_input_embeddings().num_embeddings
+        sequences = [torch.randint(vocabulary, (n,), generator=generator) for n in PROBE_LENGTHS]
+        sequences[-1][:PROBE_PREFIX] = sequences[0][:PROBE_PREFIX]
+        shared = shared_prefixes(torch.cat(sequences), PROBE_LENGTHS, [PROBE_PREFIX] * len(PROBE_LENGTHS))
+        sequences = [tokens.to(self.device) for tokens in sequences]
+        with torch.no_grad():
+            self.model.set_packing(False)
+            own = torch.cat([self.model.own_logprobs(tokens) for tokens in sequences])
+            single = torch.cat([self._run([tokens], None) for tokens in sequences])
+            deviations = [(single - own).abs().mean(), own.new_tensor(math.inf), own.new_tensor(0.0)]
+            if self.model.can_pack:
+                self.model.set_packing(True)
+                packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device, shared))
+                leaking = self._run(sequences, PackedLayout([sum(PROBE_LENGTHS)], self.device))
+                deviations[1:] = [(packed - own).abs().mean(), -(leaking - own).abs().mean()]
+        self.model.reshard()
+        agreed = torch.stack(deviations).nan_to_num(nan=math.inf)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        single_deviation, packed_deviation, leak = agreed.tolist()
+        allowed = max(PROBE_TOLERANCE[self.compute_dtype], -0.1 * leak)
+        kind, mode = self.model.hf.config.model_type, self.config.packing
+        if math.isinf(single_deviation):
+            raise ValueError(f"model.path {self.model_path}: its log-probs are not finite, so its weights are damaged")
+        if single_deviation > allowed:
+            raise ValueError(
+                f"model.path {self.model_path}: log-probs of {kind} from its hidden states differ by "
+                f"{single_deviation:.2g} nats from its own logits; its output head is not supported"
+            )
+        agrees = packed_deviation <= allowed
+        if mode == "require" and not agrees:
+            raise ValueError(
+                f"trainer.packing=require, but packed log-probs of {kind} differ by {packed_deviation:.2g} nats from "
+                "single sequences; set trainer.packing=auto to train one sequence at a time"
+            )
+        if mode == "auto" and not agrees and self.data_parallel_rank == 0:
+            warnings.warn(
+                f"{kind} cannot be packed (log-probs differ by {packed_deviation:.2g} nats): training goes one "
+                "sequence at a time, which is slow",
+                stacklevel=3,
+            )
+        packing = agrees and mode != "off"
+        self.model.set_packing(packing)
+        return packing
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        """AdamW with weight decay on matrices alone: biases and norms have no scale to lose."""
+        config, parameters = self.config, [p for p in self.shards if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+
+    # ---- forward
+
+    def _run(self, sequences: list[Tensor], layout: PackedLayout | None) -> Tensor:
+        """float32: log-probs of all but the first token of each sequence, at temperature 1 (the probe's forward)."""
+        tokens = torch.cat(sequences)
+        positions = torch.cat([torch.arange(len(s), device=self.device) for s in sequences])
+        targets = (positions > 0).nonzero()[:, 0]
+        return self.model(tokens, positions, layout, targets - 1, tokens[targets], 1.0, False)[0]
+
+    def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """(log-probs, entropies or None), float32 [T], 0 outside loss_mask.
+
+        Every parameter takes part in the graph even where nothing is masked or there is no row, because its gradient
+        is reduced over ranks: such a micro-batch predicts one token with weight zero.
+        """
+        lengths = batch.lengths.tolist() or [1]
+        token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
+        positions = batch.position_ids if batch.num_tokens else batch.position_ids.new_zeros(1)
+        places = batch.loss_mask.nonzero()[:, 0]
+        before = places - 1 if places.numel() else places.new_zeros(1)
+        targets = token_ids[places] if places.numel() else token_ids[:1]
+        layout = None
+        if self.packing:
+            prefixes = batch.prefix_lengths().tolist() or [0]
+            layout = PackedLayout(lengths, self.device, shared_prefixes(token_ids.cpu(), lengths, prefixes))
+        logprobs, entropies = self.model(token_ids, positions, layout, before, targets, temperature, entropy)
+
+        def spread(values: Tensor) -> Tensor:
+            zeros = values.new_zeros(batch.num_tokens)
+            return zeros.index_copy(0, places, values) if places.numel() else zeros + 0.0 * values.sum()
+
+        return spread(logprobs), None if entropies is None else spread(entropies)
+
+    def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
+        """The micro-batches to run: as given, or without packing one per row, as many on every rank (collective)."""
+        rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
+        if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
+            raise ValueError(f"micro-batches must hold rows below {num_rows}, each once, got {rows[:8]}...")
+        if self.packing:
+            return micro_batches
+        count = torch.tensor([len(rows)], device=self.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        return [[row] for row in rows] + [[]] * (int(count.item()) - len(rows))
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+        """See TrainEngine."""
+        pieces = [torch.zeros(n, device=batch.token_ids.device) for n in batch.lengths.tolist()]
+        for rows in self._split(micro_batches, batch.num_sequences):
+            micro_batch = batch.select(rows).to(self.device)
+            values = self._forward(micro_batch, temperature, False)[0].to(batch.token_ids.device)
+            for row, piece in zip(rows, values.split(micro_batch.lengths.tolist()), strict=True):
+                pieces[row] = piece
+        self.model.reshard()
+        return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.token_ids.device)
+
+    # ---- training
+
+    def train_step(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        loss_fn: LossFn,
+        norms: Norms,
+        temperature: float,
+        entropy: bool,
+    ) -> Stats:
+        """See TrainEngine."""
+        stats = self.accumulate(batch, micro_batches, loss_fn, norms, temperature, entropy)
+        return merge([stats, self._update()])
+
+    def accumulate(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        loss_fn: LossFn,
+        norms: Norms,
+        temperature: float,
+        entropy: bool,
+    ) -> Stats:
+        """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Collective.
+
+        Returns this rank's loss stats. `named_gradients` shows the result; `discard_gradients` drops it.
+        """
+        assert self.optimizer is not None, "the engine was built with trainable=False"
+        split = self._split(micro_batches, batch.num_sequences)
+        collected: list[Stats] = []
+        for number, rows in enumerate(split):
+            is_last = number == len(split) - 1
+            # Where each backward reduces, none leaves its last buffer, of the vocabulary's matrices, to the next one.
+            self.model.set_is_last_backward(is_last or not self.keep_gathered)
+            if self.keep_gathered:
+                self.model.set_requires_gradient_sync(is_last)
+                self.model.set_reshard_after_backward(is_last)
+            micro_batch = batch.select(rows).to(self.device)
+            logprobs, entropies = self._forward(micro_batch, temperature, entropy)
+            loss = logprobs.sum()  # no rows: zero
+            if rows:
+                anchor = 0.0 * loss  # keeps the graph where the loss function drops what is masked
+                loss, stats = loss_fn(logprobs, entropies, micro_batch, norms)
+                loss = loss + anchor
+                collected.append(stats)
+            loss.backward()
+        return merge(collected)
+
+    def _update(self) -> Stats:
+        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only: they count once. Collective."""
+        assert self.optimizer is not None
+        gradients = [_local(p.grad) for p in self.shards if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).float().square().to(self.device)
+        dist.all_reduce(norm)
+        grad_norm, rate = math.sqrt(norm.item()), learning_rate(self.config, self.optimizer_step, self.total_steps)
+        finite = math.isfinite(grad_norm)
+        if finite:
+            if grad_norm > self.config.max_grad_norm:
+                torch._foreach_mul_(gradients, self.config.max_grad_norm / grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.optimizer_step += 1
+        self.discard_gradients()
+        if self.data_parallel_rank != 0:
+            return {}
+        stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
+        return stats | ({"actor/grad_norm": scalar(grad_norm)} if finite else {})
+
+    def discard_gradients(self) -> None:
+        """Free all gradients."""
+        for parameter in self.shards:
+            parameter.grad = None
+
+    # ---- weights and state
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine. The tensors are copies, on the engine's device."""
+        if self.keep_gathered and self.dtype == self.compute_dtype:
+            self.model.unshard()  # one collective instead of one per tensor
+        try:
+            for name in self.weight_names:
+                yield name, _full(operator.attrgetter(name)(self.model.hf))
+        finally:
+            self.model.reshard()
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Full gradients after `accumulate`, under the names of named_weights. Collective; every rank exhausts it."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name.removeprefix("hf."), _full(parameter.grad)
+
+    def offload(self) -> None:
+        """See TrainEngine. Nothing to do where parameters live on the host anyway."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """See TrainEngine."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu" or self.config.cpu_offload:
+            return
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for name, value in state.items():
+                state[name] = value.to(device)
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+
+    def snapshot(self) -> Files:
+        """See TrainEngine. OSError on every rank where one lacks the memory."""
+        return self._snapshots.take(self.optimizer_step)
+
+    def load(self, folder: Path) -> list[str]:
+        """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""
+        self.optimizer_step, warned = checkpoint.load(Path(folder), self.model, self.optimizer)
+        return warned
+
+    def export_hf(self, folder: Path) -> None:
+        """See TrainEngine. The folder is made if need be; rank 0 holds the whole model in host memory meanwhile."""
+        is_writer = self.data_parallel_rank == 0
+        weights = {name: t.to("cpu", copy=True) for name, t in self.named_weights() if is_writer}
+        if is_writer:
+            write_model(self.model.hf, weights, self.model_path, Path(folder))
+        dist.barrier()
+
+    def config_summary(self) -> dict[str, Any]:
+        """See TrainEngine."""
+        return {
+            "engine": "fsdp2",
+            "architecture": self.model.hf.config.model_type,
+            "num_parameters": self.num_parameters,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "packing": self.packing,
+            "gathered_for_a_step": self.keep_gathered,
+            "num_ranks": self.data_parallel_size,
+            "device": str(self.device),
+        }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _full(tensor: Tensor) -> Tensor:
+    # A copy: what FSDP gathers is freed when it reshards, under whoever still holds it.
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _untied_names(hf: PreTrainedModel) -> list[str]:
+    """The names of state_dict(), tied tensors once, under their first name."""
+    first: dict[int, str] = {}
+    for name, tensor in hf.state_dict(keep_vars=True).items():
+        first.setdefault(id(tensor), name)
+    return list(first.values())
+
+
+def _agreed(work: Callable[[], T]) -> T:
+    """The result of work(); its ValueError is raised on every rank if any rank has one. Collective."""
+    result, message = None, None
+    try:
+        result = work()
+    except ValueError as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    if failed := [m for m in messages if m is not None]:
+        raise ValueError(failed[0])
+    return result  # type: ignore[return-value]

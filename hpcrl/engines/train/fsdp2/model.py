@@ -1,0 +1,166 @@
+"""A causal language model from an HF folder, with the two forwards a trainer needs: packed, and the model's own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
+from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class PackedCausalLM(nn.Module):
+    """Wraps a transformers model so that all use of its parameters is inside one forward: FSDP gathers them there."""
+
+    def __init__(self, hf: PreTrainedModel, chunk_tokens: int):
+        super().__init__()
+        self.hf = hf
+        self.head = Head.from_config(hf.config)
+        self.chunk_tokens = chunk_tokens
+        # The model's own attention. SDPA has no soft-capping and transformers' SDPA would leave it out silently.
+        self.own_attention = (
+            "eager" if getattr(hf.config, "attn_logit_softcapping", None) else hf.config._attn_implementation
+        )
+
+    def set_packing(self, packing: bool) -> None:
+        """Choose between the attention over packed sequences and the model's own over one sequence."""
+        self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether the model takes what a packed forward needs; whether it then packs correctly, a probe must tell."""
+        parameters = inspect.signature(self.hf.base_model.forward).parameters
+        return "position_ids" in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | None,
+        before: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
+
+        token_ids and positions int64 [T] hold sequences back to back; without a layout, one sequence.
+        """
+        packed: dict[str, Any] = {}
+        if layout is not None:
+            token_ids, before = token_ids[layout.kept], layout.places[before]
+            packed = {"packed_layout": layout, "position_ids": positions[None, layout.kept]}
+        hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
+        projection = self.hf.get_output_embeddings()
+        return token_logprobs(
+            hidden.index_select(0, before),
+            projection.weight,
+            projection.bias,
+            targets,
+            head=self.head,
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy=entropy,
+        )
+
+    def own_logprobs(self, token_ids: Tensor) -> Tensor:
+        """float32 [T - 1]: log-probs of tokens 1.. of one sequence int64 [T], by the model's own forward and head."""
+        logits = self.hf(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bar and load report; what matters in them is raised as an error."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def empty_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder's config.json on the meta device; ValueError if the folder is not a causal LM's."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path {path}: no config.json; give a folder in Hugging Face layout")
+    if not any((path / name).is_file() for name in WEIGHT_FILES):
+        raise ValueError(f"model.path {path}: no weights; one of {', '.join(WEIGHT_FILES)} must be there")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"), _quiet():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"model.path {path}: config.json makes no causal language model: {_line(error)}") from error
+
+
+def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its weights on the CPU; ValueError names the first tensor that is missing or has another shape."""
+    try:
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"model.path {path}: weights cannot be read: {_line(error)}") from error
+    model, info = loaded
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ValueError(
+            f"model.path {path}: {name} has shape {list(found)}, config.json asks for {list(expected)}"
+            f"{_more(len(mismatched) - 1)}"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"model.path {path}: the weights lack {missing[0]}{_more(len(missing) - 1)}")
+    return model
+
+
+def write_model(hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path) -> None:
+    """Write weights (names of named_weights) in the layout of the family's checkpoints, with config and index; copy
+    the tokenizer and generation config from the folder the model came from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        hf.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+    for file in sorted(origin.iterdir()):
+        if file.is_file() and (file.name in TOKENIZER_FILES or file.name == "generation_config.json"):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more tensors)" if count else ""

@@ -1,0 +1,88 @@
+"""Metrics of a run: metrics.jsonl, TensorBoard and the progress display, fed by one call per step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from hpcrl.metrics.progress import Progress
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsLog:
+    """The controller's log of a run, from the step after `resume_step` on.
+
+    resume_step: step of the checkpoint that is resumed, -1 without one. What an earlier attempt logged past it must
+    have been set aside before (checkpoint/lineage.py); ValueError otherwise.
+    """
+
+    def __init__(
+        self, run_dir: Path, resume_step: int, max_steps: int, eval_every: int = 0, stream: TextIO | None = None
+    ):
+        logged = [row["step"] for row in read_metrics(run_dir)]
+        if logged and logged[-1] > resume_step:
+            raise ValueError(f"{run_dir / METRICS} ends with step {logged[-1]}, past the resumed step {resume_step}")
+        # SummaryWriter makes its folder, and importing it takes a second: only whoever logs pays for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+        self._file = open(run_dir / METRICS, "ab")  # noqa: SIM115
+        self._step = resume_step
+        self._progress = Progress(max(resume_step, 0), max_steps, stream or sys.stdout, eval_every=eval_every)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step; steps rise and each is logged once. On the disk when this returns.
+
+        Values that are not finite become null in metrics.jsonl, are left out of TensorBoard, and are named to the user.
+        """
+        assert step > self._step, f"step {step} is logged after step {self._step}"
+        assert "step" not in metrics
+        self._step = step
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        row = {"step": step} | {name: finite.get(name) for name in values}
+        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        for name, value in finite.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+        self._progress.update(step, finite)
+        if len(finite) < len(values):
+            odd = ", ".join(f"{name} = {value}" for name, value in values.items() if name not in finite)
+            self.note(f"step {step}: not finite: {odd}")
+
+    def note(self, text: str) -> None:
+        """Show the user a line that stays."""
+        self._progress.note(text)
+
+    def close(self) -> None:
+        self._progress.close()
+        self._board.close()
+        self._file.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl, None for values that were not finite; empty without a file.
+
+    A line without a step or cut short is left out, wherever it stands: a kill, or a superseded attempt that did not
+    know it yet, must not make a run's metrics unreadable. The next resume sets such lines aside.
+    """
+    path = run_dir / METRICS
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [row for row in map(_row, lines) if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        row = json.loads(line)
+        if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return None

@@ -1,0 +1,268 @@
+"""The node agent: starts this node's ranks, watches them, tells the controller of losses, ends what is left, by pid.
+
+It starts plain processes instead of torch.distributed.elastic's: elastic ends the whole node when one rank fails, where
+a lost reward or env rank must be survived, and importing torch would cost the agent seconds at every start. torch is
+imported only when there is a loss to report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.control.bootstrap import ENDPOINT
+from hpcrl.control.trace import LEAVING, read_trace
+from hpcrl.node.devices import VISIBLE
+from hpcrl.rundir import OUTCOME, VERDICT
+from hpcrl.signals import held_back
+
+if TYPE_CHECKING:
+    from hpcrl.control.queues import Sender
+
+POLL_S = 0.05
+CHECK_EVERY_S = 1.0
+LISTENS_S = 3.0  # a controller that has beaten since then takes messages
+STUCK = 4  # times silent_s that the controller may do one thing
+KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Verdict:
+    """How the node's ranks ended. lost: rank -> what its process did, for ranks that ended badly; silent: those of them
+    that the agent ended. signal_number: the first signal the agent got, or 0. controller_code: None on a node without
+    rank 0."""
+
+    controller_code: int | None
+    lost: dict[int, str] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)
+    signal_number: int = 0
+
+
+class Agent:
+    """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; logs/rank_NNNN.log
+    gets what it prints. `signals`: gets those that come to this process, see signals.noted. `impatient`: the same one a
+    second time ends everything."""
+
+    def __init__(
+        self,
+        argv: Callable[[int], Sequence[str]],
+        ranks: Sequence[int],
+        *,
+        environ: Mapping[str, str],
+        gpus: Mapping[int, str],
+        signals: Sequence[int],
+        world_folder: Path,
+        logs: Path,
+        grace_s: float,
+        silent_s: float,
+        start_s: float,
+        impatient: bool = True,
+    ):
+        self._argv, self._ranks, self._environ, self._gpus = argv, ranks, environ, gpus
+        self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
+        self._silent_s, self._start_s, self._impatient = silent_s, start_s, impatient
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._signals = signals
+        self._sender: Sender | None = None
+        self._earlier_outcome: int | None = None
+
+    def run(self) -> Verdict:
+        """Start the ranks and stay until all have ended. The controller's end ends the others within grace_s.
+
+        Called on the main thread: Linux kills the ranks when the thread that started them ends.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._forget_earlier_start()
+        self._earlier_outcome = self._outcome()
+        verdict = Verdict(None)
+        try:
+            for rank in self._ranks:
+                self._start(rank)
+            self._watch(verdict)
+        finally:
+            self._end_all(verdict)
+        verdict.signal_number = self._signals[0] if self._signals else 0
+        return verdict
+
+    def _forget_earlier_start(self) -> None:
+        """The folder may be that of an earlier start of this attempt, whose traces would look like dead ranks."""
+        for rank in self._ranks:
+            (self._folder / f"trace_{rank}").unlink(missing_ok=True)
+        if 0 in self._ranks:
+            for name in (ENDPOINT, VERDICT):
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _outcome(self) -> int | None:
+        """Tells one record of rank 0's agent about the end of the run from another; None without one."""
+        try:
+            return (self._folder / OUTCOME).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _start(self, rank: int) -> None:
+        log = open(self._logs / f"rank_{rank:04d}.log", "ab")  # noqa: SIM115
+        # Rank 0 talks to the user; what it and the others say besides goes to the logs.
+        with contextlib.nullcontext() if rank == 0 else held_back():
+            self._processes[rank] = subprocess.Popen(
+                list(self._argv(rank)),
+                env={**self._environ, VISIBLE: self._gpus[rank], "HPCRL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509 - no thread runs yet that could hold a lock
+            )
+        log.close()
+
+    def _watch(self, verdict: Verdict) -> None:
+        alive = dict(self._processes)
+        unreported: dict[int, str] = {}
+        started = next_check = time.monotonic()
+        deadline = forwarded = None
+        while alive or unreported:
+            for rank, process in list(alive.items()):
+                code = _reap(process)
+                if code is None:
+                    continue
+                del alive[rank]
+                if code != 0 or self._ran_away(rank):
+                    verdict.lost[rank] = self._cause(rank, code, verdict.silent.get(rank))
+                if rank == 0:
+                    verdict.controller_code = code
+                elif rank in verdict.lost:
+                    unreported[rank] = verdict.lost[rank]
+            # The first signal asks the controller to stop at a step boundary, the same one again ends everything.
+            # Another one does not: a batch system sends SIGUSR1 early and SIGTERM late, and a save may still be made.
+            # It also sends SIGTERM two or three times, and SIGKILL when it is tired of waiting.
+            if self._impatient and len(self._signals) > len(set(self._signals)):
+                return
+            if self._signals and forwarded is None and 0 in alive:
+                forwarded = self._signals[0]
+                alive[0].send_signal(forwarded)
+            # Ranks on other nodes end by Leave or because the store is gone; this node's get grace_s for it.
+            if verdict.controller_code is not None:
+                unreported.clear()
+                deadline = deadline or time.monotonic() + self._grace_s
+            elif not alive:  # the loss of the last is still to be told, to a controller that may be coming up
+                deadline = deadline or time.monotonic() + self._start_s
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            if time.monotonic() > next_check:
+                next_check = time.monotonic() + CHECK_EVERY_S
+                # Later the store is there, and its loss tells the ranks.
+                comes_up = time.monotonic() - started < self._start_s or not alive
+                if comes_up and 0 not in self._ranks and self._outcome() != self._earlier_outcome:
+                    unreported.clear()
+                    deadline = min(deadline or math.inf, time.monotonic() + self._grace_s)
+                self._check_beats(alive, time.monotonic() - started, verdict.silent)
+                for rank, cause in list(unreported.items()):
+                    if self._report(rank, cause, rank in verdict.silent):
+                        del unreported[rank]
+            time.sleep(POLL_S)
+
+    def _check_beats(
+        self, alive: Mapping[int, subprocess.Popen[bytes]], since_start_s: float, silent: dict[int, str]
+    ) -> None:
+        """End a process that does not come up, or does not beat: it is stopped or stuck in native code."""
+        for rank, process in alive.items():
+            activity = read_trace(self._folder / f"trace_{rank}")
+            if activity is None:
+                if since_start_s > self._start_s:
+                    silent[rank] = f"did not come up within {self._start_s:g} s"
+            elif activity.beat_age_s > self._silent_s:
+                silent[rank] = f"gave no sign of life for {activity.beat_age_s:.0f} s"
+            elif rank == 0 and activity.age_s > STUCK * self._silent_s:  # nobody else watches the controller
+                silent[rank] = f"did not get on for {activity.age_s:.0f} s"
+            if rank in silent:
+                _kill_group(process.pid)
+
+    def _ran_away(self, rank: int) -> bool:
+        """Whether a rank that ended with code 0 was not done: user code may have ended its process."""
+        activity = read_trace(self._folder / f"trace_{rank}")
+        return activity is not None and activity.name != LEAVING
+
+    def _cause(self, rank: int, code: int, silent: str | None) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        activity = read_trace(self._folder / f"trace_{rank}")
+        doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
+        where = f"process {self._processes[rank].pid} on {socket.gethostname()}"
+        return f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
+
+    def _report(self, rank: int, cause: str, silent: bool) -> bool:
+        """Tell the controller; False while it cannot be reached yet. Where it is gone there is nobody to tell: its own
+        end decides."""
+        endpoint = self._folder / ENDPOINT
+        controller = read_trace(self._folder / "trace_0") if 0 in self._ranks else None
+        # One that does not beat would hold up this loop with every attempt, and with it the judgement on that one.
+        if not endpoint.exists() or (controller is not None and controller.beat_age_s > LISTENS_S):
+            return False
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the agent's stderr is the user's
+        from hpcrl.control.messages import Lost
+        from hpcrl.control.queues import ControlError, Sender, connect
+
+        where = json.loads(endpoint.read_text())
+        try:
+            if self._sender is None:
+                key = Path(where["key_file"]).read_bytes()
+                number = -1 - int(self._environ.get("HPCRL_NODE", "0"))
+                self._sender = Sender(connect(where["host"], where["port"], self._grace_s), key, number)
+            self._sender.send("controller", Lost(rank, cause, silent))
+        except (ControlError, FileNotFoundError) as error:
+            if 0 not in self._ranks:
+                print(f"hpcrl agent: rank {rank}: {cause}; not reported: {error}", file=sys.stderr, flush=True)
+        return True
+
+    def _end_all(self, verdict: Verdict) -> None:
+        """End what still runs: SIGKILL to the whole group of each rank, which is deaf to the others."""
+        alive = {rank: process for rank, process in self._processes.items() if process.returncode is None}
+        for process in alive.values():
+            _kill_group(process.pid)
+        for rank, process in alive.items():
+            try:
+                process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                print(f"hpcrl agent: rank {rank} (pid {process.pid}) does not die", file=sys.stderr, flush=True)
+            if rank == 0 and process.returncode is not None:
+                verdict.controller_code = process.returncode
+                verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))
+
+
+def _dying_with(parent: int) -> Callable[[], None]:
+    """What a child does first: ask the kernel to kill it when its parent ends, however that ends."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)
+
+    return ask
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit code of a rank that has ended, with all it had started killed; None while it runs."""
+    # Until it is reaped its number cannot be given to another process, so the group is still its own.
+    if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return None
+    _kill_group(process.pid)
+    return process.wait()
+
+
+def _kill_group(pid: int) -> None:
+    """End a rank and everything in its process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,389 @@
+"""Before the ranks start: every node of a job says what it is, and the first one says which of them will not do.
+
+    python -m hpcrl.node.preflight RUN_DIR      the same by hand, on this machine or with srun on all nodes
+
+The nodes talk through files in the run folder, which is itself what must be shared: the first node writes a nonce, the
+others answer with a report that holds it, the first judges all reports and leaves a verdict. A node that will not do is
+not worth a requeue, as Slurm would give it again: the run ends, names it, and cluster.exclude leaves it out. Free
+space is what statvfs says; a quota is not seen.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from hpcrl.cluster import slurm
+from hpcrl.cluster.layout import CONTROLLER, ROLES, RoleLayout
+from hpcrl.cluster.placement import Placement
+from hpcrl.config import Config, RoleName
+from hpcrl.control.bootstrap import find_place
+from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
+from hpcrl.files import write_durably
+from hpcrl.node.devices import visible_gpus
+from hpcrl.rundir import CONFIG, stored_config
+
+POLL_S = 0.02
+FOLDER = "preflight"
+CANARY, VERDICT = "canary.json", "verdict.json"
+PACKAGES = ("hpcrl", "torch", "transformers")
+FILES_OF_A_PROCESS, FILES_OF_A_PEER = 64, 8
+"""Open files of a rank that talks with N others: in worlds of 8 and of 66 ranks the controller, which serves two or
+three sockets to every rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more
+roles. Pairs connect when they first talk."""
+WITH_MODEL: tuple[RoleName, ...] = ("trainer", "generator", "reference")
+PEERS: dict[RoleName, tuple[RoleName, ...]] = {
+    "controller": ("controller", *ROLES),
+    "trainer": WITH_MODEL,
+    "reference": WITH_MODEL,
+    "generator": (*WITH_MODEL, "reward", "env"),
+    "reward": ("generator",),
+    "env": ("generator",),
+}
+"""Role -> the roles whose ranks it talks with, beside the controller."""
+RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
+"""Least free space of the run folder, which gets the checkpoints, and of the node's own scratch, which gets the files
+of sandboxes."""
+
+T = TypeVar("T")
+
+
+class Canary(msgspec.Struct, forbid_unknown_fields=True):
+    """What the first node writes and every node must see."""
+
+    nonce: str
+
+
+class Report(msgspec.Struct, forbid_unknown_fields=True):
+    """What a node says of itself. scratch_free_bytes is -1 where nothing can be written."""
+
+    nonce: str
+    node: int
+    name: str
+    ranks: list[int]
+    versions: dict[str, str]
+    gpus: int
+    open_files: int
+    run_free_bytes: int
+    scratch: str
+    scratch_free_bytes: int
+
+
+class Judgement(msgspec.Struct, forbid_unknown_fields=True):
+    """What the first node makes of all reports: one line, and the exit code of all agents; 0 and nothing if well."""
+
+    code: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run asks of a node. `gpu_files`: its GPUs must be there, not only be named."""
+
+    ranks: tuple[int, ...]
+    gpus: int
+    gpu_files: bool
+    open_files: int
+
+
+class _AskedToStopError(Exception):
+    """A signal came while this node waited for others."""
+
+
+def preflight(
+    config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int] = ()
+) -> Judgement:
+    """Report this node and return the judgement on all, within 2 x timeouts.start_s. Called by the agents of all nodes.
+
+    `meeting`: folder for the files, the same on all nodes and of no earlier start. `signals`: gets those that ask this
+    process to stop, and batch systems send them to all nodes. DEADLINE where a node did not report, BAD_INPUT where
+    one will not do, else the signal's code. Only node 0 and a node that sees no other have a message.
+    """
+    try:
+        judgement = _meet(config, run_dir, meeting, node, num_nodes, signals)
+    except _AskedToStopError:
+        judgement = Judgement(ExitCode.DONE, "")
+    if judgement.code == ExitCode.DONE and signals:
+        judgement = _stopped(signals, node)
+    if node == 0:
+        _write(meeting / VERDICT, judgement)
+    return judgement
+
+
+def _stopped(signals: Sequence[int], node: int) -> Judgement:
+    """That the first of the signals came before the ranks were started; a message on node 0 only."""
+    name = signal.Signals(signals[0])
+    text = f"ended by {name.name} before the ranks were started"
+    return Judgement(SIGNAL_CODES.get(name, ExitCode.REQUEUE), text if node == 0 else "")
+
+
+def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int]) -> Judgement:
+    meeting.mkdir(parents=True, exist_ok=True)
+    needs = needs_of(config)
+    if num_nodes != len(needs):
+        text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"
+        return Judgement(ExitCode.BAD_INPUT, text if node == 0 else "")
+    start_s = config.timeouts.start_s
+    if node == 0:
+        _write(meeting / CANARY, Canary(secrets.token_hex(16)))
+    canary = _await(lambda: _read(meeting / CANARY, Canary), start_s, signals)
+    if canary is None:
+        text = f"node {node_name()} saw no {meeting / CANARY} within {start_s:g} s: the first node is stuck, or"
+        return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
+    _write(meeting / _report_name(node), examine(node, needs[node], run_dir, canary.nonce))
+    if node == 0:
+        return _judge_all(needs, meeting, canary.nonce, start_s, run_dir, signals)
+    # The first node waits start_s for all.
+    judged = _await(lambda: _read(meeting / VERDICT, Judgement), start_s + 1.0, signals)
+    if judged is None:
+        return Judgement(ExitCode.DEADLINE, f"node {node_name()}: no word from the first node within {start_s:g} s")
+    return Judgement(judged.code, "")
+
+
+def needs_of(config: Config) -> list[Needs]:
+    """What each node of a run must have, in the order of nodes."""
+    layout = RoleLayout.from_config(config)
+    cuda = config.cluster.device == "cuda"
+    with_model = {rank for role in WITH_MODEL for rank in layout.ranks[role]}
+    peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
+    return [
+        Needs(
+            ranks,
+            max(component.config.gpus_per_node, cuda * len(with_model & {*ranks})),
+            cuda,
+            FILES_OF_A_PROCESS + FILES_OF_A_PEER * max(peers[layout.roles_of(rank)] for rank in ranks),
+        )
+        for component in Placement.from_config(config, layout).components
+        for ranks in component.nodes
+    ]
+
+
+def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
+    """How many ranks one with these roles talks with, itself counted where it is among them."""
+    return len({CONTROLLER, *(rank for role in roles for peer in PEERS[role] for rank in layout.ranks[peer])})
+
+
+def examine(node: int, needs: Needs, run_dir: Path, nonce: str = "") -> Report:
+    """The report of this machine; raises this process's limit on open files, which its ranks inherit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gpus = len(visible_gpus(os.environ))
+    if needs.gpu_files:
+        gpus = min(gpus, len(visible_gpus({})))
+    scratch = os.environ.get("TMPDIR", "/tmp")
+    return Report(
+        nonce=nonce,
+        node=node,
+        name=node_name(),
+        ranks=list(needs.ranks),
+        versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        gpus=gpus,
+        open_files=hard if hard != resource.RLIM_INFINITY else sys.maxsize,
+        run_free_bytes=shutil.disk_usage(run_dir).free,
+        scratch=scratch,
+        scratch_free_bytes=shutil.disk_usage(scratch).free if os.access(scratch, os.W_OK) else -1,
+    )
+
+
+def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
+    """What is wrong with the nodes, in one line that names them; empty if nothing is. needs[i] is for reports[i]."""
+    found: dict[str, list[str]] = {}
+    usual = {name: _most([report.versions.get(name, "") for report in reports]) for name in ("python", *PACKAGES)}
+    for report, need in zip(reports, needs, strict=True):
+        for text in _complaints(report, need, usual):
+            found.setdefault(text, []).append(report.name)
+    return "; ".join(f"{_nodes(names)} {text}" for text, names in found.items())
+
+
+def read_reports(world: Path) -> list[Report]:
+    """The reports of the newest preflight in a world's folder, by node; none where there was none."""
+    newest = _newest_meeting(world)
+    paths = sorted(newest.glob("node_*.json")) if newest is not None else []
+    return [report for path in paths if (report := _read(path, Report)) is not None]
+
+
+def read_judgement(world: Path) -> Judgement | None:
+    """How the newest preflight in a world's folder ended; None where there was none or it goes on."""
+    newest = _newest_meeting(world)
+    return _read(newest / VERDICT, Judgement) if newest is not None else None
+
+
+def meeting_folder(world: Path) -> Path:
+    """Where the nodes of this start meet: named after the Slurm step, so that no earlier start has left anything."""
+    job, step = slurm.own_job(os.environ), os.environ.get("SLURM_STEP_ID")
+    assert job is not None and step is not None, "in a Slurm step"
+    return world / FOLDER / f"{job[0]}.{job[1]}.{step}"
+
+
+def node_name() -> str:
+    """What the batch system calls this node, else its host name."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def see_run(run_dir: Path) -> str:
+    """Empty where this node sees the run folder, else what to tell the user."""
+    if (run_dir / CONFIG).is_file():
+        return ""
+    return f"node {node_name()} sees no {run_dir / CONFIG}: put run_dir on a file system that all nodes share"
+
+
+def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[str]:
+    """What is wrong with one node; the same words where the same is wrong with others."""
+    found = [
+        f"has {name} {report.versions.get(name) or '(none)'}, where the others have {version or 'none'}: use one "
+        "environment on all nodes"
+        for name, version in usual.items()
+        if report.versions.get(name, "") != version
+    ]
+    if report.gpus < need.gpus:
+        found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run asks for: cluster.exclude it")
+    if report.open_files < need.open_files:
+        text = f"allows {report.open_files} open files, the run needs {need.open_files}"
+        found.append(f"{text}: raise the hard limit there (ulimit -Hn)")
+    if report.run_free_bytes < RUN_FREE_BYTES:
+        found.append(f"has {_mib(report.run_free_bytes)} free in the run folder, needs {_mib(RUN_FREE_BYTES)}")
+    if report.scratch_free_bytes < 0:
+        found.append(f"cannot write to its scratch {report.scratch}: set TMPDIR or cluster.exclude it")
+    elif report.scratch_free_bytes < SCRATCH_FREE_BYTES:
+        free, least = _mib(report.scratch_free_bytes), _mib(SCRATCH_FREE_BYTES)
+        found.append(
+            f"has {free} free in its scratch {report.scratch}, needs {least}: set TMPDIR or cluster.exclude it"
+        )
+    return found
+
+
+def _judge_all(
+    needs: Sequence[Needs], meeting: Path, nonce: str, start_s: float, run_dir: Path, signals: Sequence[int]
+) -> Judgement:
+    """Wait for all reports and judge them. On node 0."""
+    reports: dict[int, Report] = {}
+
+    def complete() -> bool | None:
+        there = set(os.listdir(meeting))  # one request, where a look for each file would be thousands
+        for node in range(len(needs)):
+            name = _report_name(node)
+            if node not in reports and name in there and (report := _read(meeting / name, Report)) is not None:
+                assert report.nonce == nonce, f"{meeting / name} answers another start"
+                reports[node] = report
+        return True if len(reports) == len(needs) else None
+
+    if _await(complete, start_s, signals) is None:
+        missing = [node for node in range(len(needs)) if node not in reports]
+        names = _step_hosts()
+        late = [names[node] if len(names) == len(needs) else str(node) for node in missing]
+        why = f"it hangs, or {run_dir} is not on a file system that all nodes share"
+        return Judgement(ExitCode.DEADLINE, f"{_nodes(late)} did not report within {start_s:g} s: {why}")
+    message = judge([reports[node] for node in range(len(needs))], needs)
+    return Judgement(ExitCode.BAD_INPUT if message else ExitCode.DONE, message)
+
+
+def _step_hosts() -> list[str]:
+    """Names of the step's nodes in their order, as far as Slurm tells."""
+    num = int(os.environ.get("SLURM_HET_SIZE", "0"))
+    lists = [os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "") for i in range(num)]
+    try:
+        text = [slurm.call("scontrol", "show", "hostnames", nodes) for nodes in lists or [_own_nodes()] if nodes]
+    except slurm.SlurmError:
+        return []
+    return " ".join(text).split()
+
+
+def _own_nodes() -> str:
+    return os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+
+
+def _newest_meeting(world: Path) -> Path | None:
+    meetings = (world / FOLDER).iterdir() if (world / FOLDER).is_dir() else ()
+    return max(meetings, key=lambda meeting: meeting.stat().st_mtime, default=None)
+
+
+def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
+    """What `look` finds, None where it finds nothing within that time. _AskedToStopError once there are signals."""
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None and time.monotonic() < deadline:
+        if signals:
+            raise _AskedToStopError
+        time.sleep(POLL_S)
+    return found
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """The object in a file, None where there is no file. msgspec.ValidationError where it is another."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, value: msgspec.Struct) -> None:
+    write_durably(path, msgspec.json.encode(value))
+
+
+def _report_name(node: int) -> str:
+    return f"node_{node:05d}.json"
+
+
+def _most(values: Sequence[str]) -> str:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _nodes(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"node{'s' if len(names) > 1 else ''} {shown}"
+
+
+def _mib(size: int) -> str:
+    return f"{size >> 20:,} MiB"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(__doc__)
+        return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
+    run_dir = Path(argv[0])
+    if unseen := see_run(run_dir):
+        print(f"hpcrl: {unseen}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    config = stored_config(run_dir)
+    place = find_place(os.environ, RoleLayout.from_config(config).world_size)
+    if place.launcher != "slurm":
+        needs = needs_of(config)[:1]
+        reports = [examine(0, needs[0], run_dir)]
+        message = judge(reports, needs)
+        judgement = Judgement(ExitCode.BAD_INPUT if message else ExitCode.DONE, message)
+    else:
+        world = run_dir / "world"
+        judgement = preflight(config, run_dir, meeting_folder(world), place.node, place.num_nodes)
+        reports = read_reports(world) if place.node == 0 else []
+    if judgement.message:
+        print(f"hpcrl: {judgement.message}", file=sys.stderr)
+    for report in reports if judgement.code == ExitCode.DONE else []:
+        free = f"{_mib(report.run_free_bytes)} free in the run folder, {_mib(report.scratch_free_bytes)} in scratch"
+        print(f"{report.name}  ranks {report.ranks}  {report.gpus} GPU(s)  {report.open_files} open files  {free}")
+    return judgement.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Rank 0: the controller runs the pipeline; whatever ends it becomes one message and an exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+
+from hpcrl.cluster.layout import CONTROLLER, RoleLayout
+from hpcrl.config import Config
+from hpcrl.control.controller import Controller, RankFailed, RankLost, RankSilent
+from hpcrl.control.messages import BuildRole, Failed
+from hpcrl.control.queues import ControlError, StoreLost
+from hpcrl.control.world import World
+from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
+from hpcrl.files import write_durably
+from hpcrl.pipelines import PIPELINES
+from hpcrl.roles.worker import Worker
+from hpcrl.rollout.loop import BackgroundError
+from hpcrl.rollout.scheduler import RolloutExhausted
+from hpcrl.rundir import VERDICT, SupersededError, finish_run
+from hpcrl.runtime.context import NoProgress, Run, Stopped
+from hpcrl.runtime.saves import CheckpointError, NotSavedError
+from hpcrl.signals import STOPPING
+
+CODES: list[tuple[type[BaseException], ExitCode]] = [
+    (RankFailed, ExitCode.RANK_FAILED),
+    (RankLost, ExitCode.RANK_KILLED),
+    (RankSilent, ExitCode.DEADLINE),
+    (StoreLost, ExitCode.STORE_LOST),
+    (ControlError, ExitCode.FAILED),
+    (RolloutExhausted, ExitCode.STARVED),
+    (NoProgress, ExitCode.NO_PROGRESS),
+    (NotSavedError, ExitCode.NOT_SAVED),
+    (CheckpointError, ExitCode.CHECKPOINT),
+    (SupersededError, ExitCode.SUPERSEDED),
+]
+
+
+def control(
+    world: World, worker: Worker, config: Config, layout: RoleLayout, run_dir: Path, model_path: Path, attempt: int
+) -> int:
+    """Run the pipeline to its end; returns the exit code. Leaves last: the other ranks are told to go before."""
+    controller = Controller(
+        world,
+        layout.roles_of,
+        command_s=config.timeouts.command_s,
+        start_s=config.timeouts.start_s,
+        survivable=lambda rank, lost: _survivable(config, layout, rank, lost),
+    )
+    if layout.roles_of(CONTROLLER) != ("controller",):
+        controller.pump = worker.pump
+    worker.join()
+    run = None
+    try:
+        if config.model.path is None and not model_path.exists():
+            from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
+
+            make_tiny_model(config.model.tiny, model_path)
+        run = Run(controller, layout, config, run_dir, model_path, attempt)
+        for number in STOPPING:
+            signal.signal(number, lambda n, _: setattr(run, "stop_signal", run.stop_signal or n))
+        stopped = None
+        try:
+            PIPELINES[config.pipeline](run)
+            print(run.finish(), flush=True)
+            finish_run(run_dir, run.last_step, config.max_steps, f"trained {run.last_step} steps")
+        except Stopped as stop:
+            stopped = stop
+        controller.dismiss()
+        world.leave()
+        if stopped is None:
+            return ExitCode.DONE
+        return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
+    except Exception as error:
+        traceback.print_exc()
+        return _tell(world, *_explain(error, built=run is not None))
+
+
+def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
+    """Exit code and one line. What is wrong with the user's input may show only when the engines are built."""
+    if isinstance(error, BackgroundError) and error.__cause__ is not None:
+        error = error.__cause__
+    code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
+    match error:
+        case RankFailed(event=Failed(kind="numbers")):
+            code = ExitCode.NO_PROGRESS
+        case ValueError() | OSError() | RankFailed(event=Failed(kind="input", command=BuildRole.__name__)) if not built:
+            code = ExitCode.BAD_INPUT
+    text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"
+    return code, " ".join(text.split())
+
+
+def _tell(world: World, code: ExitCode, message: str) -> int:
+    """Leave the verdict for the node agent, which prints it; print it where there is no agent."""
+    if world.place.launcher == "agent":
+        write_durably(world.folder / VERDICT, json.dumps({"code": int(code), "message": message}).encode())
+    else:
+        print(f"hpcrl: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
+    """A rank may be lost where all it does is to generate, reward or play environments, and enough of its kind remain.
+    A replica of several ranks cannot: the others would wait for the lost one in the middle of a burst."""
+    roles = layout.roles_of(rank)
+    if not roles or not set(roles) <= {"generator", "reward", "env"}:
+        return False
+    if "generator" in roles and (rank,) not in layout.free_replicas:
+        return False
+    least = {
+        "generator": config.rollout.min_replicas,
+        "reward": config.layout.reward.min_ranks,
+        "env": config.layout.env.min_ranks,
+    }
+    return all(len(set(layout.ranks[role]) - set(lost)) >= least[role] for role in roles)

@@ -1,0 +1,105 @@
+"""What the controller knows of a batch: ids and sizes per rank, never tokens; and how it is cut into commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.control.messages import Move
+from hpcrl.rollout.loop import Sizes
+from hpcrl.rollout.types import split_sample_id
+from hpcrl.runtime.balance import balance, micro_batches
+
+
+@dataclass
+class BatchHandle:
+    """A batch that lies on ranks; its id is its step. `rows[rank]`: its samples there, ascending, as its rows are.
+
+    mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, where siblings share one.
+    """
+
+    id: int
+    step: int
+    sizes: Mapping[int, Sizes]
+    mini_batches: Sequence[Sequence[int]]
+    rows: dict[int, list[int]]
+    reference_rows: dict[int, list[int]] = field(default_factory=dict)
+    prompts: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[int]:
+        """All sample ids, ascending."""
+        return sorted(self.sizes)
+
+    def plan(
+        self, rows: Mapping[int, list[int]], samples: Sequence[int], max_tokens: int
+    ) -> dict[int, list[list[int]]]:
+        """Row indices per micro-batch and rank for these samples; the same count of micro-batches on every rank."""
+        chosen = set(samples)
+        ranks = sorted(rows)
+        indices = [[i for i, sample in enumerate(rows[rank]) if sample in chosen] for rank in ranks]
+        parts = [[rows[rank][i] for i in part] for rank, part in zip(ranks, indices, strict=True)]
+        lengths = [[self.sizes[sample].total for sample in part] for part in parts]
+        prompts = [[self.prompts.get(sample, sample) for sample in part] for part in parts]
+        plans = micro_batches(lengths, max_tokens, prompts)
+        return {
+            rank: [[part[i] for i in micro] for micro in plan]
+            for rank, part, plan in zip(ranks, indices, plans, strict=True)
+        }
+
+    def norms(self, samples: Sequence[int]) -> tuple[float, float]:
+        """Model tokens and sequences with a model token, over all ranks (weights are 1)."""
+        counts = [self.sizes[sample].model for sample in samples]
+        return float(sum(counts)), float(sum(count > 0 for count in counts))
+
+
+def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
+    """Which rank trains on which of a step's samples, and in which mini-batch: a function of ids and sizes alone."""
+    parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
+    trainers, references = layout.ranks["trainer"], layout.ranks["reference"]
+    prompts = {sample: split_sample_id(sample)[0] for sample in sizes}
+    handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
+    if references and references != trainers:
+        handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
+    return handle
+
+
+def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:
+    """Samples, siblings next to each other, dealt out to `count` mini-batches, so that each holds a few siblings of
+    every prompt.
+
+    Whole groups per mini-batch share their prompt more often, but learnt less from the same rollouts: an optimizer step
+    then sees a quarter of the prompts instead of all (docs/measured.md).
+    """
+    return [list(samples[i::count]) for i in range(count)]
+
+
+def assign_rows(
+    sizes: Mapping[int, Sizes],
+    parts: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+    prompts: Mapping[int, int] | None = None,
+) -> dict[int, list[int]]:
+    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths, siblings (the
+    samples of one of `prompts`) together where that is possible."""
+    rows: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for part in parts:
+        groups = None if prompts is None else [prompts[sample] for sample in part]
+        shares = balance([sizes[sample].total for sample in part], len(ranks), groups=groups)
+        for rank, share in zip(ranks, shares, strict=True):
+            rows[rank].extend(part[i] for i in share)
+    return {rank: sorted(samples) for rank, samples in rows.items()}
+
+
+def moves(homes: Mapping[int, int], rows: Mapping[int, Sequence[int]], sizes: Mapping[int, Sizes]) -> list[Move]:
+    """One Move per pair of ranks: from where samples are (homes) to where they are wanted (rows)."""
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for dest, samples in rows.items():
+        for sample in samples:
+            pairs.setdefault((homes[sample], dest), []).append(sample)
+    return [
+        Move(source, dest, samples, [sizes[sample].total for sample in samples])
+        for (source, dest), samples in sorted(pairs.items())
+    ]

@@ -1,0 +1,138 @@
+"""Held-out evaluation: the first prompts of data.val, greedily and as in training."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.control.controller import Controller
+from hpcrl.control.messages import Peek
+from hpcrl.data import PromptSource
+from hpcrl.files import write_durably
+from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.rollout.loop import Harvest, RolloutLoop
+from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.types import Prompt, held_out_uid
+from hpcrl.runtime.generation import evaluation_sampling, replica_capacity
+from hpcrl.runtime.parts import timed
+
+SHOWN_CHARS = 100
+
+
+class Evaluation:
+    """Scores, and what the model answered to the first prompts before and after training."""
+
+    def __init__(
+        self,
+        loop: RolloutLoop,
+        controller: Controller,
+        layout: RoleLayout,
+        config: Config,
+        tokenizer: Any,
+        run_dir: Path,
+    ):
+        self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
+        self._slots = replica_capacity(config, layout)
+        self._examples_file = run_dir / "examples.json"
+        self._prompts = _held_out(config, tokenizer) if config.data.val else []
+
+    def scores(self, step: int) -> Stats:
+        """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature), each with
+        the number of responses whose reward could not be computed (score_errors)."""
+        if not self._prompts:
+            return {}
+        start, config = time.perf_counter(), self._config
+        harvest = self._generate(config.eval.temperature, 2 * step)
+        stats = _score_stats("val", harvest)
+        if step in {0, config.max_steps}:
+            self._keep_examples(step, harvest)
+        self._loop.forget(harvest.groups)
+        if config.rollout.temperature != config.eval.temperature:
+            sampled = self._generate(config.rollout.temperature, 2 * step + 1)
+            stats |= _score_stats("val/sampled", sampled)
+            self._loop.forget(sampled.groups)
+        return merge([stats, timed("time/val_step", start)])
+
+    def before_and_after(self, last: int) -> str:
+        """The kept examples as text, a few short lines each."""
+        kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
+        lines = []
+        afterwards = {example["prompt"]: example for example in kept.get(str(last), [])}
+        for before in kept.get("0", []):
+            after = afterwards.get(before["prompt"])
+            if after is None:  # the replica that had it was lost
+                continue
+            lines.append(f"  {_short(before['prompt'])}  ->  {_short(str(before['answer']))}")
+            for name, example in (("before", before), ("after", after)):
+                verdict = "right" if example["score"] > 0 else "wrong"
+                lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
+        return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
+
+    def _generate(self, temperature: float, number: int) -> Harvest:
+        # Every prompt has its say once: one whose reward cannot be computed is worth 0.
+        settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
+        living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
+        scheduler = RolloutScheduler(settings, living)
+        scheduler.begin_step(0, len(self._prompts))
+        waiting = (replace(prompt, uid=held_out_uid(number, i)) for i, prompt in enumerate(self._prompts))
+        return self._loop.drive(
+            scheduler,
+            {},
+            lambda count: [prompt for prompt, _ in zip(waiting, range(count), strict=False)],
+            evaluation_sampling(self._config, temperature),
+        )
+
+    def _keep_examples(self, step: int, harvest: Harvest) -> None:
+        chosen = zip(self._prompts, harvest.groups, strict=True)  # both in order of uid
+        kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
+        examples = []
+        for prompt, group in islice(chosen, self._config.eval.num_examples):
+            sample = group.samples[0]
+            answers = self._controller.call({sample.replica: Peek([sample.id])})
+            if not answers:  # the replica is lost
+                continue
+            examples.append(
+                {
+                    "prompt": self._tokenizer.decode(prompt.token_ids, skip_special_tokens=True),
+                    "answer": prompt.answer,
+                    "response": answers[sample.replica].texts[0],
+                    "score": sample.score,
+                }
+            )
+        kept[str(step)] = examples
+        write_durably(self._examples_file, json.dumps(kept, indent=1).encode())
+
+
+def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
+    """The prompts of an evaluation. ValueError when all of data.val are over-long."""
+    source = PromptSource(config.data, "val", tokenizer, config.seed, 1)
+    found = source.head(config.eval.num_prompts)
+    if not found:
+        raise ValueError(
+            f"data.val: all {len(source)} prompts have more than data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} tokens; raise it, or set data.overlong_prompts=truncate"
+        )
+    return found
+
+
+def _score_stats(prefix: str, harvest: Harvest) -> Stats:
+    samples = [group.samples[0] for group in harvest.groups]
+    lengths = [harvest.sizes[sample.id].model for sample in samples]
+    shown = merge(
+        {f"{prefix}/score/*": scalar(sample.score), f"{prefix}/response_length/*": scalar(length)}
+        for sample, length in zip(samples, lengths, strict=True)
+    )
+    return shown | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
+
+
+def _short(text: str) -> str:
+    """One line of a text, its end where it is long: that is where the question or the answer is."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:]

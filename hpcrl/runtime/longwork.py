@@ -1,0 +1,60 @@
+"""Work that takes longer than a command may: ranks are asked again and again, and judged by their progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from hpcrl.control.controller import Controller, RankSilent, Started
+from hpcrl.control.messages import Command, Done
+
+
+class Stalled(RankSilent):
+    """A rank got no further with its files for as long as a command may take; the message names both."""
+
+
+class LongWork:
+    """What ranks do beside their commands, each at its own pace. answers: of those that are done, by rank."""
+
+    def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):
+        """`doing`: what they do with a file, for errors: "reading"."""
+        self._controller, self._doing = controller, doing
+        self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, time.monotonic()))
+        self._asked: Started = []
+        self.answers: dict[int, Done] = {}
+
+    def ask(self, command: Command) -> bool:
+        """Send the command, which tells the progress, to all ranks that are not done; whether all are now.
+
+        Stalled names a rank without progress for command_s; else as Controller.call().
+        """
+        self._send(command)
+        return self._hear()
+
+    def poll(self, command: Command) -> bool:
+        """As ask(), without waiting for a rank that is busy: its answer is taken by the next call."""
+        self._send(command)
+        return self._controller.answered(self._asked) and self._hear()
+
+    def _send(self, command: Command) -> None:
+        left = [rank for rank in self._reached if rank not in self.answers]
+        if left and not self._asked:
+            self._asked = self._controller.start(dict.fromkeys(left, command))
+
+    def _hear(self) -> bool:
+        answers, now = self._controller.finish(self._asked), time.monotonic()
+        self._asked = []
+        for rank, answer in answers.items():
+            if answer.progress is None:
+                self.answers[rank] = answer
+                continue
+            file, num_bytes = answer.progress
+            before, since = self._reached[rank]
+            if num_bytes != before:
+                self._reached[rank] = num_bytes, now
+            elif now - since > self._controller.command_s:
+                raise Stalled(
+                    f"{self._controller.describe(rank)} has got no further in {self._doing} {file} for "
+                    f"{now - since:.0f} s ({num_bytes} bytes done)"
+                )
+        return len(self.answers) == len(self._reached)

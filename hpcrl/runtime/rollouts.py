@@ -1,0 +1,119 @@
+"""Training rollouts: prompts in, a batch on the trainer ranks out; what became of every prompt is recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.data import PromptSource
+from hpcrl.files import step_name
+from hpcrl.metrics.stats import Stat, Stats, merge, scalar
+from hpcrl.rollout.loop import RolloutLoop, Sizes
+from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.store import DispositionRecord, write_dispositions
+from hpcrl.rollout.types import Prompt
+from hpcrl.runtime.batches import BatchHandle
+from hpcrl.runtime.generation import training_sampling
+from hpcrl.runtime.parts import Fabric, Trainer, timed
+
+
+class Rollouts:
+    """The stream of batches; its state goes into every checkpoint."""
+
+    def __init__(
+        self,
+        loop: RolloutLoop,
+        fabric: Fabric,
+        replicas: Mapping[int, int],
+        config: Config,
+        source: PromptSource,
+        run_dir: Path,
+        fence: Callable[[], None],
+    ):
+        """replicas: replica_capacity(). fence: raises when another attempt has taken the run over."""
+        self._loop, self._fabric, self._config = loop, fabric, config
+        self.source, self._folder = source, run_dir / "rollouts"
+        self._fence = fence
+        self._prompts: dict[int, Prompt] = {}
+        self.scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas, lambda uid: self._prompts[uid].domain)
+        self._records: list[DispositionRecord] = []
+        self.stats: Stats = {}
+
+    def next(self, step: int) -> BatchHandle:
+        """The batch of this step, generated, rewarded, filtered and handed over; anew, as far as need be, where a
+        replica is lost that held some of it."""
+        config, parts = self._config, []
+        self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
+        sampling, handle = training_sampling(config), None
+        while handle is None:
+            start = time.perf_counter()
+            harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
+            parts += [harvest.stats, timed("time/step_generate", start)]
+            start = time.perf_counter()
+            handle = self._fabric.hand_over(config, step, harvest, sampling.truncates)
+            parts.append(timed("time/step_hand_over", start))
+            if handle is None:
+                self.scheduler.give_back()
+                self._loop.restore_sizes(harvest.groups, harvest.sizes)
+        self._loop.forget(harvest.groups)
+        self._loop.background([])  # after the hand-over, which bursts that are queued before it would hold up
+        self._record()
+        total = sum(size.total for size in harvest.sizes.values())
+        scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
+        ended = {f"prompts/{name}": scalar(n) for name, n in self.source.dispositions.counts().items()}
+        counted = {"_tokens": scalar(total), "_samples": scalar(len(harvest.sizes))}
+        self.stats = merge([*parts, scheduled, counted, ended])
+        return handle
+
+    def store(self, batch: BatchHandle, trainer: Trainer) -> None:
+        """Write the step's rollouts and what became of its prompts, unless the fence raises."""
+        if not self._config.rollout.save_rollouts:
+            self._records.clear()
+            return
+        self._fence()
+        folder = self._folder / step_name(batch.step)
+        folder.mkdir(parents=True, exist_ok=True)
+        finish = trainer.write_rollouts(batch, folder, {"step": batch.step, "weight_version": batch.step - 1})
+        write_dispositions(folder, self._records)
+        finish()
+        self._records.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursor, ledger of prompts and scheduler; JSON-able. What lay on a lost replica is to be generated again."""
+        self._loop.tell_lost()
+        sizes = self._loop.sizes(self.scheduler.finished())
+        waiting = {"sizes": [[sample, size.total, size.model] for sample, size in sizes.items()]}
+        return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
+
+    def held(self) -> dict[int, list[int]]:
+        """Replica -> the samples it holds of finished groups that wait to be trained."""
+        held: dict[int, list[int]] = {}
+        for group in self.scheduler.finished():
+            for sample in group.samples:
+                held.setdefault(sample.replica, []).append(sample.id)
+        return held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore. The open prompts, those of finished groups too, are read again from their rows."""
+        self.source.load_state_dict(state["cursor"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        sizes = {sample: Sizes(total, model) for sample, total, model in state["scheduler"].get("sizes", [])}
+        self._loop.restore_sizes(self.scheduler.finished(), sizes)
+        self._prompts = {uid: self.source.prompt(uid) for uid in self.source.dispositions.open_uids}
+
+    def _draw(self, count: int) -> list[Prompt]:
+        return [self.source.next() for _ in range(count)]
+
+    def _record(self) -> None:
+        """Keep what became of every prompt that ended in this step, over-long ones too."""
+        for end in self.scheduler.settled():
+            domain = self.source.dispositions.settle(end.uid, end.disposition, end.reason).domain
+            del self._prompts[end.uid]
+            record = DispositionRecord(end.uid, end.attempt, end.disposition, end.reason, domain, end.rewards)
+            self._records.append(record)
+        for long in self.source.take_dropped():
+            self._records.append(DispositionRecord(long.uid, 0, long.disposition, long.reason, long.domain))

@@ -1,0 +1,325 @@
+"""Save and restore a run: every rank writes and seals its files, the controller commits them with the small state."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
+from hpcrl.checkpoint.lineage import abandon_after, cut_metrics
+from hpcrl.checkpoint.state import STATE, encode_state, read_state
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.control.controller import Controller, RankFailed, Started
+from hpcrl.control.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld, LoadState, SaveHeld, SaveState
+from hpcrl.files import write_durably
+from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.rollout.held import drop_others
+from hpcrl.rundir import DIVISION, check_owner
+from hpcrl.runtime.longwork import LongWork, Stalled
+
+COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
+LOOK_EVERY_S = 5.0  # at a save under way, within a step
+LOAD_PER_CHECK = 2.0
+"""Loading may take so much longer than any other command, as multiple of what reading all files to check them took."""
+WRITTEN = "time/save_write"
+"""Statistic of FinishSave: seconds that a rank's writer took, there once it has ended."""
+
+
+class CheckpointError(RuntimeError):
+    """There are checkpoints and none can be read; the message says which and why."""
+
+
+class NotSavedError(RuntimeError):
+    """A checkpoint, or what came after one, could not be written or moved, which may go well at the next attempt; the
+    message says which and why."""
+
+
+class Stateful(Protocol):
+    """What knows where in the data the run is: its part of the small state, by section."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def held(self) -> dict[int, list[int]]:
+        """Generator rank -> samples that belong to the state and lie there."""
+
+
+@dataclass
+class _Snapshot:
+    """A save under way: its folder, the small state as it was at that step, and when it began and how long the ranks
+    were held up. `writing` of the ranks' files; `committing` once all are written."""
+
+    step: int
+    folder: Path
+    state: bytes
+    began: float
+    stall_s: float
+    writing: LongWork
+    held: list[FileEntry]
+    committing: Future[float] | None = None
+
+
+class Checkpoints:
+    """The run's checkpoints/ folder.
+
+    A save holds training up while every rank copies its state to host memory. Writing goes on beside the next steps,
+    and when all ranks have written, a thread commits: while rollouts are generated, or at a step boundary. One save is
+    under way at a time.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        layout: RoleLayout,
+        config: Config,
+        run_dir: Path,
+        attempt: int,
+        owner: Stateful,
+    ):
+        self._controller, self._layout, self._config = controller, layout, config
+        self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
+        self._owner = owner
+        self._saved_step = self.restored_step = -1
+        self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
+        self._started = time.time()
+        self._snapshot: _Snapshot | None = None
+        self._check_s = self._looked = 0.0
+        self._thread = ThreadPoolExecutor(1, "commit")
+        self._stats: Stats = {}
+
+    def expected_save_s(self) -> float:
+        """Seconds until a save that begins now is committed, as measured with the last one, also of an earlier attempt;
+        0 before the first."""
+        whole = self.counters["save_seconds"]
+        if self._snapshot is None:
+            return whole
+        return whole + max(0.0, whole - (time.perf_counter() - self._snapshot.began))
+
+    def take_stats(self) -> Stats:
+        """Of saves since the last call: time/save (seconds that training stood still, also for the one before, where
+        that was still under way), time/save_drain (from the copy to the commit)."""
+        stats, self._stats = self._stats, {}
+        return stats
+
+    def check_owner(self) -> None:
+        """SupersededError when another attempt owns the run: nothing may be written into its folder any more."""
+        check_owner(self._run_dir, self._attempt)
+
+    def maybe_save(self, step: int) -> None:
+        """Begin a save where save_every asks for it, and commit the one before when it is written; errors as save()."""
+        due = bool(self._config.save_every) and step % self._config.save_every == 0
+        start = time.perf_counter()
+        self._drain(wait=due)
+        if due and step > self._saved_step:
+            self._begin(step)
+            self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
+
+    def look(self) -> None:
+        """Commit the save under way where it is written, within a step: the next boundary may come too late for it.
+
+        Waits for no rank. Errors as save()."""
+        if (snapshot := self._snapshot) is None or time.monotonic() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = time.monotonic()
+        with self._explained(snapshot.step):
+            if snapshot.committing is None and not snapshot.writing.poll(FinishSave(0.0)):
+                return
+        self._drain(wait=False)
+
+    def save(self, step: int) -> None:
+        """Commit a checkpoint of `step` and return when it is there (idempotent).
+
+        SupersededError when another attempt owns the run, NotSavedError when it cannot be written, which leaves those
+        before it as they are."""
+        self._drain(wait=True)
+        if step > self._saved_step:
+            self._begin(step)
+            self._drain(wait=True)
+
+    def save_within(self, step: int, seconds: float) -> int:
+        """save(step), or where that takes longer than `seconds` commit the snapshot that is under way instead.
+
+        Returns the step of the newest checkpoint."""
+        if self._snapshot is not None and self.expected_save_s() > seconds:
+            self._drain(wait=True)
+        else:
+            self.save(step)
+        return self._saved_step
+
+    def _begin(self, step: int) -> None:
+        """Let every rank copy its state, and keep the small state of the same boundary."""
+        began = time.perf_counter()
+        self.check_owner()  # begin() removes what others left of this step, which may be a newer attempt's
+        with self._explained(step):
+            folder = begin(self._root, step, self._attempt)
+            self.counters["seconds"] += time.time() - self._started
+            self._started = time.time()
+            content, holding = self._hold(step, folder)
+            self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
+            while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
+                content, holding = self._hold(step, folder)
+            held = [FileEntry(*file) for done in answers.values() for file in done.files]
+        writing = LongWork(self._controller, self._layout.ranks["trainer"], "writing")
+        self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
+
+    def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
+        """The small state, and the command to the generators to write what it says they hold: at once, before one that
+        goes on is told to drop some of it."""
+        state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
+        content = encode_state({**state, "counters": {**self.counters, "step": step}})
+        holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
+        return content, self._controller.start(holders)
+
+    def _drain(self, wait: bool) -> None:
+        """Bring the save under way as far as it goes; `wait`: to its end."""
+        if (snapshot := self._snapshot) is None:
+            return
+        with self._explained(snapshot.step):
+            if snapshot.committing is None:
+                # Each time for a while only, so that a rank that writes for long is not taken for one that hangs.
+                while not snapshot.writing.ask(FinishSave(self._controller.check_s if wait else 0.0)):
+                    if not wait:
+                        return
+                snapshot.committing = self._thread.submit(self._commit, snapshot)
+            if not wait and not snapshot.committing.done():
+                return
+            commit_s = snapshot.committing.result()
+        write_s = max(answer.stats[WRITTEN][0] for answer in snapshot.writing.answers.values())
+        self.counters["save_seconds"] = snapshot.stall_s + write_s + commit_s
+        drain_s = time.perf_counter() - snapshot.began - snapshot.stall_s
+        self._stats = merge([self._stats, {"time/save_drain": scalar(drain_s)}])
+        self._saved_step, self._snapshot = snapshot.step, None
+
+    def _commit(self, snapshot: _Snapshot) -> float:
+        """Commit what the ranks have written, together with the small state; returns the seconds it took."""
+        start = time.perf_counter()
+        entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
+        entries += snapshot.held
+        drop_others(snapshot.folder, [entry.path for entry in snapshot.held])  # written before a generator was lost
+        write_durably(snapshot.folder / STATE, snapshot.state)
+        entries += seal_files(snapshot.folder, [STATE])
+        facts = Facts(
+            config_hash=_hash(self._config),
+            weight_version=snapshot.step,
+            attempt=self._attempt,
+            world=_world(self._config, self._layout),
+        )
+        keep, fence = self._config.keep_checkpoints, self.check_owner
+        commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence)
+        return time.perf_counter() - start
+
+    def _explained(self, step: int) -> AbstractContextManager[None]:
+        return _explained(f"checkpoint of step {step} not written to {self._root}", NotSavedError)
+
+    def restore(self) -> int:
+        """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one.
+
+        CheckpointError when there are checkpoints and none can be used, NotSavedError when what came after cannot be
+        set aside, Stalled when a rank got no further in reading."""
+        with _explained(f"no checkpoint read from {self._root}", CheckpointError):
+            return self._read()
+
+    def _read(self) -> int:
+        latest = find_latest(self._root, self._damage) if self._root.exists() else None
+        for problem in latest.problems if latest is not None else []:
+            print(f"hpcrl: checkpoints: {problem}", flush=True)
+        step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
+        self.restored_step = step
+        self.check_owner()  # reading takes long; since then it may have become a newer attempt's
+        with self._setting_aside(step):
+            abandoned = abandon_after(self._run_dir, step, self._attempt)
+        if abandoned:
+            print(f"hpcrl: {len(abandoned)} item(s) written after step {step} moved to abandoned/", flush=True)
+        if latest is None or latest.path is None:
+            return 0
+        assert latest.manifest is not None
+        state = read_state(latest.path)
+        trainers = self._layout.ranks["trainer"]
+        # Loading reads the same bytes once more, and cannot tell of its progress: ranks wait for each other in it.
+        loads = dict.fromkeys(trainers, LoadState(str(latest.path)))
+        answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
+        warnings = {text for answer in answers.values() for text in answer.texts}
+        if moved := _moved(latest.manifest.facts.world, _world(self._config, self._layout)):
+            warnings.add(
+                f"{latest.path.name} was written with {moved}: from here on results are not the same in every bit"
+            )
+        for warning in sorted(warnings):
+            print(f"hpcrl: {warning}", flush=True)
+        with self._setting_aside(step):
+            # Once more: an attempt that does not know yet that it is superseded may have logged while this one loaded.
+            cut_metrics(self._run_dir, step, self._attempt)
+        self._owner.load_state_dict(state)
+        names = [entry.path for entry in latest.manifest.files]
+        holders = {rank: LoadHeld(str(latest.path), names, held) for rank, held in self._owner.held().items()}
+        self._controller.call(holders)
+        self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
+        self._saved_step = step
+        print(f"hpcrl: resumed from {latest.path.name}", flush=True)
+        return step
+
+    def _setting_aside(self, step: int) -> AbstractContextManager[None]:
+        return _explained(f"what came after step {step} not set aside in {self._run_dir}", NotSavedError)
+
+    def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
+        """What is wrong with the first damaged file that a rank comes upon; every trainer rank reads its share."""
+        start, trainers = time.perf_counter(), self._layout.ranks["trainer"]
+        shares = {rank: entries[i :: len(trainers)] for i, rank in enumerate(trainers)}
+        files = {rank: [(entry.path, entry.size, entry.sha256) for entry in share] for rank, share in shares.items()}
+        self._controller.call({rank: CheckFiles(str(folder), share) for rank, share in files.items()})
+        reading = LongWork(self._controller, trainers, "reading")
+        while True:
+            all_read = reading.ask(FinishCheck(self._controller.check_s))
+            damage = next((text for answer in reading.answers.values() for text in answer.texts), "")
+            if all_read or damage:
+                self._check_s = time.perf_counter() - start
+                return damage
+
+
+@contextlib.contextmanager
+def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
+    """Turn what a full disk or damaged files raise, here or on a rank that saves or loads, into an error of `kind`."""
+    try:
+        yield
+    except (OSError, ValueError, Stalled) as error:
+        if isinstance(error, Stalled) and kind is CheckpointError:
+            raise  # no damage: the next attempt may get further
+        raise kind(f"{what}: {error}") from error
+    except RankFailed as error:
+        if error.event.kind != "input" or error.event.command not in COMMANDS:
+            raise
+        raise kind(f"{what}: {error}") from error
+
+
+def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
+    """On what the bits of a deterministic run depend beside what it computes, by key."""
+    values = config.model_dump(mode="json")
+    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *DIVISION)
+    ranks = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
+    return ranks | {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
+
+
+def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What is not as it was where a checkpoint was written, in words; empty where all is."""
+    keys = [key for key in now if before.get(key) != now[key]]
+    return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 2:  # ranks, which follow each other
+        return f"{value[0]}..{value[-1]}"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def _hash(config: Config) -> str:
+    return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

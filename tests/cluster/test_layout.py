@@ -1,0 +1,171 @@
+"""Ranks of every role: the three layouts, what the run does not need, and what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcrl.cluster.layout import ROLES, RoleLayout, check_layout
+from hpcrl.config import Config, ConfigError, load, parse
+
+KL = "algorithm.kl_loss_coef=.1"
+
+
+def layout(*words: str) -> RoleLayout:
+    return RoleLayout.from_config(load(words))
+
+
+def test_single_is_one_rank_with_every_role() -> None:
+    made = layout("layout=single", "env=scripted", KL)
+    assert made.world_size == 1 and set(made.ranks.values()) == {(0,)}
+    assert made.roles_of(0) == ("controller", *ROLES)
+    assert made.replicas == ((0,),)
+
+
+def test_colocated_is_a_controller_and_two_workers() -> None:
+    made = layout("layout=colocated", "env=scripted", KL)
+    assert made.world_size == 3
+    assert made.roles_of(0) == ("controller",)
+    assert made.roles_of(1) == made.roles_of(2) == ROLES
+    assert made.replicas == ((1,), (2,))
+
+
+def test_disaggregated_is_eight_ranks() -> None:
+    made = layout("layout=disaggregated", "env=scripted", KL)
+    expected = {
+        "controller": (0,),
+        "trainer": (1, 2),
+        "generator": (3, 4),
+        "reference": (5,),
+        "reward": (6,),
+        "env": (7,),
+    }
+    assert dict(made.ranks) == expected and made.world_size == 8
+    assert [made.roles_of(rank) for rank in (0, 4, 7)] == [("controller",), ("generator",), ("env",)]
+
+
+def test_roles_that_nobody_needs_take_no_ranks() -> None:
+    made = layout("layout=disaggregated")
+    assert made.world_size == 6
+    assert (made.ranks["reference"], made.ranks["env"], made.ranks["reward"]) == ((), (), (5,))
+    training_only = layout("layout=disaggregated", "pipeline=sft")
+    assert training_only.world_size == 3 and training_only.replicas == ()
+    evaluating = layout("layout=disaggregated", "pipeline=sft", "data.val=task:sort_digits")
+    assert evaluating.world_size == 6 and evaluating.ranks["generator"] == (3, 4)
+    assert layout("layout=disaggregated", "pipeline=sft", "data.val=task:sort_digits", "eval_every=0").world_size == 3
+    assert layout("algorithm.kl_reward_coef=.1").ranks["reference"] == (1, 2)
+
+
+def test_half_a_run_takes_the_ranks_of_its_half() -> None:
+    words = ("layout=disaggregated", KL, "env=scripted")
+    training = layout(*words, "debug=train_only", "rollouts=runs/demo")
+    assert (training.ranks["trainer"], training.ranks["reference"], training.world_size) == ((1, 2), (3,), 4)
+    evaluating = layout(*words, "debug=train_only", "rollouts=runs/demo", "data.val=task:sort_digits")
+    assert evaluating.world_size == layout(*words).world_size == layout(*words, "debug=fake").world_size == 8
+    generating = layout(*words, "debug=rollout_only")
+    assert (generating.ranks["trainer"], generating.ranks["reference"], generating.world_size) == ((1, 2), (), 7)
+
+
+def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() -> None:
+    made = layout("layout.trainer.num_ranks=4", "layout.generator.num_ranks=3", "layout.reward.colocate_with=generator")
+    assert (made.ranks["generator"], made.ranks["reward"]) == ((1, 2, 3), (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["layout.trainer.colocate_with=reward"],
+            "layout.trainer.colocate_with: the roles share ranks in a circle: trainer -> reward -> trainer",
+        ),
+        (["layout.generator.num_ranks=3"], "layout.generator.num_ranks: 3 ranks of trainer asked for, which has 2"),
+        (["layout.generator.colocate_with=env"], "layout.generator.colocate_with: this run has no env"),
+        (["layout.trainer.num_ranks=null"], "layout.trainer: has no ranks; give num_ranks or colocate_with"),
+        (["layout.generator.tensor_parallel=2"], "layout.generator.tensor_parallel: 2, but the native engine has no"),
+        (
+            ["layout.trainer.tensor_parallel=2"],
+            "layout.trainer.tensor_parallel: 2, but trainers are split by trainer.megatron",
+        ),
+        (["layout.reward.tensor_parallel=2"], "layout.reward.tensor_parallel: 2, but a reward rank holds no model"),
+        (["layout.reward.min_ranks=3"], "layout.reward.min_ranks: 3 is more than the 2 ranks of reward"),
+        (
+            [KL, "layout.reference.num_ranks=1"],
+            "layout.reference: ranks 1 overlap with ranks 1-2 of trainer; let reference take all of them",
+        ),
+        (
+            ["layout=disaggregated", "layout.reward={colocate_with:controller}"],
+            "layout.reward: shares rank 0 with the controller in a world of 5 ranks",
+        ),
+    ],
+)
+def test_impossible_layouts_are_refused_with_their_numbers(words: list[str], expected: str) -> None:
+    config = load(words)
+    with pytest.raises(ConfigError) as caught:
+        RoleLayout.from_config(config)
+    assert any(problem.startswith(expected) for problem in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rollout.min_replicas=9"], "rollout.min_replicas: 9, and layout.generator makes 2 replicas"),
+        (
+            ["rollout.extra_members=3", "generator.max_slots=2", "layout=disaggregated"],
+            "rollout.extra_members: a prompt has 11 responses, and 2 replicas are given 8 responses at once",
+        ),
+        (
+            ["generator.max_requests=3"],
+            "generator.max_requests: 3: a prompt has 8 responses, and 2 replicas are given 6 responses at once",
+        ),
+        (
+            ["rollout.extra_prompts=1000", "generator.max_slots=4"],
+            "rollout.extra_prompts: 1000 redundant prompts have 8000 responses, and 2 replicas are given 16",
+        ),
+    ],
+)
+def test_what_the_replicas_cannot_do_is_refused(words: list[str], expected: str) -> None:
+    (problem,) = check_layout(load(words))
+    assert problem.text.startswith(expected)
+
+
+def test_problems_of_all_roles_come_together() -> None:
+    config = load(
+        ["layout.generator.tensor_parallel=2", "layout.reward.colocate_with=env", "layout.trainer.num_ranks=null"]
+    )
+    assert len(check_layout(config)) == 3
+
+
+role = st.fixed_dictionaries(
+    {
+        "num_ranks": st.none() | st.integers(1, 4),
+        "colocate_with": st.none() | st.sampled_from(["controller", *ROLES]),
+        "min_ranks": st.integers(1, 3),
+    }
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.fixed_dictionaries({name: role for name in ROLES}), st.booleans(), st.booleans())
+def test_every_layout_is_either_refused_or_sound(roles: dict, has_env: bool, has_kl: bool) -> None:
+    config: Config = parse(
+        {
+            "layout": roles,
+            "env": {"name": "scripted"} if has_env else None,
+            "algorithm": {"name": "grpo", "kl_loss_coef": 0.1 if has_kl else 0.0},
+        }
+    )
+    if check_layout(config):
+        return
+    made = RoleLayout.from_config(config)
+    used = {rank for ranks in made.ranks.values() for rank in ranks}
+    assert used == set(range(made.world_size))  # every rank has a role
+    assert bool(made.ranks["env"]) == has_env and bool(made.ranks["reference"]) == has_kl
+    assert sum(map(len, made.replicas)) == len(made.ranks["generator"]) > 0
+    for name in ROLES:
+        ranks, spec = made.ranks[name], getattr(config.layout, name)
+        assert ranks == tuple(sorted(set(ranks)))
+        if ranks and spec.num_ranks is not None:
+            assert len(ranks) == spec.num_ranks
+        if ranks and spec.colocate_with is not None:
+            assert set(ranks) <= set(made.ranks[spec.colocate_with])

@@ -1,0 +1,80 @@
+"""Generated rows: functions of (seed, split, index), with splits that share nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hpcrl.data.tasks import BROKEN_REASONING_GYM, make_task
+
+
+def rows(name: str, seed: int, split: str, count: int, **options) -> list[dict]:
+    task = make_task(name, options, None, seed, split)
+    return [task.row(index) for index in range(count)]
+
+
+def test_sorting_is_right():
+    for row in rows("task:sort_digits", 0, "train", 300):
+        digits = row["prompt"].removeprefix("sort: ").split(" ")
+        assert 4 <= len(digits) <= 7 and all(len(d) == 1 for d in digits)
+        assert row["answer"] == " ".join(sorted(digits))
+    assert {len(r["answer"].split()) for r in rows("task:sort_digits", 0, "val", 100)} == {4, 5, 6, 7}
+
+
+def test_adding_is_right():
+    for row in rows("task:add", 0, "train", 300):
+        a, b = row["prompt"].removeprefix("add: ").split(" + ")
+        assert 0 <= int(a) < 100 and 0 <= int(b) < 100 and int(row["answer"]) == int(a) + int(b)
+
+
+@pytest.mark.parametrize("name", ["task:sort_digits", "task:add"])
+def test_val_is_held_out_under_any_seeds(name: str):
+    train = {row["prompt"] for seed in (0, 1) for row in rows(name, seed, "train", 2000)}
+    val = {row["prompt"] for seed in (0, 1, 2) for row in rows(name, seed, "val", 200)}
+    assert len(val) > 100 and not train & val
+    assert train & {row["prompt"] for row in rows(name, 3, "train", 2000)}, "contents would overlap without holding out"
+
+
+def test_rows_never_change():
+    code = "from hpcrl.data.tasks import make_task; print(make_task('task:sort_digits', {}, None, 0, 'train').row(0))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == "{'prompt': 'sort: 3 2 9 3', 'answer': '2 3 3 9'}"
+    assert rows("task:sort_digits", 0, "train", 20) != rows("task:sort_digits", 1, "train", 20)
+
+
+def test_reasoning_gym_rows_are_its_own():
+    import reasoning_gym
+
+    train = make_task("reasoning_gym:chain_sum", {"min_terms": 2, "max_terms": 2}, 5, 0, "train")
+    recipe = train.row(3)["reasoning_gym"]
+    assert recipe["index"] == 3 and recipe["size"] == 5
+    entry = reasoning_gym.create_dataset("chain_sum", size=5, seed=recipe["seed"], min_terms=2, max_terms=2)[3]
+    assert (train.row(3)["prompt"], train.row(3)["answer"]) == (entry["question"], entry["answer"])
+    val = make_task("reasoning_gym:chain_sum", {}, 5, 0, "val").row(0)["reasoning_gym"]
+    assert val["seed"] >= 1 << 30 > recipe["seed"] + 5, "item i is made from seed + i"
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("task:nope", {}, "there is no task 'nope'; built in are add, sort_digits"),
+        ("task:add", {"digits": 1}, r"task:add: there is no option 'digits' \(there are: max_digits\)"),
+        ("task:sort_digits", {"min_digits": 9}, "min_digits=9 is above max_digits=7"),
+        ("task:sort_digits", {"min_digits": 1, "max_digits": 1}, "too few different rows"),
+        ("reasoning_gym:nope", {}, "reasoning_gym:nope .*not registered"),
+        ("reasoning_gym:chain_sum", {"foo": 1}, "chain_sum with options .*unexpected keyword argument 'foo'"),
+        *[(f"reasoning_gym:{name}", {}, f"left out: {why}") for name, why in BROKEN_REASONING_GYM.items()],
+    ],
+)
+def test_what_cannot_be_made_says_why(path: str, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        for split in ("train", "val"):
+            make_task(path, options, None, 0, split).row(0)
+
+
+def test_the_broken_ones_are_known_to_reasoning_gym():
+    from reasoning_gym.factory import DATASETS
+
+    assert len(BROKEN_REASONING_GYM) == 7 and set(BROKEN_REASONING_GYM) <= set(DATASETS)

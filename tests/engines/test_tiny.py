@@ -1,0 +1,74 @@
+"""Tiny models load in transformers, encode any text, and are the same for the same spec."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hpcrl.config import TinyModel
+from hpcrl.engines.tiny import CHAT_TEMPLATE, make_tiny_model
+
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_transformers_loads_every_architecture(tmp_path: Path, architecture: str):
+    spec = TinyModel(architecture=architecture, hidden_size=32, vocab_size=300)
+    make_tiny_model(spec, tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    generation = GenerationConfig.from_pretrained(tmp_path / "m")
+    assert model.config.model_type == architecture and model.dtype == torch.float32
+    assert len(tokenizer) <= model.config.vocab_size == 300
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id == generation.eos_token_id == model.config.eos_token_id == end
+    assert tokenizer.chat_template.strip() == CHAT_TEMPLATE.strip()
+
+    ids = tokenizer("sort: 4 1 3", return_tensors="pt").input_ids
+    logits = model(ids).logits
+    assert logits.shape == (1, ids.shape[1], 300) and bool(torch.isfinite(logits).all())
+
+    for text in ("1234 + 56\n", "漢字 😀 \x00\t\r\n", "Ünïcode — “quotes”", "<|im_start|>user\n"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer("1234").input_ids) == 4
+    assert tokenizer("<|im_start|>user\n<|im_end|>").input_ids[0] == 1
+
+
+def test_same_spec_same_files_and_another_seed_other_weights(tmp_path: Path):
+    state = torch.get_rng_state()
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_tiny_model(TinyModel(hidden_size=16, num_heads=2, seed=seed), tmp_path / name)
+    assert torch.equal(state, torch.get_rng_state()), "the caller's random state was changed"
+    a, b, c = (digests(tmp_path / name) for name in "abc")
+    assert a == b
+    assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"], "a partial folder was left behind"
+
+
+def test_an_existing_model_is_left_alone(tmp_path: Path):
+    make_tiny_model(TinyModel(hidden_size=16, num_heads=2), tmp_path / "m")
+    before = digests(tmp_path / "m")
+    make_tiny_model(TinyModel(hidden_size=32), tmp_path / "m")
+    assert digests(tmp_path / "m") == before
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"vocab_size": 258}, "vocab_size=258 is below 259"),
+        ({"hidden_size": 60, "num_heads": 8}, "hidden_size=60 must be a multiple"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+    ],
+)
+def test_impossible_specs_are_named(tmp_path: Path, numbers: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_tiny_model(TinyModel(**numbers), tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []

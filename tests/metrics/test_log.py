@@ -1,0 +1,176 @@
+"""Metrics on the disk, on TensorBoard, on the screen and on the plot."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from hpcrl.checkpoint.lineage import abandon_after
+from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics.log import MetricsLog, read_metrics
+from hpcrl.metrics.progress import Progress, duration
+from hpcrl.plot import main as plot_command
+from hpcrl.plot import plot
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def board_scalars(run: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(name)]
+
+
+def log_run(run: Path, resume_step: int, last: int, reward: float) -> str:
+    screen = io.StringIO()
+    log = MetricsLog(run, resume_step, max_steps=6, stream=screen)
+    for step in range(resume_step + 1, last + 1):
+        log.log(step, {"critic/rewards/mean": reward + step, "actor/lr": 1e-6})
+    log.close()
+    return screen.getvalue()
+
+
+def test_a_resumed_run_has_every_step_once_everywhere(tmp_path: Path) -> None:
+    log_run(tmp_path, -1, 5, reward=100.0)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl ends with step 5, past the resumed step 2"):
+        MetricsLog(tmp_path, 2, max_steps=6)
+    abandon_after(tmp_path, 2, attempt=2)
+    screen = log_run(tmp_path, 2, 4, reward=200.0)
+
+    rewards = {0: 100, 1: 101, 2: 102, 3: 203, 4: 204}
+    rows = read_metrics(tmp_path)
+    assert {row["step"]: row["critic/rewards/mean"] for row in rows} == rewards and len(rows) == len(rewards)
+    assert rows[3] == {"step": 3, "critic/rewards/mean": 203.0, "actor/lr": 1e-6}
+    assert board_scalars(tmp_path, "critic/rewards/mean") == list(rewards.items())
+    assert [line.split("  ")[:2] for line in screen.splitlines()[:2]] == [
+        ["step 3/6", "reward 203.000"],
+        ["step 4/6", "reward 204.000"],
+    ]
+
+
+def test_what_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    log = MetricsLog(tmp_path, -1, max_steps=2, stream=screen)
+    log.log(1, {"actor/grad_norm": math.nan, "critic/kl": -math.inf, "critic/rewards/mean": 0.5})
+    with pytest.raises(AssertionError, match="step 1 is logged after step 1"):
+        log.log(1, {})
+    log.close()
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line == '{"step": 1, "actor/grad_norm": null, "critic/kl": null, "critic/rewards/mean": 0.5}\n'
+    assert "step 1: not finite: actor/grad_norm = nan, critic/kl = -inf\n" in screen.getvalue()
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "x"')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"stp": 2}\n{"step": 5, "x"{"step": 2}\n7\n{"step": 3}\n')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
+    assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_time_left_does_not_jump_where_a_step_is_evaluated() -> None:
+    """1 s per step; an evaluation every 3 steps and after the last takes 30 s."""
+    now, screen = [0.0], io.StringIO()
+    progress = Progress(0, 10, screen, clock=lambda: now[0], eval_every=3)
+    left = []
+    for step in range(11):
+        evaluated = step % 3 == 0 or step == 10
+        now[0] += (step > 0) + 30.0 * evaluated
+        progress.update(step, {"time/val_step": 30.0} if evaluated else {})
+        left.append(screen.getvalue().splitlines()[-1].split("ETA ")[1])
+    assert left[0] == "unknown"
+    assert left[1:] == [duration(10 - step + 30 * (4 - step // 3)) for step in range(1, 10)] + ["0 s"]
+
+
+def lines_of(first_step: int, max_steps: int, steps: list[tuple[int, float]]) -> list[str]:
+    """Progress lines of steps finished at given seconds after the start."""
+    now, screen = [0.0], io.StringIO()
+    progress = Progress(first_step, max_steps, screen, clock=lambda: now[0])
+    for step, seconds in steps:
+        now[0] = seconds
+        progress.update(step, {})
+    return screen.getvalue().splitlines()
+
+
+def test_time_left_counts_the_steps_and_the_rate_of_this_attempt() -> None:
+    # 2 s per step, 10 steps of 100 left; steps of the earlier attempt neither slow nor speed it.
+    assert lines_of(80, 100, [(80 + n, 2.0 * n) for n in range(1, 11)])[-1] == "step 90/100  ETA 20 s"
+    # An evaluation before the first step took 60 s and is no step.
+    assert lines_of(0, 100, [(0, 60.0), (1, 61.0), (2, 62.0)]) == [
+        "step 0/100  ETA unknown",
+        "step 1/100  ETA 1 min 39 s",
+        "step 2/100  ETA 1 min 38 s",
+    ]
+    # The rate is that of the recent steps: a first step of 1000 s is forgotten.
+    assert lines_of(0, 1000, [(n, 1000.0 + n) for n in range(1, 41)])[-1] == "step 40/1000  ETA 16 min 00 s"
+
+
+def test_durations_read_well() -> None:
+    assert [duration(s) for s in (0.4, 59.4, 59.6, 200, 3599.7, 7500)] == [
+        "0 s",
+        "59 s",
+        "1 min 00 s",
+        "3 min 20 s",
+        "1 h 00 min",
+        "2 h 05 min",
+    ]
+
+
+def test_the_last_evaluation_stays_on_a_terminal() -> None:
+    screen = Terminal()
+    progress = Progress(0, 10, screen)
+    progress.update(0, {"val/score/mean": 0.46})
+    progress.update(1, {"critic/rewards/mean": 0.25, "system/tps": 1234.5})
+    progress.note("a line that stays [not markup]")
+    progress.close()
+    shown = screen.getvalue()
+    assert "step 1/10" in shown and "reward 0.250  held-out 0.460  tokens/s 1,234" in shown
+    assert "a line that stays [not markup]" in shown
+
+
+@pytest.mark.parametrize("measured", [("reward", "held-out"), ("reward",), ("held-out",), ("loss",)])
+def test_plot_draws_what_was_measured(tmp_path: Path, measured: tuple[str, ...]) -> None:
+    names = {"reward": "critic/rewards/mean", "held-out": "val/score/mean", "loss": "sft/loss"}
+    rows = [{"step": step} | {names[what]: None if step == 2 else step / 10 for what in measured} for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = plot(tmp_path)
+    assert path == tmp_path / "plot.png"
+    header = path.read_bytes()[:24]
+    width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (width, height) == (936, round(130 * (1.2 + 2.4 * len(measured)))), "one panel per measure"
+
+
+def test_plot_shows_sampled_beside_greedy_accuracy(tmp_path: Path) -> None:
+    rows = [{"step": step, "val/score/mean": 0.5 + step / 10} for step in range(4)]
+    pictures = []
+    for extra in ({}, {"val/sampled/score/mean": 0.3}):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | extra) + "\n" for row in rows))
+        pictures += [plot(tmp_path).read_bytes(), plot(tmp_path).read_bytes()]
+    assert pictures[0] == pictures[1] != pictures[2] == pictures[3]
+
+
+def test_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/lr": 1}\n')
+    with pytest.raises(ValueError, match="has no metrics to plot"):
+        plot(tmp_path)
+
+
+def test_the_plot_command_draws_and_says_where_nothing_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
+    assert plot_command([str(tmp_path)]) == ExitCode.DONE
+    assert capsys.readouterr().out.strip() == str(tmp_path / "plot.png")
+    (tmp_path / "metrics.jsonl").unlink()
+    assert plot_command([str(tmp_path)]) == ExitCode.BAD_INPUT
+    assert "no metrics to plot" in capsys.readouterr().err

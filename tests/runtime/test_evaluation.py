@@ -1,0 +1,28 @@
+"""What an evaluation tells."""
+
+from __future__ import annotations
+
+from hpcrl.rollout.events import DoneSample, Group
+from hpcrl.rollout.loop import Harvest, Sizes
+from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, held_out_uid, make_sample_id
+from hpcrl.runtime.evaluation import _score_stats
+
+
+def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
+    """They are worth 0: a score of 0 may be the model's fault or the reward's."""
+    scored = [(1.0, ""), (0.0, ""), (0.0, "the reward function raised KeyError")]
+    uids = [held_out_uid(4, row) for row in range(len(scored))]
+    samples = [
+        DoneSample(make_sample_id(uid, 0, 0), 1, 5, FinishReason.STOP, score, score, error)
+        for uid, (score, error) in zip(uids, scored, strict=True)
+    ]
+    groups = [Group(uid, 0, 0, (sample,)) for uid, sample in zip(uids, samples, strict=True)]
+    stats = _score_stats("val", Harvest(groups, {sample.id: Sizes(9, 5) for sample in samples}))
+    assert (stats["val/score/*"].total, stats["val/score/*"].count) == (1.0, 3)
+    assert stats["val/score_errors"].total == 1
+
+
+def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> None:
+    uids = {held_out_uid(evaluation, row) for evaluation in (0, 1, 2, 9, 262_143) for row in (0, 1, MAX_HELD_OUT - 1)}
+    assert len(uids) == 15 and held_out_uid(262_144, 3) == held_out_uid(0, 3)
+    assert make_sample_id(max(uids), 0, 0) < 1 << 63

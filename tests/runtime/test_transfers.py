@@ -1,0 +1,83 @@
+"""What ranks are told of transfers stays small, whatever the scale, and parts add up to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+import pytest
+
+from hpcrl.control.messages import HandOver, Move, SendTokens
+from hpcrl.rollout.loop import Sizes
+from hpcrl.rollout.types import make_sample_id
+from hpcrl.runtime import transfers
+from hpcrl.runtime.batches import moves
+from hpcrl.runtime.transfers import hand_overs, token_transfers
+
+LIMIT = 1 << 20
+
+
+def sizes_of(parts: Iterable[Mapping[int, HandOver | SendTokens]]) -> list[int]:
+    return [len(msgspec.msgpack.encode(command)) for part in parts for command in part.values()]
+
+
+def world(num_samples: int, generators: list[int], trainers: list[int]) -> tuple[list[Move], dict]:
+    """Every sample at a random generator rank, and wanted at a random trainer rank."""
+    rng = np.random.default_rng(0)
+    uids = rng.integers(1 << 38, 1 << 39, num_samples).tolist()  # the largest that occur
+    samples = [make_sample_id(uid, 9, i % 16) for i, uid in enumerate(uids)]
+    homes = dict(zip(samples, rng.choice(generators, num_samples).tolist(), strict=True))
+    rows: dict[int, list[int]] = {rank: [] for rank in trainers}
+    for sample, rank in zip(samples, rng.choice(trainers, num_samples).tolist(), strict=True):
+        rows[rank].append(sample)
+    lengths = dict.fromkeys(samples, Sizes(131_000, 100))
+    return moves(homes, rows, lengths), dict.fromkeys(samples, (0.5, 1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [512, 2, 1])
+def test_no_message_is_large_at_200000_samples(ranks: int) -> None:
+    trainers = list(range(1, 1 + max(1, ranks // 2)))
+    generators = list(range(1 + ranks // 2, 1 + max(1, ranks)))
+    table, scored = world(200_000, generators, trainers)
+    sizes = sizes_of(hand_overs(1, "rollout", table, trainers, scored, truncated=True))
+    assert max(sizes) < LIMIT
+    assert sum(sizes) < 8 << 20  # through rank 0: 2 x 14 + 8 bytes per sample and the moves' heads
+    fields = sizes_of(token_transfers(1, "rollout", "ref_logprobs", table, {*trainers, *generators}))
+    assert max(fields) < LIMIT and sum(fields) < 8 << 20
+    # One message to all, as large as the step, could not even be sent.
+    whole = HandOver(1, "rollout", table, b"\0" * 800_000, b"\0" * 800_000, True, True)
+    assert len(msgspec.msgpack.encode(whole)) > 4 << 20
+
+
+def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PART_SAMPLES", 7)
+    rows = {1: list(range(30)), 2: [30], 3: []}
+    homes = {sample: 4 if sample % 3 else 1 for sample in range(31)}
+    table = moves(homes, rows, {sample: Sizes(sample + 1, 1) for sample in range(31)})
+    scored = {sample: (sample / 8, -sample / 8) for sample in range(31)}
+    parts = list(hand_overs(1, "rollout", table, rows.keys(), scored, truncated=False))
+    assert len(parts) == 5
+    got: dict[int, dict[int, tuple[int, float, float]]] = {rank: {} for rank in rows}
+    for part in parts:
+        assert sorted(part) == [1, 2, 3, 4]
+        for rank, command in part.items():
+            assert command.forms == (part is parts[-1] and rank in rows)
+            assert all(rank in (move.source, move.dest) for move in command.moves)
+            assert sum(len(move.samples) for move in command.moves) <= 7
+            for move in command.moves:  # both sides are told the same
+                assert move in part[move.source].moves and move in part[move.dest].moves
+            own = [move for move in command.moves if move.dest == rank]
+            keys = [pair for move in own for pair in zip(move.samples, move.lengths, strict=True)]
+            values = (np.frombuffer(data, dtype=np.float32).tolist() for data in (command.rewards, command.scores))
+            for (sample, length), reward, score in zip(keys, *values, strict=True):
+                got[rank][sample] = (length, reward, score)
+    assert got == {rank: {s: (s + 1, *scored[s]) for s in samples} for rank, samples in rows.items()}
+
+
+def test_ranks_without_a_sample_are_told_too() -> None:
+    [part] = hand_overs(1, "rollout", [], [1, 2], {}, truncated=False)
+    assert {rank: (command.moves, command.forms) for rank, command in part.items()} == {1: ([], True), 2: ([], True)}
+    [transfer] = token_transfers(1, "rollout", "ref_logprobs", [], [1, 2])
+    assert sorted(transfer) == [1, 2]
