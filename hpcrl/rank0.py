@@ -17,7 +17,6 @@ from hpcrl.control.queues import ControlError, StoreLost
 from hpcrl.control.world import World
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
-from hpcrl.pipelines import PIPELINES
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduler import RolloutExhausted
@@ -25,6 +24,7 @@ from hpcrl.rundir import VERDICT, SupersededError, finish_run
 from hpcrl.runtime.context import NoProgress, Run, Stopped
 from hpcrl.runtime.saves import CheckpointError, NotSavedError
 from hpcrl.signals import STOPPING
+from hpcrl.spec.tables import PIPELINES, ROLES
 
 CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
@@ -65,7 +65,7 @@ def control(
             signal.signal(number, lambda n, _: setattr(run, "stop_signal", run.stop_signal or n))
         stopped = None
         try:
-            PIPELINES[config.pipeline](run)
+            PIPELINES[config.pipeline].load()(run)
             print(run.finish(), flush=True)
             finish_run(run_dir, run.last_step, config.max_steps, f"trained {run.last_step} steps")
         except Stopped as stop:
@@ -106,14 +106,12 @@ def _tell(world: World, code: ExitCode, message: str) -> int:
 def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
     """A rank may be lost where all it does is to generate, reward or play environments, and enough of its kind remain.
     A replica of several ranks cannot: the others would wait for the lost one in the middle of a burst."""
-    roles = layout.roles_of(rank)
-    if not roles or not set(roles) <= {"generator", "reward", "env"}:
+    roles = {name: ROLES[name] for name in layout.roles_of(rank) if name != "controller"}
+    if not roles or rank == CONTROLLER:
         return False
-    if "generator" in roles and (rank,) not in layout.free_replicas:
+    if any(role.forms_replicas for role in roles.values()) and (rank,) not in layout.free_replicas:
         return False
-    least = {
-        "generator": config.rollout.min_replicas,
-        "reward": config.layout.reward.min_ranks,
-        "env": config.layout.env.min_ranks,
-    }
-    return all(len(set(layout.ranks[role]) - set(lost)) >= least[role] for role in roles)
+    return all(
+        role.least_ranks is not None and len(set(layout.ranks[name]) - set(lost)) >= role.least_ranks(config)
+        for name, role in roles.items()
+    )

@@ -110,8 +110,7 @@ def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError where GPUs are asked for and too few."""
     ranks = ranks_of_node(config, layout, node, num_nodes)
-    with_model = [rank for role in ("trainer", "generator", "reference") for rank in layout.ranks[role]]
-    return bind_gpus(ranks, with_model, visible_gpus(os.environ), config.cluster.device)
+    return bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), config.cluster.device)
 
 
 def ranks_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> list[int]:
@@ -128,10 +127,9 @@ def run_rank(run_dir: Path, place: Place) -> int:
     gc.disable()  # what imports make stays; looking through it again and again takes a sixth of a rank's start
     from hpcrl.control.queues import ControlError
     from hpcrl.control.world import join, pin_threads, seed_generators
-    from hpcrl.roles import import_engines
-    from hpcrl.roles.worker import Reported, Worker, leave_default_group
+    from hpcrl.roles.worker import Reported, Worker, import_engines, leave_default_group
 
-    import_engines(layout.roles_of(place.index))
+    import_engines(config, layout.roles_of(place.index))
     if place.launcher not in ("agent", "local"):  # else the agent has chosen
         os.environ[VISIBLE] = gpus_of_node(config, layout, place.node, place.num_nodes)[place.index]
     if place.index == 0:

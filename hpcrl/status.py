@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.cluster import slurm
-from hpcrl.cluster.layout import ROLES, RoleLayout
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import ASKED, ExitCode
@@ -257,8 +257,8 @@ def _where(run: Run, config: Config) -> Iterable[tuple[str, str]]:
 
 def _roles(layout: RoleLayout, ranks: Sequence[int] | range) -> str:
     found = []
-    for role in ("controller", *ROLES):
-        if mine := sorted(set(layout.ranks[role]) & set(ranks)):
+    for role, its_ranks in layout.ranks.items():
+        if mine := sorted(set(its_ranks) & set(ranks)):
             whole = mine[-1] - mine[0] + 1 == len(mine) and len(mine) > 1
             found.append(f"{role} {f'{mine[0]}-{mine[-1]}' if whole else ' '.join(map(str, mine))}")
     return ", ".join(found)

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcrl.config import GRPO, Config, ConfigError, Reinforce, RolloutConfig, load, parse
-from hpcrl.config.checks import GENERATOR_FAMILIES
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import PATIENCE, RolloutScheduler
 from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE, MAX_HELD_OUT
+from hpcrl.spec.fields import Section
+from hpcrl.spec.tables import GEN_ENGINES
 
 
 def problems(*words: str) -> list[str]:
@@ -401,7 +402,7 @@ def test_limits_of_sample_ids_are_those_of_the_schema() -> None:
 def test_the_families_of_the_native_generator_are_its_own() -> None:
     from hpcrl.engines.gen.native.architecture import FAMILIES
 
-    assert GENERATOR_FAMILIES["native"] == FAMILIES
+    assert GEN_ENGINES["native"].families == FAMILIES
     assert load(["pipeline=sft", "model.tiny.architecture=gemma2"]).model.tiny.architecture == "gemma2"
 
 
@@ -415,9 +416,11 @@ def test_every_key_has_a_meaning() -> None:
     def undocumented(model: type) -> list[str]:
         return [name for name, info in model.model_fields.items() if not info.description]
 
-    models = {Config, *Config.__base__.__subclasses__(), *GRPO.__base__.__subclasses__()}
-    models = {model for model in models if model.__module__.startswith("hpcrl.config")}
-    assert len(models) > 15
+    def below(model: type) -> set[type]:
+        return {model}.union(*(below(inner) for inner in model.__subclasses__()))
+
+    models = {model for model in below(Section) if model.__module__.startswith("hpcrl.")}
+    assert {Config, GRPO} < models and len(models) > 25
     assert {model.__name__: names for model in models if (names := undocumented(model))} == {}
 
 

@@ -9,12 +9,10 @@ from types import MappingProxyType
 
 from hpcrl.config import Config, ConfigError, Problem, RoleName
 from hpcrl.config.checks import check_replicas
+from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 CONTROLLER = 0
 """Rank of the controller."""
-
-ROLES: tuple[RoleName, ...] = ("trainer", "generator", "reference", "reward", "env")
-"""The roles besides the controller, in the order in which they take ranks."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,11 @@ class RoleLayout:
         return tuple(role for role, ranks in self.ranks.items() if ranks[at[role] : at[role] + 1] == (rank,))
 
     @property
+    def ranks_with_model(self) -> set[int]:
+        """The ranks that hold a model or a part of one."""
+        return {rank for name, role in ROLES.items() if role.holds_model for rank in self.ranks[name]}
+
+    @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """Generator ranks in groups of one replica each."""
         ranks, size = self.ranks["generator"], self.generator_tensor_parallel
@@ -48,21 +51,14 @@ class RoleLayout:
     def free_replicas(self) -> tuple[tuple[int, ...], ...]:
         """Those whose ranks neither control nor train nor are the reference: they go on while others do, and may be
         lost."""
-        busy = {CONTROLLER, *self.ranks["trainer"], *self.ranks["reference"]}
+        owners = [name for name, role in ROLES.items() if role.owns_default_group]
+        busy = {CONTROLLER, *(rank for name in owners for rank in self.ranks[name])}
         return tuple(replica for replica in self.replicas if busy.isdisjoint(replica))
 
 
 def needed_roles(config: Config) -> tuple[RoleName, ...]:
     """The roles, besides the controller, that the run needs."""
-    reinforces = config.reinforces
-    needed: dict[RoleName, bool] = {
-        "trainer": True,
-        "generator": config.generates or config.evaluates,
-        "reference": reinforces and config.learns and config.algorithm.uses_reference,
-        "reward": config.generates or config.evaluates,
-        "env": reinforces and (config.generates or config.evaluates) and config.env is not None,
-    }
-    return tuple(role for role in ROLES if needed[role])
+    return tuple(name for name, role in ROLES.items() if role.needed(config))
 
 
 def check_layout(config: Config) -> list[Problem]:
@@ -77,7 +73,7 @@ def check_layout(config: Config) -> list[Problem]:
 
 def _check_role(config: Config, role: RoleName, needed: tuple[RoleName, ...]) -> Iterator[Problem]:
     """What can be said of one role without knowing any rank."""
-    spec, at = getattr(config.layout, role), ("layout", role)
+    spec, at = config.layout.of(role), ("layout", role)
     if spec.colocate_with is None:
         if spec.num_ranks is None:
             yield Problem(at, f"layout.{role}: has no ranks; give num_ranks or colocate_with")
@@ -87,23 +83,28 @@ def _check_role(config: Config, role: RoleName, needed: tuple[RoleName, ...]) ->
     elif spec.colocate_with != "controller" and spec.colocate_with not in needed:
         text = f"layout.{role}.colocate_with: this run has no {spec.colocate_with}, so there are no ranks to share"
         yield Problem((*at, "colocate_with"), text)
-    engine = config.generator.engine
-    if spec.tensor_parallel > 1 and role == "generator" and engine == "native":
-        text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but the native engine has no tensor parallelism"
-        yield Problem((*at, "tensor_parallel"), text + "; use 1", (("generator", "engine"),))
-    elif spec.tensor_parallel > 1 and role in ("trainer", "reference"):
-        text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but trainers are split by trainer.megatron"
-        yield Problem((*at, "tensor_parallel"), text + "; use 1")
-    elif spec.tensor_parallel > 1 and role != "generator":
-        text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but a {role} rank holds no model; use 1"
-        yield Problem((*at, "tensor_parallel"), text)
+    if spec.tensor_parallel > 1 and (reason := _whole(config, role)):
+        text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel}, but {reason}; use 1"
+        yield Problem((*at, "tensor_parallel"), text, (("generator", "engine"),))
+
+
+def _whole(config: Config, role: RoleName) -> str:
+    """Why replicas of this role are of one rank each; empty where they may be of more."""
+    spec, engine = ROLES[role], config.generator.engine
+    if not spec.forms_replicas:
+        return (
+            f"the ranks of {role} are split by the keys of their engine"
+            if spec.holds_model
+            else (f"a {role} rank holds no model")
+        )
+    return "" if GEN_ENGINES[engine].tensor_parallel else f"the {engine} engine has no tensor parallelism"
 
 
 def _check_ranks(
     config: Config, role: RoleName, ranks: Mapping[RoleName, tuple[int, ...]], world_size: int
 ) -> Iterator[Problem]:
     """What can be said once every role has its ranks."""
-    spec, at, mine = getattr(config.layout, role), ("layout", role), ranks[role]
+    spec, at, mine = config.layout.of(role), ("layout", role), ranks[role]
     if (
         spec.colocate_with is not None
         and spec.num_ranks is not None
@@ -117,7 +118,7 @@ def _check_ranks(
     if len(mine) % spec.tensor_parallel:
         text = f"layout.{role}.tensor_parallel: {spec.tensor_parallel} does not divide the {len(mine)} ranks of {role}"
         yield Problem((*at, "tensor_parallel"), text, ((*at, "num_ranks"),))
-    if role == "generator":
+    if ROLES[role].forms_replicas:
         yield from check_replicas(config, len(mine) // spec.tensor_parallel)
     if spec.min_ranks > len(mine):
         text = f"layout.{role}.min_ranks: {spec.min_ranks} is more than the {len(mine)} ranks of {role}"
@@ -125,20 +126,26 @@ def _check_ranks(
     if CONTROLLER in mine and world_size > 1:
         text = f"layout.{role}: shares rank 0 with the controller in a world of {world_size} ranks"
         yield Problem(at, f"{text}; only a world of one rank does (layout=single)")
-    trainers = ranks["trainer"]
-    if role == "reference" and set(mine) & set(trainers) and mine != trainers:
-        # Both engines own the default process group of their ranks, so they share all of it or nothing.
-        text = f"layout.reference: ranks {_span(mine)} overlap with ranks {_span(trainers)} of trainer"
-        yield Problem(at, f"{text}; let reference take all of them or ranks of its own")
+    for other in _before(role) if ROLES[role].owns_default_group else ():
+        theirs = ranks[other]
+        if ROLES[other].owns_default_group and set(mine) & set(theirs) and mine != theirs:
+            # Both engines own the default process group of their ranks, so they share all of it or nothing.
+            text = f"layout.{role}: ranks {_span(mine)} overlap with ranks {_span(theirs)} of {other}"
+            yield Problem(at, f"{text}; let {role} take all of them or ranks of its own")
+
+
+def _before(role: RoleName) -> list[RoleName]:
+    names = list(ROLES)
+    return names[: names.index(role)]
 
 
 def _chain(config: Config, role: RoleName) -> list[RoleName]:
     """The roles that are reached from one by colocate_with, up to the first repetition."""
     chain: list[RoleName] = []
-    at = getattr(config.layout, role).colocate_with
+    at = config.layout.of(role).colocate_with
     while at is not None and at not in chain:
         chain.append(at)
-        at = None if at == "controller" else getattr(config.layout, at).colocate_with
+        at = None if at == "controller" else config.layout.of(at).colocate_with
     return chain
 
 
@@ -147,15 +154,16 @@ def _assign(config: Config) -> tuple[dict[RoleName, tuple[int, ...]], int]:
     needed, next_rank = needed_roles(config), CONTROLLER + 1
     ranks: dict[RoleName, tuple[int, ...]] = {"controller": (CONTROLLER,)}
     for role in ROLES:
-        spec = getattr(config.layout, role)
+        spec = config.layout.of(role)
         if role not in needed:
             ranks[role] = ()
         elif spec.colocate_with is None:
-            ranks[role] = tuple(range(next_rank, next_rank + spec.num_ranks))
-            next_rank += spec.num_ranks
+            count = spec.num_ranks or 0
+            ranks[role] = tuple(range(next_rank, next_rank + count))
+            next_rank += count
     while pending := [role for role in ROLES if role not in ranks]:
         for role in pending:
-            spec = getattr(config.layout, role)
+            spec = config.layout.of(role)
             if spec.colocate_with in ranks:
                 ranks[role] = ranks[spec.colocate_with][: spec.num_ranks]
     return {role: ranks[role] for role in ("controller", *ROLES)}, next_rank

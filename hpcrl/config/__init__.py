@@ -4,16 +4,15 @@
 with every problem at once, one line each.
 """
 
+from typing import TYPE_CHECKING
+
 from hpcrl.config.cluster import ClusterConfig, ComponentConfig, LayoutConfig, RoleConfig, RoleName
 from hpcrl.config.data import DataConfig, DataSource
 from hpcrl.config.fake import FakeConfig
-from hpcrl.config.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
-from hpcrl.config.problems import ConfigError, Problem
 from hpcrl.config.reading import Reading, load, parse, read
 from hpcrl.config.schema import (
     GRPO,
     AlgorithmConfig,
-    Config,
     EnvConfig,
     EvalConfig,
     GeneratorConfig,
@@ -23,11 +22,18 @@ from hpcrl.config.schema import (
     ReinforcePlusPlus,
     RewardConfig,
     RolloutConfig,
-    SFTConfig,
     Timeouts,
     TinyModel,
     TrainerConfig,
+    config_class,
 )
+from hpcrl.spec.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
+from hpcrl.spec.problems import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from hpcrl.config.schema import Config
+else:
+    Config = config_class()  # with what the tables list
 
 __all__ = [
     "GRPO",
@@ -57,7 +63,6 @@ __all__ = [
     "RoleConfig",
     "RoleName",
     "RolloutConfig",
-    "SFTConfig",
     "Section",
     "Share",
     "Timeouts",

@@ -7,16 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
-from hpcrl.config.problems import Path, Problem, dotted
 from hpcrl.config.schema import MOST_MEMBERS, Config, Reinforce, RolloutConfig
-
-GENERATOR_FAMILIES = {"native": ("qwen2", "qwen3", "qwen3_moe", "llama")}
-"""What a generation engine can run, as config.json's model_type; engines not named here run all."""
+from hpcrl.spec.kinds import Spec
+from hpcrl.spec.problems import Path, Problem, dotted
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 NOT_BUILT: dict[Path, tuple[str, ...]] = {
-    ("pipeline",): ("rlvr_vl", "agentic", "convert"),
-    ("trainer", "engine"): ("megatron", "deepspeed"),
-    ("generator", "engine"): ("vllm", "sglang"),
     ("env", "name"): ("sokoban", "frozen_lake", "webshop"),
 }
 """Values that a configuration may have and a plan is made for, but that cannot run yet."""
@@ -46,10 +42,17 @@ def check(config: Config) -> list[Problem]:
         *_optimizer(config),
         *_model(config),
         *_user_code(config),
-        *_convert(config),
+        *(problem for _, _, spec in chosen(config) for problem in spec.check(config)),
         *_components(config),
         *_warning(config),
     ]
+
+
+def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
+    """(key, name, specification) of every part that the configuration chooses by name."""
+    yield ("pipeline",), config.pipeline, config.pipeline_spec
+    yield ("trainer", "engine"), config.trainer.engine, TRAIN_ENGINES[config.trainer.engine]
+    yield ("generator", "engine"), config.generator.engine, GEN_ENGINES[config.generator.engine]
 
 
 def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:
@@ -71,8 +74,14 @@ def _values(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def check_built(config: Config) -> list[Problem]:
-    """What the run asks for and this version plans but cannot run."""
+    """What the run asks for and this version plans but cannot run, and what is not installed for it."""
     problems = []
+    for path, name, spec in chosen(config):
+        if not spec.built:
+            problems.append(Problem(path, f"{dotted(path)}: {name} is not built yet"))
+        elif lacking := spec.lacking():
+            install = f"pip install 'hpcrl[{','.join(lacking)}]'"
+            problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install}"))
     for path, values in NOT_BUILT.items():
         value: Any = config
         for key in path:
@@ -323,9 +332,6 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
-    if config.pipeline == "sft" and config.sft.stop_score is not None and not config.evaluates:
-        text = "sft.stop_score: needs held-out evaluation; give data.val and eval_every above 0"
-        yield Problem(("sft", "stop_score"), text, (("data", "val"), ("eval_every",)))
     total = sum(config.data.domain_interleave_probs.values())
     if config.data.domain_interleave_probs and abs(total - 1) > 1e-6:
         text = f"data.domain_interleave_probs: the shares must add up to 1, got {total:g}"
@@ -376,7 +382,7 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
 
 def check_family(config: Config, model_type: str, path: Path) -> Iterator[Problem]:
     """Whether the generation engine, where the run needs one, can run a model of this family, given at `path`."""
-    families = GENERATOR_FAMILIES.get(config.generator.engine, (model_type,))
+    families = GEN_ENGINES[config.generator.engine].families or (model_type,)
     if (config.generates or config.evaluates) and model_type not in families:
         text = f"{dotted(path)}: the {config.generator.engine} generator runs {', '.join(families)}, not {model_type}"
         yield Problem(path, text, (("generator", "engine"), ("model",)))
@@ -404,12 +410,6 @@ def _user_code(config: Config) -> Iterator[Problem]:
                 f"{config.timeouts.command_s:g}: after that the whole rank is given up"
             )
             yield Problem(("env", "timeout_s"), text, (("timeouts", "command_s"),))
-
-
-def _convert(config: Config) -> Iterator[Problem]:
-    if config.pipeline == "convert" and config.convert.source is None:
-        text = "convert.source: needs the run folder whose newest checkpoint becomes a model"
-        yield Problem(("convert", "source"), text, (("pipeline",),))
 
 
 def _components(config: Config) -> Iterator[Problem]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
-from hpcrl.config.fields import NUMBER, Natural, Positive, PositiveFloat, Section
+from hpcrl.spec.fields import NUMBER, Natural, Positive, PositiveFloat, Section
+from hpcrl.spec.tables import ROLES
 
-RoleName = Literal["controller", "trainer", "generator", "reference", "reward", "env"]
+if TYPE_CHECKING:
+    RoleName = str
+else:
+    RoleName = Literal[("controller", *ROLES)]
 
 
 class RoleConfig(Section):
@@ -29,16 +33,25 @@ class LayoutConfig(Section):
 
     name: str = "colocated"
     """Name of the layout, for people."""
-    trainer: RoleConfig = RoleConfig(num_ranks=2)
-    """Ranks that train."""
-    generator: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks that generate."""
-    reference: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks of the frozen policy; only with a KL term."""
-    reward: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks that score."""
-    env: RoleConfig = RoleConfig(colocate_with="trainer")
-    """Ranks that run environments; only with env."""
+
+    if TYPE_CHECKING:  # a field for each role of the table
+
+        def __getattr__(self, role: str) -> RoleConfig: ...
+
+    def of(self, role: RoleName) -> RoleConfig:
+        """The section of a role."""
+        section = getattr(self, role)
+        assert isinstance(section, RoleConfig)
+        return section
+
+
+def layout_class() -> type[LayoutConfig]:
+    """LayoutConfig with a section for each role."""
+    sections: dict[str, Any] = {}
+    for name, role in ROLES.items():
+        default = RoleConfig(num_ranks=role.num_ranks, colocate_with=role.colocate_with)
+        sections[name] = (RoleConfig, Field(default, description=role.about))
+    return create_model("LayoutConfig", __base__=LayoutConfig, __doc__=LayoutConfig.__doc__, **sections)
 
 
 def _not_a_number(value: Any) -> Any:

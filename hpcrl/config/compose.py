@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Any
 
-from hpcrl.config.problems import Path, Problem, dotted
+from hpcrl.spec.problems import Path, Problem, dotted
 
 PRIMARY = "config"
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hpcrl.config.fields import Positive, Section, Share
+from hpcrl.spec.fields import Positive, Section, Share
 
 
 class DataSource(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.config.fields import NonNegative, Positive, Section, Share
+from hpcrl.spec.fields import NonNegative, Positive, Section, Share
 
 
 class FakeConfig(Section):

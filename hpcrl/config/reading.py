@@ -13,9 +13,10 @@ from pydantic import BaseModel, ValidationError
 from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
-from hpcrl.config.problems import ConfigError, Path, Problem, dotted
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, Named, config_class
 from hpcrl.config.unread import check_unread
+from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
+from hpcrl.spec.tables import PIPELINES
 
 PLAIN_WORDS = {
     "Value error, ": "",
@@ -90,7 +91,8 @@ def parse(data: Mapping[str, Any]) -> Config:
 def read(argv: Sequence[str]) -> Reading:
     """Like load(), but collects the problems, so that the caller can look for more before it gives up."""
     composition = compose(argv)
-    pipeline = "sft" if composition.data.get("pipeline") == "sft" else "rlvr"
+    pipeline = composition.data.get("pipeline")
+    pipeline = pipeline if pipeline in list(PIPELINES) else Config.model_fields["pipeline"].default
     mode = composition.data.get("debug")
     modes = get_args(Config.model_fields["debug"].annotation)
     ending = f"_{mode}" if mode in modes and mode != "none" else ""  # not the run folder of the whole run
@@ -116,7 +118,7 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
         _take_out(data, problem.path)
     for _ in range(3):
         try:
-            reading.config = Config.model_validate(data)
+            reading.config = config_class(Named.of(data)).model_validate(data)
             return reading
         except ValidationError as error:
             found = [(_key_path(e["loc"]), e) for e in error.errors(include_url=False)]
@@ -192,8 +194,9 @@ def _matches(key: Path, path: Path) -> bool:
     return len(key) == len(path) and all(part in ("*", at) for part, at in zip(key, path, strict=True))
 
 
-def known_keys(kind: Any = Config, at: Path = ()) -> Iterator[Path]:
+def known_keys(kind: Any = None, at: Path = ()) -> Iterator[Path]:
     """Every key of the schema, sections included; * stands for a position in a list or a name in a mapping."""
+    kind = config_class() if kind is None and not at else kind
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, info in kind.model_fields.items():
             yield (*at, name)

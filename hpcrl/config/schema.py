@@ -5,15 +5,22 @@ Every key has a line that says what it means and in which unit: `python -m hpcrl
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, create_model
 
-from hpcrl.config.cluster import ClusterConfig, LayoutConfig
+from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
 from hpcrl.config.data import DataConfig
 from hpcrl.config.fake import FakeConfig
-from hpcrl.config.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
+from hpcrl.spec.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
+from hpcrl.spec.kinds import PipelineSpec, Spec
+from hpcrl.spec.table import Table
+from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, TRAIN_ENGINES
 
+S = TypeVar("S", bound=Section)
 MOST_MEMBERS = 1 << 14
 MOST_HELD_OUT = 1 << 20
 """What a sample id has room for (hpcrl.rollout.types)."""
@@ -241,40 +248,11 @@ class EnvConfig(Section):
     """Arguments of the environment."""
 
 
-class MegatronConfig(Section):
-    """How Megatron-Core splits the model over the trainer's ranks; the rest of them is data parallel."""
-
-    tensor_parallel: Positive = 1
-    """Ranks that share each matrix."""
-    sequence_parallel: bool = False
-    """Share activations outside the matrices over the same ranks."""
-    pipeline_parallel: Positive = 1
-    """Stages of consecutive layers."""
-    virtual_pipeline: Positive = 1
-    """Chunks of layers that each stage holds in turn."""
-    context_parallel: Positive = 1
-    """Ranks that share each sequence."""
-    expert_parallel: Positive = 1
-    """Ranks that share the experts of a layer."""
-    expert_tensor_parallel: Positive = 1
-    """Ranks that share each expert's matrices."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """The embedding counts as a layer of the first stage."""
-    account_for_loss_in_pipeline_split: bool = False
-    """The vocabulary projection counts as a layer of the last stage."""
-    recompute: Literal["none", "selective", "full"] = "selective"
-    """Activations computed again in the backward pass: none, attention's, or all but each layer's input."""
-    distributed_optimizer: bool = True
-    """Share the optimizer's state over the data parallel ranks."""
-
-
 class TrainerConfig(Section):
     """The training engine and its optimizer."""
 
-    engine: Literal["fsdp2", "megatron", "deepspeed"] = "fsdp2"
+    engine: str = "fsdp2"
     """Training engine."""
-    megatron: MegatronConfig = MegatronConfig()
-    """How engine=megatron splits the model."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate (AdamW)."""
     min_lr: NonNegative = 0.0
@@ -304,11 +282,15 @@ class TrainerConfig(Section):
     logits_chunk_tokens: Positive = 4096
     """Tokens of one chunk of the vocabulary projection."""
 
+    def own(self, kind: type[S]) -> S:
+        """The section of the engine, which is of this type."""
+        return _own_section(self, self.engine, TRAIN_ENGINES[self.engine], kind)
+
 
 class GeneratorConfig(Section):
     """The generation engine of each replica."""
 
-    engine: Literal["native", "vllm", "sglang"] = "native"
+    engine: str = "native"
     """Generation engine."""
     max_slots: Positive = 256
     """Responses a replica decodes at once."""
@@ -320,6 +302,10 @@ class GeneratorConfig(Section):
     """Weights and KV cache."""
     kv_bucket: Positive = 32
     """KV cache lengths are rounded up to this many tokens."""
+
+    def own(self, kind: type[S]) -> S:
+        """The section of the engine, which is of this type."""
+        return _own_section(self, self.engine, GEN_ENGINES[self.engine], kind)
 
     @property
     def most_requests(self) -> int:
@@ -340,24 +326,6 @@ class EvalConfig(Section):
     """Sample completions shown before and after."""
 
 
-class SFTConfig(Section):
-    """The supervised pipeline: token-mean cross entropy on the answers."""
-
-    batch_size: Positive = 64
-    """Rows of a step."""
-    stop_score: Share | None = None
-    """End early once a sampled held-out score reaches this."""
-
-
-class ConvertConfig(Section):
-    """The convert pipeline: a checkpoint of a run becomes a model in HF layout."""
-
-    source: str | None = None
-    """Run folder whose newest checkpoint is read."""
-    target: str | None = None
-    """Folder to write the model to; null: hf in the source."""
-
-
 class Timeouts(Section):
     """Deadlines in seconds. Every wait of the program is under one of them."""
 
@@ -374,7 +342,7 @@ class Timeouts(Section):
 class Config(Section):
     """Everything about a run."""
 
-    pipeline: Literal["rlvr", "sft", "rlvr_vl", "agentic", "convert"] = "rlvr"
+    pipeline: str = "rlvr"
     """What a step does."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "rlvr"
     """Name of the run; from the command line its default is the experiment's or pipeline's name, and debug's mode."""
@@ -418,10 +386,6 @@ class Config(Section):
     """Generation engine."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
-    sft: SFTConfig = SFTConfig()
-    """Supervised pipeline."""
-    convert: ConvertConfig = ConvertConfig()
-    """Conversion of a checkpoint."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of each role."""
     fake: FakeConfig = FakeConfig()
@@ -432,9 +396,28 @@ class Config(Section):
     """Where it runs."""
 
     @property
+    def pipeline_spec(self) -> PipelineSpec:
+        """What the pipeline says of itself."""
+        return PIPELINES[self.pipeline]
+
+    @property
+    def train_engine(self) -> str:
+        """The training engine that the ranks make."""
+        return "fake" if self.debug == "fake" else self.trainer.engine
+
+    @property
+    def gen_engine(self) -> str:
+        """The generation engine that the ranks make."""
+        return "fake" if self.debug == "fake" else self.generator.engine
+
+    def own(self, kind: type[S]) -> S:
+        """The section of the pipeline, which is of this type."""
+        return _own_section(self, self.pipeline, self.pipeline_spec, kind)
+
+    @property
     def reinforces(self) -> bool:
         """Whether the run learns from rewards."""
-        return self.pipeline not in ("sft", "convert")
+        return self.pipeline_spec.generates
 
     @property
     def generates(self) -> bool:
@@ -444,7 +427,13 @@ class Config(Section):
     @property
     def learns(self) -> bool:
         """Whether the run changes the weights."""
-        return self.pipeline != "convert" and self.debug != "rollout_only"
+        return self.pipeline_spec.learns and self.debug != "rollout_only"
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        per_step = self.algorithm.ppo_epochs * self.algorithm.num_mini_batches if self.reinforces else 1
+        return self.max_steps * per_step
 
     @property
     def evaluates(self) -> bool:
@@ -470,3 +459,84 @@ class Config(Section):
         if self.evaluates and self.eval.max_new_tokens is not None:
             lengths.append(self.eval.max_new_tokens)
         return max(lengths)
+
+
+def _own_section(at: Section, name: str, spec: Spec, kind: type[S]) -> S:
+    section = getattr(at, _section_name(name, spec))
+    assert isinstance(section, kind), f"the section of {name} is no {kind.__name__}"
+    return section
+
+
+def _section_name(name: str, spec: Spec) -> str:
+    return spec.name if ":" in name else name
+
+
+@dataclass(frozen=True)
+class Named:
+    """The parts that a run names by the path of their specification, `module:NAME`; empty: one of the table's."""
+
+    pipeline: str = ""
+    train_engine: str = ""
+    gen_engine: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Named:
+        """What plain data names."""
+        return cls(_path(data, "pipeline"), _path(data, "trainer", "engine"), _path(data, "generator", "engine"))
+
+
+def _path(data: Any, *keys: str) -> str:
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data if isinstance(data, str) and ":" in data else ""
+
+
+@lru_cache
+def config_class(named: Named = Named()) -> type[Config]:
+    """Config with the choices and sections of everything that the tables list, and of what is named by its path.
+
+    SpecError where a specification cannot be loaded."""
+    pipelines = _choices(PIPELINES, named.pipeline)
+    trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine))
+    generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine))
+    layout = layout_class()
+    fields: dict[str, Any] = {
+        "pipeline": (_literal(pipelines), _described(Config, "pipeline")),
+        "layout": (layout, Field(layout(), description=Config.model_fields["layout"].description)),
+        "trainer": (trainer, Field(trainer(), description=Config.model_fields["trainer"].description)),
+        "generator": (generator, Field(generator(), description=Config.model_fields["generator"].description)),
+        **_sections(Config, pipelines),
+    }
+    return create_model("Config", __base__=Config, __doc__=Config.__doc__, **fields)
+
+
+def _choices(table: Table[Any], path: str) -> dict[str, Spec]:
+    """The entries that a key may name."""
+    found = {name: spec for name, spec in table.items() if getattr(spec, "offered", True)}
+    return found | ({path: table[path]} if path else {})
+
+
+def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:
+    engine = (_literal(engines), _described(base, "engine"))
+    fields: dict[str, Any] = {"engine": engine, **_sections(base, engines)}
+    return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
+
+
+def _sections(base: type[Section], entries: Mapping[str, Spec]) -> dict[str, Any]:
+    """The sections of the entries that have keys of their own."""
+    sections: dict[str, Any] = {}
+    for name, spec in entries.items():
+        if spec.section is not None:
+            key = _section_name(name, spec)
+            assert key not in base.model_fields, f"{name}: {base.__name__} has a key {key} of its own"
+            sections[key] = (spec.section, Field(spec.section(), description=spec.about))
+    return sections
+
+
+def _described(base: type[Section], key: str) -> Any:
+    field = base.model_fields[key]
+    return Field(field.default, description=field.description)
+
+
+def _literal(names: Mapping[str, Any]) -> Any:
+    return Literal[tuple(names)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from hpcrl.config.problems import Path, Problem, dotted
 from hpcrl.config.schema import Config
+from hpcrl.spec.kinds import Spec
+from hpcrl.spec.problems import Path, Problem, dotted
+from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, ROLES, TRAIN_ENGINES
 
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 """The keys of rollout that evaluation reads too."""
@@ -33,9 +35,7 @@ def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
 
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """(prefix of unread keys, key whose value makes them so, why)."""
-    for pipeline in ("sft", "convert"):
-        if config.pipeline != pipeline:
-            yield (pipeline,), ("pipeline",), f"the pipeline is {config.pipeline}"
+    yield from _not_chosen(config)
     if not config.reinforces:
         for section in ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
@@ -59,8 +59,6 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if not spec.gpus_per_node:
             at = ("cluster", "components", name)
             yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component asks for no GPUs"
-    if config.trainer.engine != "megatron":
-        yield ("trainer", "megatron"), ("trainer", "engine"), f"the engine is {config.trainer.engine}"
     if config.model.path is not None:
         yield ("model", "tiny"), ("model", "path"), "model.path is given"
     if config.model.tiny.architecture != "qwen3_moe":
@@ -69,8 +67,22 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("eval",), ("data", "val"), "data.val is null"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
-    for role in ("trainer", "generator", "reference"):
-        yield ("layout", role, "min_ranks"), (), "only reward and env go on with fewer ranks"
+    fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]
+    for role in (name for name in ROLES if name not in fewer):
+        yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} go on with fewer ranks"
+
+
+def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    """The sections of pipelines and engines that the run does not use."""
+    choices: list[tuple[Path, Path, str, Iterable[tuple[str, Spec]]]] = [
+        ((), ("pipeline",), config.pipeline, PIPELINES.items()),
+        (("trainer",), ("trainer", "engine"), config.trainer.engine, TRAIN_ENGINES.items()),
+        (("generator",), ("generator", "engine"), config.generator.engine, GEN_ENGINES.items()),
+    ]
+    for section, key, chosen, entries in choices:
+        for name, spec in entries:
+            if name != chosen and spec.section is not None:
+                yield (*section, name), key, f"the {key[-1]} is {chosen}"
 
 
 def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:

@@ -25,10 +25,6 @@ class SFTRows:
         """What identifies the data. Which rows a step trains on follows from the step and the seed."""
         return {"cursor": {**self._rows.fingerprint(), "seed": str(self._seed)}}
 
-    def held(self) -> dict[int, list[int]]:
-        """No rank holds anything of it."""
-        return {}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """ValueError names the source that is not what the checkpoint was made with."""
         require_same(state["cursor"], self.state_dict()["cursor"], "data.train")

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from pydantic import model_validator
 
 from hpcrl.config import Positive, Section
-from hpcrl.config.options import read_options
+from hpcrl.spec.options import read_options
 
 Split = Literal["train", "val"]
 DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}

@@ -21,7 +21,7 @@ from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import describe, plan_shape
 from hpcrl.launch.render import check_prologue, check_words, render
 from hpcrl.launch.stored import check_rollouts
-from hpcrl.planner.parallel import check_parallel
+from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.rundir import CONFIG, SLURM, RunState, check_run, record_submission
 from hpcrl.signals import held_back
@@ -126,7 +126,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         config = _find_model(reading, config)
         model = _check_model(reading, config)
         if not layout_problems:
-            _check_parallel(reading, config, model)
+            _check_sizes(reading, config, model)
         run = _check_run(reading, config)
         if run is not None and config.cluster.name == "slurm":
             reading.add([Problem((), line, (("run_dir",),)) for line in check_words(argv, run.run_dir)])
@@ -177,10 +177,10 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     return model
 
 
-def _check_parallel(reading: Reading, config: Config, model: ModelFolder | None) -> None:
+def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:
     """Whether the model can be cut as asked; nothing where its family is not known, which the plan says."""
     with contextlib.suppress(CannotPlanError):
-        reading.add(check_parallel(config, RoleLayout.from_config(config), plan_shape(config, model)))
+        reading.add(check_sizes(config, RoleLayout.from_config(config), plan_shape(config, model)))
 
 
 def _check_run(reading: Reading, config: Config) -> RunState | None:

@@ -14,7 +14,7 @@ from hpcrl.rundir import RunState
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState) -> str:
     """The plan as lines of `what  how`."""
-    trains = config.pipeline != "convert"
+    trains = config.pipeline_spec.learns
     try:
         shape, unknown = plan_shape(config, model), ""
     except CannotPlanError as error:
@@ -74,9 +74,8 @@ def _kind(run: RunState) -> str:
 
 
 def _work(config: Config) -> str:
-    if config.pipeline == "convert":
-        source = config.convert.source
-        return f"convert: the newest checkpoint of {source} to {config.convert.target or f'{source}/hf'}"
+    if config.pipeline_spec.work is not None:
+        return config.pipeline_spec.work(config)
     what = f"{config.pipeline}, {config.algorithm.name}" if config.reinforces else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
@@ -114,8 +113,8 @@ def _sources(sources: str | list[str | DataSource]) -> str:
 
 def _batch(config: Config, layout: RoleLayout) -> str:
     trainers = len(layout.ranks["trainer"])
-    if config.pipeline == "sft":
-        return f"{config.sft.batch_size} rows a step over {trainers} trainer rank(s)"
+    if (batch_size := config.pipeline_spec.batch_size) is not None:
+        return f"{batch_size(config)} rows a step over {trainers} trainer rank(s)"
     rollout, algorithm = config.rollout, config.algorithm
     samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs
     if not config.generates:

@@ -8,14 +8,10 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
 from hpcrl.planner.advice import advise
-from hpcrl.planner.megatron import num_micro_batches
 from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
-from hpcrl.planner.parallel import Degrees, padded_vocabulary, samples_of_an_update, split_layers
-from hpcrl.planner.parts import Part, Phase
+from hpcrl.planner.parts import Part, Phase, Row
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
-from hpcrl.planner.trainer import checkpoint_bytes
-
-Row = tuple[str, str]
+from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 
 PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",
@@ -45,32 +41,8 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
 
 
 def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
-    """How Megatron cuts the model and the batch."""
-    if config.trainer.engine != "megatron":
-        return
-    megatron, ranks = config.trainer.megatron, len(layout.ranks["trainer"])
-    degrees, stages = Degrees.of(megatron, ranks), split_layers(shape.num_layers, megatron)
-    assert stages is not None, "check_parallel comes first"
-    yield (
-        "split",
-        f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x context "
-        f"{megatron.context_parallel} x data {degrees.data} = {ranks} ranks; experts {megatron.expert_parallel} x "
-        f"expert tensor {megatron.expert_tensor_parallel} x expert data {degrees.expert_data}",
-    )
-    chunks = ["+".join(str(len(chunk)) for chunk in stage) for stage in stages]
-    counts = " | ".join(f"{sum(map(len, stage))}" for stage in stages)
-    yield (
-        "",
-        f"layers of each stage {counts}"
-        + (f" ({'; '.join(dict.fromkeys(chunks))} by chunk)" if megatron.virtual_pipeline > 1 else ""),
-    )
-    samples = samples_of_an_update(config)
-    yield (
-        "",
-        f"{samples} samples of an optimizer step / {degrees.data} = {samples / degrees.data:g} a data parallel rank, "
-        f"at most {num_micro_batches(config, ranks)} micro-batches; vocabulary padded to "
-        f"{padded_vocabulary(shape.vocab_size, megatron)}",
-    )
+    """How the training engine cuts the model and the batch."""
+    yield from train_plan(config).rows(config, layout, shape)
 
 
 def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:

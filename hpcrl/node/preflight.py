@@ -28,7 +28,7 @@ from typing import TypeVar
 import msgspec
 
 from hpcrl.cluster import slurm
-from hpcrl.cluster.layout import CONTROLLER, ROLES, RoleLayout
+from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, RoleName
 from hpcrl.control.bootstrap import find_place
@@ -36,6 +36,7 @@ from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import write_durably
 from hpcrl.node.devices import visible_gpus
 from hpcrl.rundir import CONFIG, stored_config
+from hpcrl.spec.tables import ROLES
 
 POLL_S = 0.02
 FOLDER = "preflight"
@@ -45,16 +46,6 @@ FILES_OF_A_PROCESS, FILES_OF_A_PEER = 64, 8
 """Open files of a rank that talks with N others: in worlds of 8 and of 66 ranks the controller, which serves two or
 three sockets to every rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more
 roles. Pairs connect when they first talk."""
-WITH_MODEL: tuple[RoleName, ...] = ("trainer", "generator", "reference")
-PEERS: dict[RoleName, tuple[RoleName, ...]] = {
-    "controller": ("controller", *ROLES),
-    "trainer": WITH_MODEL,
-    "reference": WITH_MODEL,
-    "generator": (*WITH_MODEL, "reward", "env"),
-    "reward": ("generator",),
-    "env": ("generator",),
-}
-"""Role -> the roles whose ranks it talks with, beside the controller."""
 RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
 """Least free space of the run folder, which gets the checkpoints, and of the node's own scratch, which gets the files
 of sandboxes."""
@@ -158,7 +149,7 @@ def needs_of(config: Config) -> list[Needs]:
     """What each node of a run must have, in the order of nodes."""
     layout = RoleLayout.from_config(config)
     cuda = config.cluster.device == "cuda"
-    with_model = {rank for role in WITH_MODEL for rank in layout.ranks[role]}
+    with_model = layout.ranks_with_model
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
         Needs(
@@ -174,7 +165,9 @@ def needs_of(config: Config) -> list[Needs]:
 
 def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
     """How many ranks one with these roles talks with, itself counted where it is among them."""
-    return len({CONTROLLER, *(rank for role in roles for peer in PEERS[role] for rank in layout.ranks[peer])})
+    if "controller" in roles:
+        return layout.world_size
+    return len({CONTROLLER, *(rank for role in roles for peer in ROLES[role].peers for rank in layout.ranks[peer])})
 
 
 def examine(node: int, needs: Needs, run_dir: Path, nonce: str = "") -> Report:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from hpcrl.runtime.context import Run
+from typing import TYPE_CHECKING
+
+from hpcrl.spec.kinds import PipelineSpec
+
+if TYPE_CHECKING:
+    from hpcrl.runtime.context import Run
+
+SPEC = PipelineSpec(about="Reinforcement learning from verifiable rewards.", make="hpcrl.pipelines.rlvr:rlvr")
 
 
 def rlvr(run: Run) -> None:

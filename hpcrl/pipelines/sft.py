@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from hpcrl.data import epoch_order
-from hpcrl.metrics.stats import scalar
-from hpcrl.rollout.loop import Sizes
-from hpcrl.runtime.context import Run
+from hpcrl.spec.fields import Positive, Section, Share
+from hpcrl.spec.kinds import PipelineSpec
+from hpcrl.spec.problems import Problem
+
+if TYPE_CHECKING:
+    from hpcrl.runtime.context import Run
+
+
+class SFTConfig(Section):
+    """The supervised pipeline: token-mean cross entropy on the answers."""
+
+    batch_size: Positive = 64
+    """Rows of a step."""
+    stop_score: Share | None = None
+    """End early once a sampled held-out score reaches this."""
+
+
+def _check(config: Any) -> Iterator[Problem]:
+    if config.sft.stop_score is not None and not config.evaluates:
+        text = "sft.stop_score: needs held-out evaluation; give data.val and eval_every above 0"
+        yield Problem(("sft", "stop_score"), text, (("data", "val"), ("eval_every",)))
+
+
+SPEC = PipelineSpec(
+    about="Supervised fine-tuning on the answers of the training data.",
+    make="hpcrl.pipelines.sft:sft",
+    section=SFTConfig,
+    check=_check,
+    generates=False,
+    batch_size=lambda config: config.sft.batch_size,
+)
 
 
 def sft(run: Run) -> None:
     """Train to the last step, or until the sampled held-out score reaches sft.stop_score."""
-    config, rows = run.config, run.rows
-    order = functools.lru_cache(2)(lambda epoch: epoch_order(config.seed, "sft", epoch, len(rows)))
+    config, stop_score = run.config, run.config.own(SFTConfig).stop_score
     for step in run.steps():
-        if config.sft.stop_score is not None and _score(run.last_logged) >= config.sft.stop_score:
+        if stop_score is not None and _score(run.last_logged) >= stop_score:
             run.end_at(step - 1)
             return
-        draws = range((step - 1) * config.sft.batch_size, step * config.sft.batch_size)
-        chosen = sorted({int(order(draw // len(rows))[draw % len(rows)]) for draw in draws})
-        encoded = [rows.row(row) for row in chosen]
-        sizes = [Sizes(len(token_ids), sum(mask)) for token_ids, mask in encoded]
-        batch = run.trainer.load_rows(step, chosen, sizes)
+        batch = run.rows.next(step)
         stats = run.trainer.update(batch, loss="sft")
         run.trainer.drop(batch)
         scores = {}
         if run.evaluation is not None and config.eval_every and step % config.eval_every == 0:
             run.publish(step)
             scores = run.evaluate(step)
-        counted = {"_tokens": scalar(sum(size.total for size in sizes)), "_samples": scalar(len(sizes))}
-        run.log(step, counted, stats, scores)
+        run.log(step, run.rows.stats, stats, scores)
         run.checkpoint.maybe_save(step)
 
 

@@ -3,7 +3,7 @@
 FSDP2 runs transformers' layers operation by operation, so the lists below are those of its code (RMSNorm computes in
 fp32 and keeps its input and its result; a linear layer keeps its input; attention keeps q, k, v and its output). The
 attention scores are not kept: flash kernels recompute them. Gemma 2's soft-capped attention has no kernel and keeps
-them. Megatron's fused layers keep less (arXiv 2205.05198, without dropout and with flash attention).
+them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcrl.config import Config
-from hpcrl.config.schema import MegatronConfig
 from hpcrl.planner.shapes import ModelShape
 
 FP32 = 4
@@ -99,33 +98,3 @@ def logits_bytes(shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes
     chunk = min(chunk_tokens, tokens.predicted)
     copies = 5 if entropy_loss else 3  # of fp32 logits at once
     return chunk * shape.vocab_size * copies * FP32 + shape.vocab_size * shape.hidden_size * (FP32 + num_bytes)
-
-
-def megatron_activations(
-    shape: ModelShape, megatron: MegatronConfig, tokens: Tokens, layers: list[int], num_bytes: int
-) -> tuple[int, int]:
-    """(bytes kept for each micro-batch in flight, bytes of one layer while it is recomputed) of some layers."""
-    total = -(-tokens.total // megatron.context_parallel)
-    whole = [_megatron_layer(shape, megatron, layer, total, num_bytes) for layer in layers]
-    if megatron.recompute != "full":
-        return sum(whole), 0
-    split = megatron.tensor_parallel if megatron.sequence_parallel else 1
-    return len(layers) * total * shape.hidden_size * num_bytes // split, max(whole, default=0)
-
-
-def _megatron_layer(shape: ModelShape, megatron: MegatronConfig, layer: int, tokens: int, num_bytes: int) -> int:
-    """Outside the matrices a token's numbers are split by sequence parallelism, inside them by tensor parallelism."""
-    tensor = megatron.tensor_parallel
-    outer = tensor if megatron.sequence_parallel else 1
-    hidden = shape.hidden_size
-    kept = 4 * hidden * num_bytes // outer  # input and output of two norms
-    kept += 2 * (shape.query_size + shape.key_size) * num_bytes // tensor + FP32 * shape.num_heads // tensor
-    if shape.qk_norm:
-        kept += (shape.query_size + shape.key_size) * num_bytes // tensor
-    if layer in shape.expert_layers:
-        routed = (hidden + 3 * shape.expert_size // megatron.expert_tensor_parallel) * num_bytes + 2 * INDEX
-        routed *= shape.experts_per_token * megatron.expert_tensor_parallel
-        kept += (routed + 2 * FP32 * shape.num_experts) // outer
-    else:
-        kept += 3 * shape.intermediate_size * num_bytes // tensor
-    return tokens * kept

@@ -9,17 +9,18 @@ from pydantic import BaseModel
 
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.config import Config
-from hpcrl.config.problems import Path, dotted
-from hpcrl.planner.memory import memory
-from hpcrl.planner.parallel import check_parallel
+from hpcrl.planner.memory import check_sizes, memory
+from hpcrl.planner.parts import Change
 from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.trainer import train_plan
+from hpcrl.spec.problems import Path, dotted
+from hpcrl.spec.tables import GEN_ENGINES
 
 SMALLEST_CHUNK = 1024
 SMALLEST_SLOTS = 16
 LESS = 0.99
 """A change counts if no more than this share of the bytes is left."""
 
-Change = tuple[Path, Any]
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -49,37 +50,27 @@ def _misfit(config: Config, shape: ModelShape, card_bytes: int) -> int:
 
 
 def _possible(config: Config, shape: ModelShape) -> bool:
-    return not check_layout(config) and not check_parallel(config, RoleLayout.from_config(config), shape)
+    return not check_layout(config) and not check_sizes(config, RoleLayout.from_config(config), shape)
 
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Changes in the order of what they cost: first time, then precision, then nodes."""
     trainer, generator, layout = config.trainer, config.generator, config.layout
-    megatron = trainer.engine == "megatron"
+    own = train_plan(config).changes(config, shape)
     half = trainer.max_tokens_per_micro_batch // 2
     if half >= config.max_sequence_tokens:
         yield ("trainer", "max_tokens_per_micro_batch"), half
-    if megatron and trainer.megatron.tensor_parallel > 1:
-        yield ("trainer", "megatron", "sequence_parallel"), True
+    yield from own.get("time", ())
     if trainer.logits_chunk_tokens > SMALLEST_CHUNK:
         yield ("trainer", "logits_chunk_tokens"), SMALLEST_CHUNK
-    if megatron:
-        yield ("trainer", "megatron", "recompute"), "full"
-    else:
-        yield ("trainer", "activation_checkpointing"), True
+    yield from own.get("recompute", ())
     if generator.max_slots >= 2 * SMALLEST_SLOTS:
         yield ("generator", "max_slots"), generator.max_slots // 2
     yield ("trainer", "param_dtype"), "bfloat16"
     yield ("generator", "dtype"), "bfloat16"
-    if generator.engine != "native":
+    if GEN_ENGINES[generator.engine].tensor_parallel:
         yield ("layout", "generator", "tensor_parallel"), 2 * layout.generator.tensor_parallel
-    if megatron:
-        yield ("trainer", "megatron", "distributed_optimizer"), True
-        yield ("trainer", "megatron", "context_parallel"), 2 * trainer.megatron.context_parallel
-        if shape.num_experts:
-            yield ("trainer", "megatron", "expert_parallel"), 2 * trainer.megatron.expert_parallel
-    else:
-        yield ("trainer", "cpu_offload"), True
+    yield from own.get("ranks", ())
     for role in ("trainer", "reference"):
         own = getattr(layout, role)
         if own.num_ranks is not None and own.colocate_with is None:

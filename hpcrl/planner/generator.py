@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hpcrl.config import Config
 from hpcrl.planner.activations import FP32
-from hpcrl.planner.parts import BYTES, Part, Phase, largest_tensor, split_size
+from hpcrl.planner.parts import BYTES, Part, Phase, split_size
 from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.trainer import train_plan
+from hpcrl.spec.problems import Problem
+from hpcrl.spec.tables import GEN_ENGINES
 
 BUCKET_BYTES = 256 << 20
 """comm/weights.py: weights travel in buckets of this size, which the last tensor may exceed."""
@@ -25,7 +30,7 @@ def generator_parts(
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     copies = TRUNCATED_COPIES if truncates else LOGIT_COPIES
     logits = slots * shape.vocab_size * copies * FP32
-    paged = generator.engine != "native"
+    paged = GEN_ENGINES[generator.engine].pages_cache
     cache = token_bytes(config, shape) * slots * (config.max_sequence_tokens if paged else cache_capacity(config))
     least = token_bytes(config, shape) * config.max_sequence_tokens if paged else None
     prompt = max(PREFILL_TOKENS, config.data.max_prompt_tokens)
@@ -57,8 +62,8 @@ def hand_over_parts(config: Config, shape: ModelShape, publishes: bool) -> list[
 
     Staged in host memory by the ranks that publish; every rank that takes part has one bucket on its device.
     """
-    master = BYTES[config.model.dtype if config.trainer.engine == "fsdp2" else config.trainer.param_dtype]
-    largest = largest_tensor(config, shape) * master
+    plan = train_plan(config)
+    master, largest = plan.published_bytes(config), plan.largest_tensor(shape) * plan.published_bytes(config)
     bucket = min(BUCKET_BYTES + largest, shape.num_parameters * master)
     if not publishes:
         return [Part("generator", "weight bucket", bucket, ("publish",))]
@@ -73,3 +78,19 @@ def _mlp_width(shape: ModelShape) -> int:
     """Numbers per token that the widest feed-forward part has at once."""
     dense = 3 * shape.intermediate_size if len(shape.expert_layers) < shape.num_layers else 0
     return max(dense, shape.experts_per_token * (shape.hidden_size + 3 * shape.expert_size))
+
+
+def check_replicas_split(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Sizes of the model that the ranks of a replica do not divide."""
+    tensor, path = config.layout.generator.tensor_parallel, ("layout", "generator", "tensor_parallel")
+    sizes = {"attention heads": shape.num_heads}
+    if len(shape.expert_layers) < shape.num_layers:
+        sizes["numbers of intermediate_size"] = shape.intermediate_size
+    if shape.expert_layers:
+        sizes["numbers of an expert's width"] = shape.expert_size
+    for reason in (f"the {size} {name}" for name, size in sizes.items() if size % tensor):
+        text = f"layout.generator.tensor_parallel: {tensor} does not divide {reason} of the model"
+        yield Problem(path, text, (("model",),))
+    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
+        text = f"{tensor} neither divides the {shape.num_kv_heads} key and value heads nor is a multiple of them"
+        yield Problem(path, f"layout.generator.tensor_parallel: {text}", (("model",),))

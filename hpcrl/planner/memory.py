@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, RoleName
-from hpcrl.planner.generator import generator_parts, hand_over_parts, token_bytes
+from hpcrl.config import Config, Problem, RoleName
+from hpcrl.planner.generator import check_replicas_split, generator_parts, hand_over_parts, token_bytes
 from hpcrl.planner.parts import PHASES, Part, Phase
-from hpcrl.planner.shapes import ModelShape
-from hpcrl.planner.trainer import reference_parts, trainer_parts
+from hpcrl.planner.shapes import CannotPlanError, ModelShape
+from hpcrl.planner.trainer import reference_parts, train_plan, trainer_parts
+from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 CARDS = {"80 GB": 79 << 30, "94 GB": 93 << 30, "141 GB": 139 << 30}
 """Card -> bytes that CUDA shows of it."""
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
-MODEL_ROLES: tuple[RoleName, ...] = ("trainer", "reference", "generator")
 LEARNING: tuple[Phase, ...] = ("train", "update")
-SHARING_ENGINES = ("vllm", "sglang")
-"""Generation engines that share a GPU by turns: they sleep while the trainer works, and its state is in host memory
-while they decode and, its weights excepted, while they get theirs. The native engine keeps what it has, so that roles
-on one rank add up."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,22 @@ def usable(card_bytes: int) -> int:
     return int(card_bytes * (1 - RESERVE))
 
 
+def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+    """Everything about the trainer's and the generator's sizes that the model or the ranks do not allow."""
+    problems = list(check_replicas_split(config, shape)) if layout.replicas else []
+    with contextlib.suppress(CannotPlanError):
+        problems += train_plan(config).check(config, layout, shape)
+    return problems
+
+
 def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMemory]:
-    """Memory of every kind of rank that holds a model, by what roles it plays. The sizes must fit (check_parallel).
+    """Memory of every kind of rank that holds a model, by what roles it plays. The sizes must fit (check_sizes).
 
     CannotPlanError for an engine whose memory is not known.
     """
     kinds: dict[tuple[RoleName, ...], list[int]] = {}
     for rank in range(layout.world_size):
-        roles = tuple(role for role in MODEL_ROLES if role in layout.roles_of(rank))
+        roles = tuple(role for role in layout.roles_of(rank) if role in ROLES and ROLES[role].holds_model)
         if roles:
             kinds.setdefault(roles, []).append(rank)
     return [_kind(config, layout, shape, roles, tuple(ranks)) for roles, ranks in kinds.items()]
@@ -82,7 +87,9 @@ def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMe
 def _kind(
     config: Config, layout: RoleLayout, shape: ModelShape, roles: tuple[RoleName, ...], ranks: tuple[int, ...]
 ) -> RankMemory:
-    shares = config.generator.engine in SHARING_ENGINES and "generator" in roles and len(roles) > 1
+    # An engine that sleeps shares a GPU by turns: it is away while the trainer works, and the trainer's state is in
+    # host memory while the engine decodes and, the weights excepted, while it gets its own. Else the roles add up.
+    shares = GEN_ENGINES[config.generator.engine].sleeps and "generator" in roles and len(roles) > 1
     parts: list[Part] = []
     if "trainer" in roles:
         parts += trainer_parts(config, shape, len(layout.ranks["trainer"]))

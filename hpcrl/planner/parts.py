@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from hpcrl.config import Config, RoleName
+from hpcrl.config import RoleName
 from hpcrl.planner.shapes import ModelShape, Parameter
+from hpcrl.spec.problems import Path
 
 Phase = Literal["train", "update", "reference", "generate", "publish"]
 """forward and backward; gradients reduced and optimizer step; log-probs of the reference; decoding; weights go over."""
 PHASES: tuple[Phase, ...] = ("train", "update", "reference", "generate", "publish")
 BYTES = {"float32": 4, "bfloat16": 2}
+
+Change = tuple[Path, Any]
+"""A key and the value to try."""
+Row = tuple[str, str]
+"""A line of the plan: its name, empty where it goes on, and its text."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,6 @@ class Part:
     """In host memory although the model is on a GPU."""
     least: int | None = None
     """Bytes without which nothing runs, where the engine makes do with less; None: with all of them."""
-
-
-def largest_tensor(config: Config, shape: ModelShape) -> int:
-    """Numbers of the largest tensor that goes from a trainer to a generator: transformers has all experts of a layer in
-    one, Megatron each on its own."""
-    fused = config.trainer.engine != "megatron"
-    return max(p.size if fused or p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)
 
 
 def split_size(parameter: Parameter, shape: ModelShape, tensor: int, experts: int) -> int:

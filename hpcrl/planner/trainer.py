@@ -1,37 +1,76 @@
-"""What ranks of the trainer and of the reference keep, whichever engine they run."""
+"""What ranks of the trainer and of the reference keep: the plan of the engine they run."""
 
 from __future__ import annotations
 
-from hpcrl.config import Config
-from hpcrl.planner.activations import FP32, Tokens, forward_only, logits_bytes
-from hpcrl.planner.fsdp2 import fsdp2_parts, gathered_weights, optimizer_bytes, shard_size
-from hpcrl.planner.megatron import megatron_parts, rank_numbers
-from hpcrl.planner.parts import BYTES, PHASES, Part
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, Problem
+from hpcrl.planner.activations import Tokens, forward_only, logits_bytes
+from hpcrl.planner.parts import BYTES, PHASES, Change, Part, Row
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
+from hpcrl.spec.table import load
+from hpcrl.spec.tables import TRAIN_ENGINES
+
+
+class TrainPlan(Protocol):
+    """What the plan asks of a training engine: pure functions of the configuration and of the model's shapes."""
+
+    def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+        """Everything about the engine's sizes that the model or the ranks do not allow."""
+
+    def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        """Parts of the fullest trainer rank. The sizes fit (check)."""
+
+    def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        """Parts of the fullest rank of the reference."""
+
+    def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
+        """Bytes of the weights and the optimizer's state in one checkpoint, all ranks together."""
+
+    def published_bytes(self, config: Config) -> int:
+        """Bytes of a number of the weights that go to the generators."""
+
+    def largest_tensor(self, shape: ModelShape) -> int:
+        """Numbers of the largest tensor that goes to the generators at once."""
+
+    def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
+        """Changes of the engine's keys that save memory, by what they cost: time, recompute, ranks."""
+
+    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+        """Lines of the plan on how the engine cuts the model and the batch. The sizes fit (check)."""
+
+
+def train_plan(config: Config) -> TrainPlan:
+    """The plan of the training engine. CannotPlanError for an engine that has none."""
+    engine = config.trainer.engine
+    if not (path := TRAIN_ENGINES[engine].plan):
+        raise CannotPlanError(f"the memory of trainer.engine={engine} is not known")
+    return cast(TrainPlan, load(path, f"the plan of trainer.engine={engine}"))
 
 
 def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of the fullest trainer rank. CannotPlanError for an engine whose memory is not known."""
-    match config.trainer.engine:
-        case "fsdp2":
-            return fsdp2_parts(config, shape, num_ranks)
-        case "megatron":
-            return megatron_parts(config, shape, num_ranks)
-        case engine:
-            raise CannotPlanError(f"the memory of trainer.engine={engine} is not known")
+    return train_plan(config).trainer_parts(config, shape, num_ranks)
 
 
 def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of the fullest rank of the reference: weights, and one layer of a forward."""
+    """Parts of the fullest rank of the reference. CannotPlanError as above."""
+    return train_plan(config).reference_parts(config, shape, num_ranks)
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of weights and optimizer state in one checkpoint, all ranks together. CannotPlanError as above."""
+    return train_plan(config).checkpoint_bytes(config, shape)
+
+
+def forward_parts(
+    config: Config, shape: ModelShape, num_ranks: int, weights: int, gathered: int, on_host: bool
+) -> list[Part]:
+    """Parts of a rank that holds frozen weights and computes one layer at a time."""
     samples = config.rollout.num_prompts * config.rollout.group_size
     compute, tokens = BYTES[config.trainer.param_dtype], Tokens.of(config, -(-samples // num_ranks))
-    if config.trainer.engine == "fsdp2":
-        weights = shard_size(shape, num_ranks) * BYTES[config.model.dtype]
-        gathered, on_host = gathered_weights(shape, compute, trainable=False), config.trainer.cpu_offload
-    else:
-        stages = range(config.trainer.megatron.pipeline_parallel)
-        weights = max(sum(rank_numbers(shape, config.trainer.megatron, stage)) for stage in stages) * compute
-        gathered, on_host = 0, False
     logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute, entropy_loss=False)
     return [
         Part("reference", "weights", weights, PHASES, on_host),
@@ -39,19 +78,3 @@ def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[P
         Part("reference", "activations", forward_only(shape, tokens, compute), ("reference",)),
         Part("reference", "logits", logits, ("reference",)),
     ]
-
-
-def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of the weights and the optimizer's state in one checkpoint, all ranks together.
-
-    CannotPlanError for an engine whose checkpoint is not known.
-    """
-    numbers, compute = shape.num_parameters, BYTES[config.trainer.param_dtype]
-    match config.trainer.engine:
-        case "fsdp2":
-            master = BYTES[config.model.dtype]
-            return numbers * master + optimizer_bytes(shape, numbers, master)
-        case "megatron":  # weights, two moments, and a master copy of weights that are not fp32
-            return numbers * (compute + 2 * FP32 + FP32 * (compute < FP32))
-        case engine:
-            raise CannotPlanError(f"the checkpoint of trainer.engine={engine} is not known")

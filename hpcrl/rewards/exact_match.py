@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pydantic import field_validator
 
 from hpcrl.config import RewardConfig, Section
-from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
+from hpcrl.spec.options import read_options
 
 
 class Options(Section):

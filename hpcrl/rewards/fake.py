@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from hpcrl.config import NonNegative, RewardConfig, Section, Share
-from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.spec.options import read_options
 
 
 class Options(Section):

@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from hpcrl.config import Positive, RewardConfig, Section
-from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import after_marker, after_thinking, last_boxed
+from hpcrl.spec.options import read_options
 
 T = TypeVar("T")
 SOFT_LIMIT_S = 1.0  # of each parse and comparison, by signal; the pool's timeout kills what no signal reaches

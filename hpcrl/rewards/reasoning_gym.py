@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcrl.config import RewardConfig, Section, Share
-from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
+from hpcrl.spec.options import read_options
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcrl.config import RewardConfig, Section, Share
-from hpcrl.config.options import read_options
 from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.spec.options import read_options
 
 
 class Options(Section):

@@ -32,11 +32,11 @@ from hpcrl.control.messages import (
     TurnDelta,
 )
 from hpcrl.control.queues import StoreLost
-from hpcrl.engines.gen import make_gen_engine
-from hpcrl.engines.gen.base import Output, PromptRefused, Request, SamplingParams
+from hpcrl.engines.gen.base import GenEngine, Output, PromptRefused, Request, SamplingParams
 from hpcrl.rollout.batch import STATUS
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
+from hpcrl.spec.tables import GEN_ENGINES
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -59,7 +59,8 @@ class GeneratorRole:
 
     def __init__(self, worker: Worker):
         self._worker = worker
-        self.engine = make_gen_engine(worker.config, worker.model_path, worker.tokenizer)
+        make = GEN_ENGINES[worker.config.gen_engine].load()
+        self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer)
         self.held: dict[int, Sample] = {}
         self._prompts: dict[int, PromptPayload] = {}
         self._admitted: dict[int, int] = {}  # sample -> most tokens of one of its turns

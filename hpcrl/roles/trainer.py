@@ -35,11 +35,12 @@ from hpcrl.control.messages import (
     WriteRollouts,
 )
 from hpcrl.data import sft_rows
-from hpcrl.engines.train import make_train_engine
+from hpcrl.engines.train.base import TrainEngine
 from hpcrl.metrics.stats import scalar
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, FinishReason, Sample
+from hpcrl.spec.tables import TRAIN_ENGINES
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -53,7 +54,8 @@ class _EngineRole:
 
     def __init__(self, worker: Worker, trainable: bool):
         self._worker = worker
-        self.engine = make_train_engine(worker.config, worker.model_path, trainable)
+        make = TRAIN_ENGINES[worker.config.train_engine].load()
+        self.engine: TrainEngine = make(worker.config, worker.model_path, trainable)
 
     def look_after(self) -> bool:
         return False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -22,6 +23,7 @@ from hpcrl.control.queues import StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.roles.exchange import Exchange
 from hpcrl.rollout.batch import Batch
+from hpcrl.spec.tables import ROLES
 
 IDLE_FIRST_S = 0.0005
 BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two looks, where a role has work of its own and where none has
@@ -155,10 +157,8 @@ class Worker:
             raise Reported from error
 
     def _build_role(self, command: BuildRole, seq: int) -> Done:
-        from hpcrl.roles import ROLES  # the roles' engines are imported where a role is built
-
-        started = time.perf_counter()
-        if command.role in ("trainer", "reference"):
+        started, spec = time.perf_counter(), ROLES[command.role]
+        if spec.owns_default_group:
             if self._default_ranks is None:
                 self.world.default_group(command.role, command.ranks, command.epoch)
                 self._default_ranks = command.ranks
@@ -167,7 +167,7 @@ class Worker:
                     f"{command.role} needs ranks {command.ranks} as its default group, but rank {self.world.rank} is "
                     f"in one over {self._default_ranks}; colocated engines must have the same ranks"
                 )
-        role = cast(Role, ROLES[command.role](self))
+        role = cast(Role, spec.load()(self))
         self.roles[command.role] = role
         self._handlers |= role.handlers()
         return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"])
@@ -176,6 +176,13 @@ class Worker:
         build = self.world.weights_group if command.weights else self.world.group
         self.fabrics[command.name] = Fabric(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
         return Done(seq)
+
+
+def import_engines(config: Config, roles: Collection[str]) -> None:
+    """Import what these roles will need, so that ranks do it side by side before they meet and wait for each other."""
+    for name in roles:
+        if name in ROLES and (module := ROLES[name].imports(config)):
+            importlib.import_module(module)
 
 
 def _kind(error: BaseException) -> Literal["", "input", "numbers", "peer"]:

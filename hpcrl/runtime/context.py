@@ -16,7 +16,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.control import messages
 from hpcrl.control.controller import Controller
-from hpcrl.data import PromptSource, SFTRows, sft_rows
+from hpcrl.data import PromptSource
 from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.plot import plot as draw_plot
@@ -28,7 +28,9 @@ from hpcrl.runtime.evaluation import Evaluation
 from hpcrl.runtime.generation import replica_capacity
 from hpcrl.runtime.parts import Fabric, Reference, Trainer, Weights
 from hpcrl.runtime.rollouts import Rollouts
+from hpcrl.runtime.rows import AnswerRows
 from hpcrl.runtime.saves import Checkpoints
+from hpcrl.spec.tables import ROLES
 
 MAX_FRUITLESS_STEPS = 3
 """Steps in a row without an update, or with a loss that is not finite, after which a run ends."""
@@ -91,9 +93,9 @@ class Run:
         return self._data
 
     @property
-    def rows(self) -> SFTRows:
+    def rows(self) -> AnswerRows:
         """The training rows of a supervised run."""
-        assert isinstance(self._data, SFTRows), f"pipeline {self.config.pipeline} has no rows of answers"
+        assert isinstance(self._data, AnswerRows), f"pipeline {self.config.pipeline} has no rows of answers"
         return self._data
 
     def steps(self) -> Iterator[int]:
@@ -191,7 +193,7 @@ class Run:
     def _build(self) -> None:
         """Engines and groups, role by role: what joins a default group must be built on all its ranks together."""
         self._controller.await_world()
-        for role in ("trainer", "reference", "generator", "reward", "env"):
+        for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
             ranks = list(self._layout.ranks[role])
             if ranks:
                 self._controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks)))
@@ -200,10 +202,10 @@ class Run:
         self.weights.build_groups()
         self._controller.built = True
 
-    def _make_data(self, loop: RolloutLoop | None) -> Rollouts | StoredRollouts | SFTRows:
+    def _make_data(self, loop: RolloutLoop | None) -> Rollouts | StoredRollouts | AnswerRows:
         data, seed = self.config.data, self.config.seed
-        if self.config.pipeline == "sft":
-            return sft_rows(data, "train", self.tokenizer, seed)
+        if not self.config.reinforces:
+            return AnswerRows(self.trainer, self.config, self.tokenizer)
         if not self.config.generates:
             return StoredRollouts(self._controller, self._layout, self.config)
         assert loop is not None, "the layout of a run that generates has generators"

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.cluster.layout import ROLES, RoleLayout, check_layout
+from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.config import Config, ConfigError, load, parse
+from hpcrl.spec.tables import ROLES
 
 KL = "algorithm.kl_loss_coef=.1"
 
@@ -27,7 +28,7 @@ def test_colocated_is_a_controller_and_two_workers() -> None:
     made = layout("layout=colocated", "env=scripted", KL)
     assert made.world_size == 3
     assert made.roles_of(0) == ("controller",)
-    assert made.roles_of(1) == made.roles_of(2) == ROLES
+    assert made.roles_of(1) == made.roles_of(2) == tuple(ROLES)
     assert made.replicas == ((1,), (2,))
 
 
@@ -85,7 +86,7 @@ def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() ->
         (["layout.generator.tensor_parallel=2"], "layout.generator.tensor_parallel: 2, but the native engine has no"),
         (
             ["layout.trainer.tensor_parallel=2"],
-            "layout.trainer.tensor_parallel: 2, but trainers are split by trainer.megatron",
+            "layout.trainer.tensor_parallel: 2, but the ranks of trainer are split by the keys of their engine",
         ),
         (["layout.reward.tensor_parallel=2"], "layout.reward.tensor_parallel: 2, but a reward rank holds no model"),
         (["layout.reward.min_ranks=3"], "layout.reward.min_ranks: 3 is more than the 2 ranks of reward"),

@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.config import parse
 from hpcrl.engines.train.fsdp2 import engine
+from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.launch.model_folder import inspect_model
-from hpcrl.planner import fsdp2
 from hpcrl.planner.activations import Tokens, fsdp2_activations
 from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.config.schema import MegatronConfig
-from hpcrl.planner.activations import Tokens, megatron_activations
-from hpcrl.planner.megatron import (
+from hpcrl.engines.train.megatron.activations import megatron_activations
+from hpcrl.engines.train.megatron.memory import (
     megatron_parts,
     micro_batches_in_flight,
     num_micro_batches,
     rank_numbers,
     stage_parts,
 )
-from hpcrl.planner.parallel import split_layers
+from hpcrl.engines.train.megatron.parallel import split_layers
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.planner.activations import Tokens
 from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes
 from tests.planner.models import PUBLISHED

@@ -8,8 +8,9 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, parse
-from hpcrl.config.schema import MegatronConfig
-from hpcrl.planner.parallel import Degrees, check_parallel, padded_vocabulary, split_layers
+from hpcrl.engines.train.megatron.parallel import Degrees, padded_vocabulary, split_layers
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.shapes import read_shape
 from tests.planner.models import PUBLISHED
 
@@ -38,7 +39,7 @@ def run_of(ranks: int = 256, generator: int = 1, num_prompts: int = 128, **megat
 
 def problems(config: Config, model: str) -> list[str]:
     layout = RoleLayout.from_config(config)
-    return [problem.text for problem in check_parallel(config, layout, read_shape(PUBLISHED[model][0]))]
+    return [problem.text for problem in check_sizes(config, layout, read_shape(PUBLISHED[model][0]))]
 
 
 def test_94_layers_with_embedding_and_loss_over_eight_stages_of_six_chunks() -> None:

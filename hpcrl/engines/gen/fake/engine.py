@@ -6,11 +6,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import torch
 
+from hpcrl.config import Config
 from hpcrl.engines.gen.base import Output, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.sampling import GOLDEN, stream_origin, uniforms
@@ -43,6 +46,20 @@ def long_tailed(median: int | None, tail: float) -> Callable[[Request], int]:
         return max(1, min(longest, round((median or longest / 8) * scale)))
 
     return length
+
+
+def make(config: Config, model_path: Path, tokenizer: Any) -> FakeEngine:
+    """The engine of debug=fake."""
+    fake = config.fake
+    return FakeEngine(
+        max_slots=config.generator.max_slots,
+        max_length=config.max_sequence_tokens,
+        vocab_size=len(tokenizer),
+        lengths=long_tailed(fake.median_tokens, fake.tail),
+        decode_s=fake.decode_s,
+        prefill_s=fake.prefill_s,
+        load_s=fake.publish_s,
+    )
 
 
 class FakeEngine:

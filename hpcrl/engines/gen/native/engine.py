@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcrl.config import Config
 from hpcrl.engines.gen.base import Output, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.native.architecture import read_architecture
@@ -28,6 +29,21 @@ from hpcrl.rollout.types import FinishReason
 
 PREFILL_TOKENS = 4096  # in one forward
 ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are admitted, to prefill several at once
+
+
+def make(config: Config, model_path: Path, tokenizer: Any) -> NativeEngine:
+    """The engine of one replica, without weights, which come from the trainer."""
+    return NativeEngine(
+        model_path,
+        tokenizer=tokenizer,
+        max_slots=config.generator.max_slots,
+        max_length=config.max_sequence_tokens,
+        dtype=getattr(torch, config.generator.dtype),
+        kv_bucket=config.generator.kv_bucket,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        deterministic=config.deterministic,
+        load=False,
+    )
 
 
 class NativeEngine:

@@ -15,11 +15,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpcrl.checkpoint.writer import Files
-from hpcrl.config import TrainerConfig
+from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.train.base import LossFn
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+
+VOCABULARY = 64
+"""A table over the square of a real one would not fit, and would take time of its own."""
+
+
+def make(config: Config, model_path: Path, trainable: bool) -> FakeTrainEngine:
+    """The engine of debug=fake; there is nothing to freeze."""
+    return FakeTrainEngine(
+        config.trainer,
+        vocab_size=VOCABULARY,
+        total_steps=config.optimizer_steps,
+        logprobs_s=config.fake.logprobs_s,
+        train_s=config.fake.train_s,
+    )
 
 
 class FakeTrainEngine:

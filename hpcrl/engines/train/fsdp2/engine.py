@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hpcrl.checkpoint.writer import Files
-from hpcrl.config import TrainerConfig
+from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.train.base import LossFn
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
@@ -42,6 +42,19 @@ PROBE_LENGTHS, PROBE_PREFIX = (13, 7, 19), 5  # the first and the last sequence 
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats, mean over tokens
 
 T = TypeVar("T")
+
+
+def make(config: Config, model_path: Path, trainable: bool) -> FSDP2Engine:
+    """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
+    return FSDP2Engine(
+        config.trainer,
+        model_path,
+        dtype=getattr(torch, config.model.dtype),
+        total_steps=config.optimizer_steps,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        trainable=trainable,
+        deterministic=config.deterministic,
+    )
 
 
 class FSDP2Engine:

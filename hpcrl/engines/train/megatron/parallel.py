@@ -12,7 +12,8 @@ from itertools import pairwise
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.config.schema import MegatronConfig
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.shapes import ModelShape
 
 VOCABULARY_MULTIPLE = 128
@@ -66,16 +67,17 @@ def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | Non
     return [tuple(spans[chunk * stages + stage] for chunk in range(chunks)) for stage in range(stages)]
 
 
-def check_parallel(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-    """Everything about the trainer's and the generator's sizes that the model or the ranks do not allow."""
-    problems = list(_generator(config, shape)) if layout.replicas else []
-    if config.trainer.engine == "megatron":
-        ranks = len(layout.ranks["trainer"])
-        problems += [*_ranks(config.trainer.megatron, ranks), *_tensors(config.trainer.megatron, shape)]
-        problems += [*_experts(config.trainer.megatron, shape), *_stages(config.trainer.megatron, shape)]
-        if not problems:
-            problems += _samples(config, Degrees.of(config.trainer.megatron, ranks))
-    return problems
+def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+    """Everything about the trainer's sizes that the model or the ranks do not allow."""
+    megatron, ranks = own(config), len(layout.ranks["trainer"])
+    problems = [*_ranks(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
+    problems += _stages(megatron, shape)
+    return problems or list(_samples(config, Degrees.of(megatron, ranks)))
+
+
+def own(config: Config) -> MegatronConfig:
+    """The section trainer.megatron."""
+    return config.trainer.own(MegatronConfig)
 
 
 def _problem(key: str, text: str, *others: str) -> Problem:
@@ -174,7 +176,7 @@ def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
 
 
 def _samples(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    megatron, samples = config.trainer.megatron, samples_of_an_update(config)
+    megatron, samples = own(config), samples_of_an_update(config)
     if samples < degrees.data:
         text = f"{samples} samples of an optimizer step leave some of {degrees.data} data parallel ranks without any"
         yield _problem("tensor_parallel", f"{text}; raise rollout.num_prompts or use fewer trainer ranks")
@@ -185,25 +187,3 @@ def _samples(config: Config, degrees: Degrees) -> Iterator[Problem]:
             f"parallel ranks make at most {samples // degrees.data}; use virtual_pipeline=1 or larger batches"
         )
         yield _problem("virtual_pipeline", text, "pipeline_parallel")
-
-
-def samples_of_an_update(config: Config) -> int:
-    """Sequences of one optimizer step."""
-    if not config.reinforces:
-        return config.sft.batch_size
-    return config.rollout.num_prompts * config.rollout.group_size // config.algorithm.num_mini_batches
-
-
-def _generator(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    tensor, path = config.layout.generator.tensor_parallel, ("layout", "generator", "tensor_parallel")
-    sizes = {"attention heads": shape.num_heads}
-    if len(shape.expert_layers) < shape.num_layers:
-        sizes["numbers of intermediate_size"] = shape.intermediate_size
-    if shape.expert_layers:
-        sizes["numbers of an expert's width"] = shape.expert_size
-    for reason in (f"the {size} {name}" for name, size in sizes.items() if size % tensor):
-        text = f"layout.generator.tensor_parallel: {tensor} does not divide {reason} of the model"
-        yield Problem(path, text, (("model",),))
-    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
-        text = f"{tensor} neither divides the {shape.num_kv_heads} key and value heads nor is a multiple of them"
-        yield Problem(path, f"layout.generator.tensor_parallel: {text}", (("model",),))

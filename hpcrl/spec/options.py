@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hpcrl.config.fields import Section
+from hpcrl.spec.fields import Section
 
 Options = TypeVar("Options", bound=Section)
 

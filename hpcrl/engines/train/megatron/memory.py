@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from hpcrl.config import Config
-from hpcrl.config.schema import MegatronConfig
-from hpcrl.planner.activations import FP32, Tokens, logits_bytes, megatron_activations
-from hpcrl.planner.parallel import Degrees, Stage, padded_vocabulary, samples_of_an_update, split_layers
-from hpcrl.planner.parts import BYTES, Part, largest_tensor, split_size
+from collections.abc import Iterator
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, Problem
+from hpcrl.engines.train.megatron.activations import megatron_activations
+from hpcrl.engines.train.megatron.parallel import (
+    Degrees,
+    Stage,
+    check_split,
+    own,
+    padded_vocabulary,
+    split_layers,
+)
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.planner.activations import FP32, Tokens, logits_bytes
+from hpcrl.planner.batch import samples_of_an_update
+from hpcrl.planner.parts import BYTES, Change, Part, Row, split_size
 from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.trainer import forward_parts
 
 
 def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[Stage]:
@@ -54,7 +67,7 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
 
     Chunks take them in groups of pipeline_parallel; the last group is filled up with empty ones.
     """
-    megatron = config.trainer.megatron
+    megatron = own(config)
     samples = -(-samples_of_an_update(config) // Degrees.of(megatron, num_ranks).data)
     tokens = samples * config.max_sequence_tokens
     count = -(-tokens // config.trainer.max_tokens_per_micro_batch)
@@ -64,7 +77,7 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
 
 def stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int) -> list[Part]:
     """Parts of a rank of a stage."""
-    trainer, megatron = config.trainer, config.trainer.megatron
+    trainer, megatron = config.trainer, own(config)
     degrees, compute = Degrees.of(megatron, num_ranks), BYTES[trainer.param_dtype]
     tokens = Tokens.of(config, -(-samples_of_an_update(config) // degrees.data))
     dense, experts = rank_numbers(shape, megatron, stage)
@@ -85,14 +98,79 @@ def stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int) -
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "logits", logits, ("train",)),
         Part("trainer", "snapshot", (dense + experts) * compute + optimizer, on_host=True),
-        Part("trainer", "gathered weights", 2 * largest_tensor(config, shape) * compute, ("publish",)),
+        Part("trainer", "gathered weights", 2 * PLAN.largest_tensor(shape) * compute, ("publish",)),
     ]
 
 
 def megatron_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of a rank of the fullest stage. The sizes must fit (check_parallel)."""
-    stages = range(config.trainer.megatron.pipeline_parallel)
+    stages = range(own(config).pipeline_parallel)
     return max(
         (stage_parts(config, shape, num_ranks, stage) for stage in stages),
         key=lambda parts: sum(part.num_bytes for part in parts),
     )
+
+
+class MegatronPlan:
+    """The TrainPlan (hpcrl.planner.trainer) of Megatron-Core."""
+
+    def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+        return check_split(config, layout, shape)
+
+    def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        return megatron_parts(config, shape, num_ranks)
+
+    def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        compute, megatron = BYTES[config.trainer.param_dtype], own(config)
+        stages = range(megatron.pipeline_parallel)
+        weights = max(sum(rank_numbers(shape, megatron, stage)) for stage in stages) * compute
+        return forward_parts(config, shape, num_ranks, weights, gathered=0, on_host=False)
+
+    def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
+        compute = BYTES[config.trainer.param_dtype]  # weights, two moments, a master copy of weights that are not fp32
+        return shape.num_parameters * (compute + 2 * FP32 + FP32 * (compute < FP32))
+
+    def published_bytes(self, config: Config) -> int:
+        return BYTES[config.trainer.param_dtype]
+
+    def largest_tensor(self, shape: ModelShape) -> int:
+        return max(p.size if p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)
+
+    def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
+        megatron, at = own(config), ("trainer", "megatron")
+        cheap: list[Change] = [((*at, "sequence_parallel"), True)] if megatron.tensor_parallel > 1 else []
+        costly: list[Change] = [
+            ((*at, "distributed_optimizer"), True),
+            ((*at, "context_parallel"), 2 * megatron.context_parallel),
+        ]
+        if shape.num_experts:
+            costly.append(((*at, "expert_parallel"), 2 * megatron.expert_parallel))
+        return {"time": cheap, "recompute": [((*at, "recompute"), "full")], "ranks": costly}
+
+    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+        megatron, ranks = own(config), len(layout.ranks["trainer"])
+        degrees, stages = Degrees.of(megatron, ranks), split_layers(shape.num_layers, megatron)
+        assert stages is not None, "check_parallel comes first"
+        yield (
+            "split",
+            f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x context "
+            f"{megatron.context_parallel} x data {degrees.data} = {ranks} ranks; experts {megatron.expert_parallel} x "
+            f"expert tensor {megatron.expert_tensor_parallel} x expert data {degrees.expert_data}",
+        )
+        chunks = ["+".join(str(len(chunk)) for chunk in stage) for stage in stages]
+        counts = " | ".join(f"{sum(map(len, stage))}" for stage in stages)
+        yield (
+            "",
+            f"layers of each stage {counts}"
+            + (f" ({'; '.join(dict.fromkeys(chunks))} by chunk)" if megatron.virtual_pipeline > 1 else ""),
+        )
+        samples = samples_of_an_update(config)
+        yield (
+            "",
+            f"{samples} samples of an optimizer step / {degrees.data} = {samples / degrees.data:g} a data parallel "
+            f"rank, at most {num_micro_batches(config, ranks)} micro-batches; vocabulary padded to "
+            f"{padded_vocabulary(shape.vocab_size, megatron)}",
+        )
+
+
+PLAN = MegatronPlan()

@@ -1,12 +1,16 @@
-"""What a rank of the FSDP2 engine keeps (engines/train/fsdp2/engine.py): its shard, and what it gathers to compute."""
+"""What a rank of the FSDP2 engine keeps: its shard, and what it gathers to compute."""
 
 from __future__ import annotations
 
-from hpcrl.config import Config
+from collections.abc import Iterator
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, Problem
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer
-from hpcrl.planner.parallel import samples_of_an_update
-from hpcrl.planner.parts import BYTES, PHASES, Part, Phase, largest_tensor
+from hpcrl.planner.batch import samples_of_an_update
+from hpcrl.planner.parts import BYTES, PHASES, Change, Part, Phase, Row
 from hpcrl.planner.shapes import ModelShape, Parameter
+from hpcrl.planner.trainer import forward_parts
 
 SMALL_MODEL_BYTES = 4 << 30
 """engines/train/fsdp2/engine.py: a model that takes less, gathered, stays gathered during a command."""
@@ -80,7 +84,44 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part(
             "trainer",
             "gathered weights",
-            (shape.num_parameters * whole + 2 * largest_tensor(config, shape)) * master,
+            (shape.num_parameters * whole + 2 * PLAN.largest_tensor(shape)) * master,
             ("publish",),
         ),
     ]
+
+
+class FSDP2Plan:
+    """The TrainPlan (hpcrl.planner.trainer) of FSDP2."""
+
+    def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+        return []
+
+    def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        return fsdp2_parts(config, shape, num_ranks)
+
+    def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        weights = shard_size(shape, num_ranks) * BYTES[config.model.dtype]
+        gathered = gathered_weights(shape, BYTES[config.trainer.param_dtype], trainable=False)
+        return forward_parts(config, shape, num_ranks, weights, gathered, config.trainer.cpu_offload)
+
+    def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
+        numbers, master = shape.num_parameters, BYTES[config.model.dtype]
+        return numbers * master + optimizer_bytes(shape, numbers, master)
+
+    def published_bytes(self, config: Config) -> int:
+        return BYTES[config.model.dtype]
+
+    def largest_tensor(self, shape: ModelShape) -> int:
+        return max(parameter.size for parameter in shape.parameters)  # transformers has a layer's experts in one
+
+    def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
+        return {
+            "recompute": [(("trainer", "activation_checkpointing"), True)],
+            "ranks": [(("trainer", "cpu_offload"), True)],
+        }
+
+    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+        return iter(())
+
+
+PLAN = FSDP2Plan()

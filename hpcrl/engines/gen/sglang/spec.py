@@ -1,0 +1,13 @@
+"""SGLang; the first rank of a replica owns the engine."""
+
+from __future__ import annotations
+
+from hpcrl.spec.kinds import GenEngineSpec
+
+SPEC = GenEngineSpec(
+    about="SGLang; the first rank of a replica owns the engine.",
+    needs={"sglang": "sglang"},
+    tensor_parallel=True,
+    pages_cache=True,
+    sleeps=True,
+)

@@ -1,0 +1,7 @@
+"""DeepSpeed ZeRO."""
+
+from __future__ import annotations
+
+from hpcrl.spec.kinds import TrainEngineSpec
+
+SPEC = TrainEngineSpec(about="DeepSpeed ZeRO.", needs={"deepspeed": "deepspeed"})

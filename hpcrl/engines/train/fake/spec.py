@@ -1,0 +1,11 @@
+"""A trainer without a model, for debug=fake."""
+
+from __future__ import annotations
+
+from hpcrl.spec.kinds import TrainEngineSpec
+
+SPEC = TrainEngineSpec(
+    about="A trainer without a model that takes set times, for debug=fake.",
+    make="hpcrl.engines.train.fake.engine:make",
+    offered=False,
+)

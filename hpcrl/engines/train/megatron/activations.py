@@ -1,0 +1,37 @@
+"""What Megatron's fused layers keep for the backward, in bytes (arXiv 2205.05198, no dropout, flash attention)."""
+
+from __future__ import annotations
+
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.planner.activations import FP32, INDEX, Tokens
+from hpcrl.planner.shapes import ModelShape
+
+
+def megatron_activations(
+    shape: ModelShape, megatron: MegatronConfig, tokens: Tokens, layers: list[int], num_bytes: int
+) -> tuple[int, int]:
+    """(bytes kept for each micro-batch in flight, bytes of one layer while it is recomputed) of some layers."""
+    total = -(-tokens.total // megatron.context_parallel)
+    whole = [_megatron_layer(shape, megatron, layer, total, num_bytes) for layer in layers]
+    if megatron.recompute != "full":
+        return sum(whole), 0
+    split = megatron.tensor_parallel if megatron.sequence_parallel else 1
+    return len(layers) * total * shape.hidden_size * num_bytes // split, max(whole, default=0)
+
+
+def _megatron_layer(shape: ModelShape, megatron: MegatronConfig, layer: int, tokens: int, num_bytes: int) -> int:
+    """Outside the matrices a token's numbers are split by sequence parallelism, inside them by tensor parallelism."""
+    tensor = megatron.tensor_parallel
+    outer = tensor if megatron.sequence_parallel else 1
+    hidden = shape.hidden_size
+    kept = 4 * hidden * num_bytes // outer  # input and output of two norms
+    kept += 2 * (shape.query_size + shape.key_size) * num_bytes // tensor + FP32 * shape.num_heads // tensor
+    if shape.qk_norm:
+        kept += (shape.query_size + shape.key_size) * num_bytes // tensor
+    if layer in shape.expert_layers:
+        routed = (hidden + 3 * shape.expert_size // megatron.expert_tensor_parallel) * num_bytes + 2 * INDEX
+        routed *= shape.experts_per_token * megatron.expert_tensor_parallel
+        kept += (routed + 2 * FP32 * shape.num_experts) // outer
+    else:
+        kept += 3 * shape.intermediate_size * num_bytes // tensor
+    return tokens * kept

@@ -1,0 +1,71 @@
+"""The roles of a rank besides the controller, in the order in which they take ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcrl.spec.kinds import RoleSpec
+from hpcrl.spec.tables import TRAIN_ENGINES
+
+
+def _tokenizer(config: Any) -> str:
+    return "transformers.models.auto.tokenization_auto"
+
+
+def _train_engine(config: Any) -> str:
+    return str(TRAIN_ENGINES[config.train_engine].make).partition(":")[0]
+
+
+def _generates(config: Any) -> bool:
+    return bool(config.generates or config.evaluates)
+
+
+TRAINER = RoleSpec(
+    about="Ranks that train.",
+    make="hpcrl.roles.trainer:TrainerRole",
+    needed=lambda config: True,
+    num_ranks=2,
+    colocate_with=None,
+    holds_model=True,
+    owns_default_group=True,
+    peers=("trainer", "generator", "reference"),
+    imports=_train_engine,
+)
+
+GENERATOR = RoleSpec(
+    about="Ranks that generate.",
+    make="hpcrl.roles.generator:GeneratorRole",
+    needed=_generates,
+    holds_model=True,
+    forms_replicas=True,
+    peers=("trainer", "generator", "reference", "reward", "env"),
+    least_ranks=lambda config: config.rollout.min_replicas,
+    imports=_tokenizer,
+)
+
+REFERENCE = RoleSpec(
+    about="Ranks of the frozen policy; only with a KL term.",
+    make="hpcrl.roles.trainer:ReferenceRole",
+    needed=lambda config: config.reinforces and config.learns and config.algorithm.uses_reference,
+    holds_model=True,
+    owns_default_group=True,
+    peers=("trainer", "generator", "reference"),
+    imports=_train_engine,
+)
+
+REWARD = RoleSpec(
+    about="Ranks that score.",
+    make="hpcrl.roles.reward:RewardRole",
+    needed=_generates,
+    peers=("generator",),
+    least_ranks=lambda config: config.layout.reward.min_ranks,
+)
+
+ENV = RoleSpec(
+    about="Ranks that run environments; only with env.",
+    make="hpcrl.roles.env:EnvRole",
+    needed=lambda config: config.reinforces and _generates(config) and config.env is not None,
+    peers=("generator",),
+    least_ranks=lambda config: config.layout.env.min_ranks,
+    imports=_tokenizer,
+)

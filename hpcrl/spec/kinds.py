@@ -1,0 +1,128 @@
+"""What a part says of itself, kind by kind. Its functions get the Config of a run that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from hpcrl.spec.fields import Section
+from hpcrl.spec.problems import Problem
+from hpcrl.spec.table import load
+
+Check = Callable[[Any], Iterable[Problem]]
+
+
+def _nothing(config: Any) -> Iterable[Problem]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What the specifications of all kinds have in common."""
+
+    about: str
+    """One line for help and documents."""
+    make: str = ""
+    """`module:NAME` of what makes or is the part, imported when it is needed; empty: planned and checked, but this
+    version cannot run it."""
+    section: type[Section] | None = None
+    """Its own keys with their defaults and meanings."""
+    check: Check = _nothing
+    """What is wrong with a configuration that chooses it."""
+    name: str = "own"
+    """What its section is called where the entry is named by its path instead of in a table."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Module that must be installed -> extra of hpcrl that installs it."""
+    resume_keys: tuple[str, ...] = ()
+    """Keys of its section that may differ when a run is resumed, since they do not change what it computes."""
+
+    @property
+    def built(self) -> bool:
+        """Whether this version can run it."""
+        return bool(self.make)
+
+    def lacking(self) -> list[str]:
+        """The extras to install before it can be used."""
+        return sorted({extra for module, extra in self.needs.items() if not _installed(module)})
+
+    def load(self) -> Any:
+        """What `make` names. SpecError where it cannot be imported."""
+        return load(self.make, self.about)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec(Spec):
+    """`make` is called with the run (hpcrl.runtime.context.Run) on rank 0."""
+
+    generates: bool = True
+    """It learns from responses that it generates, and from their rewards. Otherwise from the answers of its rows."""
+    learns: bool = True
+    """It changes the weights."""
+    batch_size: Callable[[Any], int] | None = None
+    """Rows of a step, where they are no prompts with groups of responses."""
+    work: Callable[[Any], str] | None = None
+    """The plan's line on what it does, where it has no steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec(Spec):
+    """`make` is called with the rank's Worker (hpcrl.roles.worker)."""
+
+    needed: Callable[[Any], bool]
+    """Whether a run of this configuration has ranks of this role."""
+    num_ranks: int | None = None
+    colocate_with: str | None = "trainer"
+    """Its ranks, where the layout does not say."""
+    holds_model: bool = False
+    """Its ranks hold (a part of) a model: they have a GPU, and the plan counts their memory."""
+    owns_default_group: bool = False
+    """Its engine uses the default process group, so it shares ranks with another such role as a whole or not at all."""
+    forms_replicas: bool = False
+    """Its ranks form replicas of `tensor_parallel` ranks."""
+    peers: tuple[str, ...] = ()
+    """Roles whose ranks it talks with, beside the controller."""
+    least_ranks: Callable[[Any], int] | None = None
+    """Ranks of it without which a run cannot go on; None: the run ends with the first rank that is lost."""
+    imports: Callable[[Any], str] = lambda config: ""
+    """The slowest module that its ranks import; all of them import it side by side before they meet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEngineSpec(Spec):
+    """`make(config, model_path, trainable)` returns a TrainEngine (hpcrl.engines.train.base); all its ranks call it.
+
+    Its section stands under trainer.NAME.
+    """
+
+    plan: str = ""
+    """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
+    offered: bool = True
+    """Whether trainer.engine may name it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenEngineSpec(Spec):
+    """`make(config, model_path, tokenizer)` returns a GenEngine (hpcrl.engines.gen.base) without weights.
+
+    Its section stands under generator.NAME.
+    """
+
+    families: tuple[str, ...] | None = None
+    """Model families it runs, as config.json's model_type; None: all."""
+    tensor_parallel: bool = False
+    """Whether a replica may be of several ranks."""
+    pages_cache: bool = False
+    """Whether its KV cache takes what memory there is, in pages; otherwise it takes a place of full length per slot."""
+    sleeps: bool = False
+    """Whether it gives its memory back while the trainer works on the same GPU."""
+    offered: bool = True
+    """Whether generator.engine may name it."""

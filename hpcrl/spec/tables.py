@@ -1,0 +1,52 @@
+"""The one place to add a part: its name, and where its specification is."""
+
+from __future__ import annotations
+
+from hpcrl.spec.kinds import GenEngineSpec, PipelineSpec, RoleSpec, TrainEngineSpec
+from hpcrl.spec.table import Table
+
+PIPELINES = Table(
+    "pipeline",
+    PipelineSpec,
+    {
+        "rlvr": "hpcrl.pipelines.rlvr:SPEC",
+        "sft": "hpcrl.pipelines.sft:SPEC",
+        "rlvr_vl": "hpcrl.pipelines.planned:RLVR_VL",
+        "agentic": "hpcrl.pipelines.planned:AGENTIC",
+        "convert": "hpcrl.pipelines.planned:CONVERT",
+    },
+)
+
+ROLES = Table(
+    "role",
+    RoleSpec,
+    {
+        "trainer": "hpcrl.roles.specs:TRAINER",
+        "generator": "hpcrl.roles.specs:GENERATOR",
+        "reference": "hpcrl.roles.specs:REFERENCE",
+        "reward": "hpcrl.roles.specs:REWARD",
+        "env": "hpcrl.roles.specs:ENV",
+    },
+)
+
+TRAIN_ENGINES = Table(
+    "training engine",
+    TrainEngineSpec,
+    {
+        "fsdp2": "hpcrl.engines.train.fsdp2.spec:SPEC",
+        "megatron": "hpcrl.engines.train.megatron.spec:SPEC",
+        "deepspeed": "hpcrl.engines.train.deepspeed.spec:SPEC",
+        "fake": "hpcrl.engines.train.fake.spec:SPEC",
+    },
+)
+
+GEN_ENGINES = Table(
+    "generation engine",
+    GenEngineSpec,
+    {
+        "native": "hpcrl.engines.gen.native.spec:SPEC",
+        "vllm": "hpcrl.engines.gen.vllm.spec:SPEC",
+        "sglang": "hpcrl.engines.gen.sglang.spec:SPEC",
+        "fake": "hpcrl.engines.gen.fake.spec:SPEC",
+    },
+)
