@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.checkpoint.failpoint import failpoint
-from hpcrl.files import fsync_path, rename_durably, step_name, steps_in, write_durably
+from hpcrl.files import STEP_NAME, fsync_path, rename_durably, step_name, steps_in, write_durably
 
-FORMAT = 1
+FORMAT = 2
+UNSEALED = 1
+"""The format before manifests had a checksum of their own."""
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 LEFTOVER = re.compile(r"step_(\d{6,})\.(tmp|abandoned)-.+")
@@ -51,12 +53,17 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of manifest.json."""
+    """Content of manifest.json. `sha256` is that of the rest, as seal() makes it; empty in format 1."""
 
     format: int
     step: int
     facts: Facts
     files: list[FileEntry]
+    sha256: str = ""
+
+    def seal(self) -> str:
+        """SHA-256 of what the manifest says, whatever its spacing: of its compact JSON without the checksum."""
+        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, sha256=""))).hexdigest()
 
 
 class Latest(NamedTuple):
@@ -135,6 +142,7 @@ def commit(
         odd = sorted(set(sealed) ^ set(present)) or sorted({name for name in sealed if sealed.count(name) > 1})
         raise ValueError(f"{tmp.name}: sealed files and files in the folder differ in {', '.join(odd[:5])}")
     manifest = Manifest(format=FORMAT, step=step, facts=facts, files=files)
+    manifest = msgspec.structs.replace(manifest, sha256=manifest.seal())
     write_durably(tmp / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
     failpoint("manifest_written")
     if fence is not None:
@@ -176,15 +184,14 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
     """The newest checkpoint whose every file has the size and hash it was committed with. Writes nothing.
 
     damage: compares the contents of the files, which are there and have their sizes; says what is wrong with them.
-    A damaged one is passed over for the one before it; `problems` says in plain words what was passed over and why. A
-    committed folder that LATEST does not name yet (killed in between) counts. ValueError when there are checkpoints
-    but none is usable: starting over in silence would throw the run away.
+    A damaged one is passed over for the one before it, whatever the damage; `problems` says in plain words what was
+    passed over and why. A committed folder that LATEST does not name yet (killed in between) counts. ValueError when
+    there are checkpoints but none is usable: starting over in silence would throw the run away.
     """
     steps = steps_in(root)
     problems: list[str] = []
-    named = (root / LATEST).read_text().strip() if (root / LATEST).is_file() else ""
-    if steps and named != step_name(steps[-1]):
-        problems.append(f"LATEST names {named or 'nothing'}, the newest committed folder is {step_name(steps[-1])}")
+    if steps and (named := _named(root)) != step_name(steps[-1]):
+        problems.append(f"LATEST names {named}, the newest committed folder is {step_name(steps[-1])}")
     for step in reversed(steps):
         path = root / step_name(step)
         manifest, problem = _verify(path, step)
@@ -204,22 +211,40 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
     return Latest(None, None, problems)
 
 
+def _named(root: Path) -> str:
+    """What LATEST says, for a message; any bytes may stand there after a crash of the machine."""
+    try:
+        text = (root / LATEST).read_text(errors="backslashreplace").strip()
+    except FileNotFoundError:
+        return "nothing"
+    except OSError as error:
+        return f"nothing (it cannot be read: {error})"
+    return text if STEP_NAME.fullmatch(text) else repr(text[:40])
+
+
 def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
     """The manifest of a checkpoint whose files are there with their sizes, or None and what is wrong with it."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        sealed = manifest.seal()
     except FileNotFoundError:
         return None, f"it has no {MANIFEST}"
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: bytes that are no text
         return None, f"{MANIFEST} cannot be read ({error})"
-    if manifest.format != FORMAT or manifest.step != step:
+    if manifest.step != step or manifest.format not in (UNSEALED, FORMAT):
         return None, f"{MANIFEST} says format {manifest.format}, step {manifest.step}; expected {FORMAT} and {step}"
+    if (manifest.format != UNSEALED or manifest.sha256) and manifest.sha256 != sealed:
+        return None, f"{MANIFEST} is not what was committed (its checksum does not fit what it says)"
     for entry in manifest.files:
         file = path / entry.path
-        if not _inside(entry.path) or not file.is_file():
+        try:
+            size = file.stat().st_size if _inside(entry.path) and file.is_file() else None
+        except (OSError, ValueError) as error:  # a name that no file can have
+            return None, f"{entry.path!r} cannot be read ({error})"
+        if size is None:
             return None, f"{entry.path} is missing"
-        if file.stat().st_size != entry.size:
-            return None, f"{entry.path} has {file.stat().st_size} bytes, {entry.size} were committed"
+        if size != entry.size:
+            return None, f"{entry.path} has {size} bytes, {entry.size} were committed"
     return manifest, ""
 
 

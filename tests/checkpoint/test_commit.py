@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -128,6 +129,78 @@ def test_damage_falls_back_and_says_why(tmp_path: Path, file: str, harm, said: s
     assert problems[0].startswith("step_000020 is passed over: ") and said in problems[0]
 
 
+def test_no_altered_byte_of_a_manifest_goes_unnoticed(tmp_path: Path) -> None:
+    """Half of the bytes get one bit flipped that makes no UTF-8 of ASCII, the others a lower one."""
+    for step in (10, 20):
+        save(tmp_path, step)
+    path = tmp_path / "step_000020/manifest.json"
+    whole, original = path.read_bytes(), find_latest(tmp_path).manifest
+    unnoticed = []
+    for place in range(len(whole)):
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ (0x80 if place % 2 else 1 << place // 2 % 7)]) + whole[place + 1 :]
+        )
+        found = find_latest(tmp_path)
+        if found.path == tmp_path / "step_000010":
+            assert found.problems[0].startswith("step_000020 is passed over: manifest.json")
+        elif found.manifest != original:
+            unnoticed.append(place)
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"format\xff": 2}',
+        b"[" * 100_000,
+        b"null",
+        b'{"format": 1e400}',
+        b'{"format": 2, "step": 20, "facts": {"config_hash": "", "weight_version": 20, "attempt": 1, "world": {}}, '
+        b'"files": []}',
+        None,
+    ],
+)
+def test_any_unreadable_manifest_is_damage(tmp_path: Path, content: bytes | None) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    path = tmp_path / "step_000020/manifest.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    check_whole(tmp_path, 10)
+    (problem,) = find_latest(tmp_path).problems
+    assert problem.startswith("step_000020 is passed over: manifest.json ")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"\xff\xfegarbage\n", r"'\\xff\\xfegarbage'"),
+        (b"step_000010", "step_000010"),
+        (b"\0" * 999, "'" + r"\x00" * 40 + "'"),
+        (None, "nothing (it cannot be read: "),
+    ],
+)
+def test_garbage_in_latest_is_named_and_stops_nothing(tmp_path: Path, content: bytes | None, named: str) -> None:
+    save(tmp_path, 20)
+    (tmp_path / "LATEST").unlink()
+    (tmp_path / "LATEST").mkdir() if content is None else (tmp_path / "LATEST").write_bytes(content)
+    check_whole(tmp_path, 20)
+    (problem,) = find_latest(tmp_path).problems
+    assert problem.startswith(f"LATEST names {named}")
+
+
+def test_a_checkpoint_from_before_the_checksum_loads(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    path = tmp_path / "step_000010/manifest.json"
+    manifest = json.loads(path.read_bytes())
+    assert manifest.pop("sha256")
+    path.write_text(json.dumps(manifest | {"format": 1}))
+    check_whole(tmp_path, 10)
+    path.write_text(json.dumps(manifest))  # as of today, and without one
+    with pytest.raises(ValueError, match=r"manifest\.json is not what was committed"):
+        find_latest(tmp_path)
+
+
 def test_a_shard_of_a_newer_save_is_refused(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path, step)
@@ -143,7 +216,7 @@ def test_a_renamed_folder_is_not_another_step(tmp_path: Path) -> None:
     (tmp_path / "step_000020").rename(tmp_path / "step_000099")
     latest = find_latest(tmp_path)
     assert latest.path == tmp_path / "step_000010"
-    assert "says format 1, step 20; expected 1 and 99" in latest.problems[1]
+    assert "says format 2, step 20; expected 2 and 99" in latest.problems[1]
 
 
 def test_junk_is_ignored_and_named(tmp_path: Path) -> None:
