@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
     NO_PROGRESS = 15  # the loss or the gradients stopped being finite
     CHECKPOINT = 16  # there are checkpoints, and none could be read
     SUPERSEDED = 17  # another attempt owns the run folder
-    NOT_SAVED = 18  # a checkpoint could not be written
+    NOT_SAVED = 18  # a checkpoint, or another file of the run, could not be written
     REQUEUE = 75  # stopped at a step boundary with everything saved; start again to go on
     INTERRUPTED = 130  # SIGINT
     TERMINATED = 143  # SIGTERM

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import re
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
+STORAGE_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE))
+"""Numbers of the errors that a full or failing file system gives, and hardly anything else does."""
 
 
 def step_name(step: int) -> str:
@@ -49,11 +58,90 @@ def rename_durably(source: Path, target: Path) -> None:
         fsync_path(source.parent)
 
 
+def is_storage_error(error: BaseException) -> bool:
+    """Whether a full or failing file system is the cause, so that the same may go well another time."""
+    return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError that is raised inside names `path` where it names no file; those of write() and fsync() do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+class _Lossy(io.FileIO):
+    """A file that takes what a full disk does not."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not is_storage_error(error):
+                raise
+            return memoryview(data).nbytes
+
+
+def shield_output() -> None:
+    """From now on what this process prints is lost where the disk of its log is full, and does not end it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        stream.flush()
+        buffer = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+        text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+        setattr(sys, name, text)
+
+
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step: temporary file beside it, fsync, rename, fsync of the folder."""
+    """Replace `path` by `data` in one step: temporary file beside it, fsync, rename, fsync of the folder.
+
+    OSError names the file; then `path` is as it was, and nothing is left beside it.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)  # what fits of it would keep the disk full
+        raise
     rename_durably(temporary, path)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to fill, which takes the place of `path` at the end, and is removed where that is not
+    reached. Its files are pushed to the disk and get the permissions that new files have."""
+    partial, before = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    for left in (partial, before):
+        remove(left)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        mode = 0o666 & (partial.stat().st_mode | 0o600)
+        for file in partial.rglob("*"):
+            if file.is_file():
+                file.chmod(mode)
+            with naming(file):
+                fsync_path(file)
+        fsync_path(partial)
+        if path.exists() or path.is_symlink():
+            path.rename(before)
+        rename_durably(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    remove(before)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all in it, of a symbolic link the link alone; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

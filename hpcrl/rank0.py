@@ -16,7 +16,7 @@ from hpcrl.control.messages import BuildRole, Failed
 from hpcrl.control.queues import ControlError, StoreLost
 from hpcrl.control.world import World
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import write_durably
+from hpcrl.files import is_storage_error, write_durably
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduler import RolloutExhausted
@@ -77,7 +77,10 @@ def control(
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         traceback.print_exc()
-        return _tell(world, *_explain(error, built=run is not None))
+        code, message = _explain(error, built=run is not None)
+        if code is ExitCode.NOT_SAVED and run is not None:
+            run.checkpoint.discard()
+        return _tell(world, code, message)
 
 
 def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
@@ -88,6 +91,10 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
     match error:
         case RankFailed(event=Failed(kind="numbers")):
             code = ExitCode.NO_PROGRESS
+        case RankFailed(event=Failed(kind="storage")):
+            code = ExitCode.NOT_SAVED
+        case OSError() if is_storage_error(error):
+            code = ExitCode.NOT_SAVED
         case ValueError() | OSError() | RankFailed(event=Failed(kind="input", command=BuildRole.__name__)) if not built:
             code = ExitCode.BAD_INPUT
     text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"
@@ -95,11 +102,14 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
 
 
 def _tell(world: World, code: ExitCode, message: str) -> int:
-    """Leave the verdict for the node agent, which prints it; print it where there is no agent."""
-    if world.place.launcher == "agent":
-        write_durably(world.folder / VERDICT, json.dumps({"code": int(code), "message": message}).encode())
-    else:
+    """Leave the verdict for the node agent, which prints it; print it where there is no agent, or a full disk."""
+    if world.place.launcher != "agent":
         print(f"hpcrl: {message}", file=sys.stderr, flush=True)
+        return code
+    try:
+        write_durably(world.folder / VERDICT, json.dumps({"code": int(code), "message": message}).encode())
+    except OSError:  # the agent goes by the exit code
+        print(f"hpcrl: {message}", flush=True)  # stderr is a log on the same disk
     return code
 
 

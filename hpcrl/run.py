@@ -23,12 +23,15 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
 from hpcrl.control.bootstrap import Place, find_place
 from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
-from hpcrl.files import write_durably
+from hpcrl.files import is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
 from hpcrl.node.devices import VISIBLE, bind_gpus, visible_gpus
 from hpcrl.node.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
+
+UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and code is not ExitCode.STORE_LOST)
+"""Codes that rank 0 ends with only after it has left a verdict, unless that cannot be written."""
 
 
 def launch_local(config: Config) -> int:
@@ -38,7 +41,7 @@ def launch_local(config: Config) -> int:
         with noted() as signals:
             return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1, signals=signals)
     finally:
-        with contextlib.suppress(SupersededError):  # as the exit code says
+        with contextlib.suppress(SupersededError, OSError):  # as the exit code says; the next start finds it dead
             close_run(opened.run_dir, opened.attempt)
 
 
@@ -88,9 +91,17 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         start_s=timeouts.start_s,
         impatient=config.cluster.name == "local",
     )
-    code = _conclude(agent.run(), layout, run_dir, attempt)
+    try:
+        verdict = agent.run()
+    except OSError as error:
+        if not is_storage_error(error):
+            raise
+        _say(f"the ranks of this node were ended: {error}")
+        code = ExitCode.NOT_SAVED
+    else:
+        code = _conclude(verdict, layout, run_dir, attempt)
     if 0 in ranks:
-        write_durably(world / OUTCOME, json.dumps({"code": code}).encode())
+        _leave_outcome(world, code)
     return code
 
 
@@ -100,7 +111,7 @@ def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes
     if judgement.message:
         print(f"hpcrl: {judgement.message}", file=sys.stderr, flush=True)
     if node == 0 and judgement.code != ExitCode.DONE:
-        write_durably(world / OUTCOME, json.dumps({"code": judgement.code}).encode())
+        _leave_outcome(world, judgement.code)
         if judgement.code == ExitCode.DEADLINE and (own := slurm.own_job(os.environ)) is not None:
             with contextlib.suppress(slurm.SlurmError):  # some of it may have ended
                 slurm.call("scancel", f"{own[0]}.{os.environ['SLURM_STEP_ID']}")  # the whole step, this process too
@@ -181,6 +192,9 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
     if path.exists():
         told = json.loads(path.read_text())
         code, message = ExitCode(told["code"]), told["message"]
+    elif verdict.controller_code in UNWRITTEN:
+        code = ExitCode(verdict.controller_code)
+        message = f"rank 0 ended with code {code} ({code.name}); {path} could not be written"
     elif number := verdict.signal_number or _killed_by(verdict.controller_code):
         code = SIGNAL_CODES.get(number, ExitCode.REQUEUE)
         message = f"ended by {signal.Signals(number).name} before a step boundary"
@@ -189,8 +203,20 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
         message = f"rank 0 ({', '.join(layout.roles_of(0))}) is lost: {verdict.lost[0]}"
     logs = run_dir / "logs" / f"attempt_{attempt:04d}"
     where = "" if code in ASKED else f" (logs: {logs})"
-    print(f"hpcrl: {message}{where}", file=sys.stderr, flush=True)
+    _say(f"{message}{where}")
     return code
+
+
+def _leave_outcome(world: Path, code: int) -> None:
+    """For the agents of other nodes that still start, and for what runs after the step; both can do without."""
+    with contextlib.suppress(OSError):
+        write_durably(world / OUTCOME, json.dumps({"code": code}).encode())
+
+
+def _say(text: str) -> None:
+    """One line for the user; lost where it goes to a full disk, so that the exit code stays what it is."""
+    with contextlib.suppress(OSError):
+        print(f"hpcrl: {text}", file=sys.stderr, flush=True)
 
 
 def _killed_by(code: int) -> int:
@@ -217,6 +243,7 @@ def main() -> int:
         if is_agent:
             attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))
             return run_node(run_dir, attempt, place.node, place.num_nodes, signals)
+    shield_output()
     if place.launcher == "agent" and place.index != 0:  # the agent and rank 0 decide
         ignore_signals()
     return run_rank(run_dir, place)

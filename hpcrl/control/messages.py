@@ -343,14 +343,14 @@ class Done(Message):
 class Failed(Message):
     """The command `seq` raised, or with seq 0 the work that a role does on its own.
 
-    kind: "input" for an exception that bad input causes (ValueError, OSError), "numbers" where the model's are not
-    finite, "peer" where a connection to another rank broke, which is no cause but a consequence; else empty.
+    kind: "input" for an exception that bad input causes (ValueError, OSError), "storage" for an OSError of a full or
+    failing file system, "numbers" where the model's are not finite, "peer" where a connection to another rank broke, which is no cause but a consequence; else empty.
     """
 
     seq: int
     command: str
     error: str
-    kind: Literal["", "input", "numbers", "peer"] = ""
+    kind: Literal["", "input", "storage", "numbers", "peer"] = ""
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):

@@ -108,8 +108,8 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     # No word from the first node: it was lost, or the step never started.
     code = ExitCode(outcome["code"]) if outcome else None
     job = slurm.insist(lambda: slurm.find_job(own[0]), PATIENCE_S) if own else None
-    if code is None and step_code == ExitCode.BAD_INPUT:
-        code = ExitCode.BAD_INPUT
+    if code is None and step_code in (ExitCode.BAD_INPUT, ExitCode.NOT_SAVED):  # there was no room for the word
+        code = ExitCode(step_code)
     if code is None:
         code = KILLED_EARLY.get(step_code)
     began = world_folder(run_dir, attempt).exists()  # made by the first agent that gets so far

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from hpcrl.files import naming
 from hpcrl.metrics.progress import Progress
 
 METRICS = "metrics.jsonl"
@@ -33,12 +34,13 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
-        self._file = open(run_dir / METRICS, "ab")  # noqa: SIM115
+        self._path = run_dir / METRICS
+        self._file = open(self._path, "ab")  # noqa: SIM115
         self._step = resume_step
         self._progress = Progress(max(resume_step, 0), max_steps, stream or sys.stdout, eval_every=eval_every)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step; steps rise and each is logged once. On the disk when this returns.
+        """Log one step; steps rise and each is logged once. On the disk when this returns; OSError names what is not.
 
         Values that are not finite become null in metrics.jsonl, are left out of TensorBoard, and are named to the user.
         """
@@ -48,12 +50,14 @@ class MetricsLog:
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         row = {"step": step} | {name: finite.get(name) for name in values}
-        self._file.write(json.dumps(row).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        for name, value in finite.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        with naming(self._path.with_name("tensorboard")):
+            for name, value in finite.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
         self._progress.update(step, finite)
         if len(finite) < len(values):
             odd = ", ".join(f"{name} = {value}" for name, value in values.items() if name not in finite)

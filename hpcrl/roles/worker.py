@@ -21,6 +21,7 @@ from hpcrl.control.listener import Listener
 from hpcrl.control.messages import BuildGroup, BuildRole, Done, Failed, Joined, Leave
 from hpcrl.control.queues import StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
+from hpcrl.files import is_storage_error
 from hpcrl.roles.exchange import Exchange
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
@@ -185,8 +186,10 @@ def import_engines(config: Config, roles: Collection[str]) -> None:
             importlib.import_module(module)
 
 
-def _kind(error: BaseException) -> Literal["", "input", "numbers", "peer"]:
+def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "peer"]:
     """What an exception says about its cause (hpcrl.control.messages.Failed)."""
+    if is_storage_error(error):
+        return "storage"
     if isinstance(error, ValueError | OSError):
         return "input"
     if isinstance(error, FloatingPointError):

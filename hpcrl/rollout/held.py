@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
+from hpcrl.files import write_durably
 from hpcrl.rollout.types import FinishReason, Sample
 
 PATTERN = "held_rank*.safetensors"
@@ -27,7 +28,7 @@ def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     columns["offsets"] = np.cumsum([0, *(len(sample.token_ids) for sample in samples)], dtype=np.int64)
     columns["reasons"] = np.array([REASONS.index(sample.finish_reason) for sample in samples], dtype=np.uint8)
     name = PATTERN.replace("*", f"{rank:04d}")
-    save_file(columns, folder / name)
+    write_durably(folder / name, save(columns))
     return name
 
 

@@ -8,8 +8,8 @@ on the time or the host.
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hpcrl import __version__
-from hpcrl.files import STEP_NAME, committed_step, fsync_path, rename_durably, step_name, steps_in
+from hpcrl.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 from hpcrl.rollout.batch import DTYPES, ROW_FIELDS, STATUS, Batch, concat
 from hpcrl.rollout.types import Disposition, split_sample_id
 
@@ -76,7 +76,7 @@ def write_rollouts(
         if len(strings) != rows:
             raise ValueError(f"texts[{name!r}] has {len(strings)} strings for {rows} rows")
     about = {"rank": rank, "num_ranks": num_ranks, "num_sequences": rows, "num_tokens": batch.num_tokens}
-    with _NewFile(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
+    with _new_file(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
         for entry in fields(batch):
             tensor = getattr(batch, entry.name)
             if tensor is not None:
@@ -95,7 +95,7 @@ def write_dispositions(folder: Path, records: Iterable[DispositionRecord]) -> Pa
     """
     records = list(records)
     kinds = list(Disposition)
-    with _NewFile(folder / DISPOSITIONS, "dispositions", {"num_prompts": len(records)}) as file:
+    with _new_file(folder / DISPOSITIONS, "dispositions", {"num_prompts": len(records)}) as file:
         _put(file, "uid", np.array([r.uid for r in records], np.int64))
         _put(file, "attempt", np.array([r.attempt for r in records], np.int32))
         _put(file, "disposition", np.array([kinds.index(r.disposition) for r in records], np.uint8))
@@ -176,33 +176,25 @@ class RolloutReader:
         return folder
 
 
-class _NewFile:
-    """An HDF5 file that appears under its name when it is whole and on the disk, or not at all."""
+@contextlib.contextmanager
+def _new_file(path: Path, kind: str, about: Mapping[str, int]) -> Iterator[h5py.File]:
+    """An HDF5 file that appears under its name when it is whole and on the disk, or not at all.
 
-    def __init__(self, path: Path, kind: str, about: Mapping[str, int]):
-        match = STEP_NAME.fullmatch(path.parent.name)
-        if path.exists() or not match:
-            raise ValueError(
-                f"{path} exists already, rollouts are immutable" if match else f"{path} is in no step_NNNNNN"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
-        # Locks are not needed (one writer, a name of its own) and fail on filesystems without them.
-        self._file = h5py.File(self._temporary, "w", libver=("v110", "v110"), locking=False)
-        self._file.attrs["schema"] = f"hpcrl.{kind}"
-        self._file.attrs.update({"schema_version": SCHEMA_VERSION, "hpcrl_version": __version__, "step": int(match[1])})
-        self._file.attrs.update(about)
-
-    def __enter__(self) -> h5py.File:
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._file.close()
-        if kind is not None:
-            os.unlink(self._temporary)
-            return
-        fsync_path(self._temporary)
-        rename_durably(self._temporary, self._path)
+    It is made in memory: HDF5 itself ends the process with a segmentation fault where it cannot write out what it holds
+    back, as on a full disk.
+    """
+    match = STEP_NAME.fullmatch(path.parent.name)
+    if path.exists() or not match:
+        raise ValueError(f"{path} exists already, rollouts are immutable" if match else f"{path} is in no step_NNNNNN")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path.name, "w", libver=("v110", "v110"), driver="core", backing_store=False) as file:
+        file.attrs["schema"] = f"hpcrl.{kind}"
+        file.attrs.update({"schema_version": SCHEMA_VERSION, "hpcrl_version": __version__, "step": int(match[1])})
+        file.attrs.update(about)
+        yield file
+        file.flush()
+        image = file.id.get_file_image()
+    write_durably(path, image)
 
 
 def _put(file: h5py.File, name: str, array: np.ndarray) -> None:

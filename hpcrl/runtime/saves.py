@@ -6,9 +6,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,16 @@ class Checkpoints:
             self.save(step)
         return self._saved_step
 
+    def discard(self) -> None:
+        """Remove what this attempt has written of a save that will not be committed: on a full disk it takes the room
+        that the message about it needs. Called last."""
+        if self._snapshot is not None and (committing := self._snapshot.committing) is not None:
+            wait([committing], self._config.timeouts.command_s)
+            if not committing.done():
+                return  # it may yet get its final name
+        for folder in self._root.glob(f"step_*.tmp-{self._attempt}"):
+            shutil.rmtree(folder, ignore_errors=True)  # where a rank still writes into it, the next attempt removes it
+
     def _begin(self, step: int) -> None:
         """Let every rank copy its state, and keep the small state of the same boundary."""
         began = time.perf_counter()
@@ -296,7 +307,7 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
             raise  # no damage: the next attempt may get further
         raise kind(f"{what}: {error}") from error
     except RankFailed as error:
-        if error.event.kind != "input" or error.event.command not in COMMANDS:
+        if error.event.kind not in ("input", "storage") or error.event.command not in COMMANDS:
             raise
         raise kind(f"{what}: {error}") from error
 

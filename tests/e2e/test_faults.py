@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -91,6 +93,36 @@ def assert_ended(start: Start, code: ExitCode, *parts: str, within_s: float) -> 
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
     return lines[0]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder on a file system of its own of 4 MiB."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system may be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_ends_as_not_saved_and_the_file_is_named(runs: Runs, small_disk: Path) -> None:
+    """Logs and the verdict are on it too."""
+    start = runs.start("run", "layout=single rollout.save_rollouts=true")
+    start.wait_until(lambda: start.step >= 4)
+    with open(small_disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
+        while True:
+            filler.write(bytes(512))
+    assert start.wait() == ExitCode.NOT_SAVED, start.text
+    assert re.search(
+        rf"^hpcrl: .*{small_disk}/.*No space left|^hpcrl: .*No space left .*{small_disk}/", start.text, re.M
+    )
+    assert "Traceback" not in start.text
+    assert [path for path in small_disk.rglob("*") if "tmp" in path.name] == []
+    assert newest(small_disk) >= 2
 
 
 def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:

@@ -213,6 +213,9 @@ def test_names_and_export_are_those_of_transformers(
         trainer.export_hf(tmp_path / f"{family}-out")
         assert (tmp_path / f"{family}-out" / "tokenizer.json").read_text() == "{}"
         assert (tmp_path / f"{family}-out" / "generation_config.json").is_file()
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / f"{family}-out").iterdir()}
+        (tmp_path / "probe").touch()
+        assert modes == {(tmp_path / "probe").stat().st_mode & 0o777}, "those of any new file"
         want, _ = transformers_results(tmp_path / f"{family}-out", batch)
         assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
         assert (transformers_results(origin, batch)[0] - want).abs().max() > 1e-4  # the step shows

@@ -392,7 +392,7 @@ class FSDP2Engine:
         return warned
 
     def export_hf(self, folder: Path) -> None:
-        """See TrainEngine. The folder is made if need be; rank 0 holds the whole model in host memory meanwhile."""
+        """See TrainEngine. Rank 0 holds the whole model in host memory meanwhile."""
         is_writer = self.data_parallel_rank == 0
         weights = {name: t.to("cpu", copy=True) for name, t in self.named_weights() if is_writer}
         if is_writer:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
+from hpcrl.files import new_folder
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -149,13 +152,18 @@ def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def write_model(hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path) -> None:
     """Write weights (names of named_weights) in the layout of the family's checkpoints, with config and index; copy
-    the tokenizer and generation config from the folder the model came from."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with _quiet():
-        hf.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
-    for file in sorted(origin.iterdir()):
-        if file.is_file() and (file.name in TOKENIZER_FILES or file.name == "generation_config.json"):
-            shutil.copyfile(file, folder / file.name)
+    the tokenizer and generation config from the folder the model came from. The folder is there whole or as it was;
+    OSError says why."""
+    with new_folder(folder) as partial:
+        try:
+            with _quiet():
+                hf.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
+        except SafetensorError as error:  # what a full disk gives there
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, _line(error), str(folder)) from error
+        for file in sorted(origin.iterdir()):
+            if file.is_file() and (file.name in TOKENIZER_FILES or file.name == "generation_config.json"):
+                shutil.copyfile(file, partial / file.name)
 
 
 def _line(error: Exception) -> str:
