@@ -344,7 +344,8 @@ class Failed(Message):
     """The command `seq` raised, or with seq 0 the work that a role does on its own.
 
     kind: "input" for an exception that bad input causes (ValueError, OSError), "storage" for an OSError of a full or
-    failing file system, "numbers" where the model's are not finite, "peer" where a connection to another rank broke, which is no cause but a consequence; else empty.
+    failing file system, "numbers" where the model's are not finite, "peer" where a connection to another rank broke,
+    which is no cause but a consequence; else empty.
     """
 
     seq: int
