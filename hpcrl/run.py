@@ -136,6 +136,7 @@ def run_rank(run_dir: Path, place: Place) -> int:
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
     gc.disable()  # what imports make stays; looking through it again and again takes a sixth of a rank's start
+    from hpcrl.control.network import NoInterfaceError
     from hpcrl.control.queues import ControlError
     from hpcrl.control.world import join, pin_threads, seed_generators
     from hpcrl.roles.worker import Reported, Worker, import_engines, leave_default_group
@@ -162,7 +163,11 @@ def run_rank(run_dir: Path, place: Place) -> int:
             start_s=timeouts.start_s,
             store_s=timeouts.store_s,
             command_s=timeouts.command_s,
+            interface=config.cluster.network_interface,
         )
+    except NoInterfaceError as error:
+        print(f"hpcrl rank {place.index}: this node {error}: cluster.network_interface", file=sys.stderr, flush=True)
+        return ExitCode.BAD_INPUT
     except (ControlError, TimeoutError) as error:
         print(f"hpcrl rank {place.index}: {error}", file=sys.stderr, flush=True)
         return ExitCode.STORE_LOST

@@ -35,6 +35,8 @@ from hpcrl.files import write_durably
 CONFIG, FACTS, FINISHED, OWNERS = "config.yaml", "facts.json", "finished.json", "owners"
 SLURM = "slurm"
 SUBMITTED = f"{SLURM}/submitted.json"
+AGENT = "agent"
+"""In the folder of an attempt's world, renewed by the agent of rank 0 as long as it watches its ranks."""
 OUTCOME = "outcome.json"
 """In the folder of an attempt's world, from the agent of rank 0: the exit code of the run."""
 VERDICT = "verdict.json"

@@ -133,7 +133,8 @@ class ClusterConfig(Section):
     prologue: str = ""
     """Shell lines to run on the first node before anything else, such as `source ~/venv/bin/activate`."""
     network_interface: Word | None = None
-    """Interface for gloo and NCCL, such as ib0; null: theirs to choose."""
+    """Interface that ranks on several nodes listen and connect on, such as ib0: stores, gloo and NCCL; null: the one
+    that a node's host name stands for, and NCCL's own choice."""
     container: Literal["none", "apptainer", "pyxis"] = "none"
     """What the ranks run in."""
     image: Image | None = None

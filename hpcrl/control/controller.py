@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from hpcrl.control.clock import AwakeClock
 from hpcrl.control.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
 from hpcrl.control.world import World, rank_queue
 
@@ -60,6 +60,7 @@ class Controller:
         assert world.events is not None
         self._world, self._inbox, self._roles_of = world, world.events, roles_of
         self.command_s, self._start_s, self._survivable = command_s, start_s, survivable
+        self._clock = AwakeClock(command_s)
         self.check_s = min(CHECK_EVERY_S, command_s / CHECKS_PER_DEADLINE)
         self._outstanding: dict[tuple[int, int], _Outstanding] = {}
         self._next_check = 0.0
@@ -84,10 +85,10 @@ class Controller:
 
     def await_world(self) -> None:
         """Wait until every rank has joined. RankSilent names those that have not within start_s."""
-        deadline = time.monotonic() + self._start_s
+        deadline = self._clock.now() + self._start_s
         while len(self._hosts) < self._world.size:
-            self._take(min(self.check_s, max(0.0, deadline - time.monotonic())))
-            if time.monotonic() > deadline:
+            self._take(min(self.check_s, max(0.0, deadline - self._clock.now())))
+            if self._clock.now() > deadline:
                 missing = [self.describe(rank) for rank in range(self._world.size) if rank not in self._hosts]
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 
@@ -100,7 +101,7 @@ class Controller:
         seq = self._world.sender.send(rank_queue(rank), command)
         if not isinstance(command, ONE_WAY):
             self._outstanding[rank, seq] = _Outstanding(
-                type(command).__name__, time.monotonic(), self.command_s + more_s
+                type(command).__name__, self._clock.now(), self.command_s + more_s
             )
         return seq
 
@@ -156,8 +157,8 @@ class Controller:
     def lose(self, ranks: Collection[int], cause: str) -> None:
         """Go on without these ranks, which others could not reach. Their agent may say in a moment what became of
         them; errors as give_up() where the run cannot go on without them."""
-        deadline = time.monotonic() + min(CAUSE_S, self.command_s)
-        while not self.lost.issuperset(ranks) and time.monotonic() < deadline:
+        deadline = self._clock.now() + min(CAUSE_S, self.command_s)
+        while not self.lost.issuperset(ranks) and self._clock.now() < deadline:
             self._take(min(self.check_s, 1.0))
         for rank in ranks:
             self._lose(Lost(rank, cause, silent=True))
@@ -181,11 +182,11 @@ class Controller:
             case Joined():
                 self._hosts[sender] = event.host
             case Done():
-                self._answered[sender] = time.monotonic()
+                self._answered[sender] = self._clock.now()
                 if self._outstanding.pop((sender, event.seq), None) is not None:
                     self._answers[sender, event.seq] = event
             case BurstDone():
-                self._answered[sender] = time.monotonic()
+                self._answered[sender] = self._clock.now()
                 self._outstanding.pop((sender, event.seq), None)
                 self._events.append((sender, event))
             case Failed() if self._is_own(event) and self._can_lose(sender):
@@ -207,10 +208,10 @@ class Controller:
     def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
         """What to raise for a failure. Where a peer went away, its own word or its agent's is waited for."""
         first = self._failure(sender, event)
-        deadline = time.monotonic() + min(CAUSE_S, self.command_s)
+        deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         failed = {sender}
-        while event.kind == "peer" and time.monotonic() < deadline:
-            message = self._inbox.get(max(0.0, deadline - time.monotonic()))
+        while event.kind == "peer" and self._clock.now() < deadline:
+            message = self._inbox.get(max(0.0, deadline - self._clock.now()))
             match message:
                 case (_, _, Lost() as lost) if lost.rank not in failed:
                     if not self._can_lose(lost.rank):
@@ -251,7 +252,7 @@ class Controller:
 
     def _check_deadlines(self) -> None:
         """RankSilent where an answer that the run needs is overdue; looks once per check_s."""
-        now = time.monotonic()
+        now = self._clock.now()
         if not self._outstanding or now < self._next_check:
             return
         self._next_check = now + self.check_s

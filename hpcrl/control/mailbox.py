@@ -27,8 +27,8 @@ def _mail_queue(rank: int) -> str:
 class Mailbox:
     """Sends to the mailboxes of other ranks; hosts its own after open()."""
 
-    def __init__(self, store: TCPStore, key: bytes, rank: int, host: str, timeout_s: float):
-        self._store, self._key, self._rank, self._host, self._timeout_s = store, key, rank, host, timeout_s
+    def __init__(self, store: TCPStore, key: bytes, rank: int, address: str, timeout_s: float):
+        self._store, self._key, self._rank, self._address, self._timeout_s = store, key, rank, address, timeout_s
         self._server: TCPStore | None = None
         self._inbox: Listener | None = None
         self.news = threading.Event()  # set when a message comes
@@ -39,10 +39,10 @@ class Mailbox:
     def open(self) -> None:
         """Start to receive (idempotent); publishes the address in the control store."""
         if self._server is None:
-            self._server = queues.serve(self._host, self._timeout_s)
-            client = queues.connect(self._host, self._server.port, self._timeout_s)
+            self._server = queues.serve(self._address, self._timeout_s)
+            client = queues.connect(self._address, self._server.port, self._timeout_s)
             self._inbox = Listener(queues.Inbox(client, _mail_queue(self._rank), self._key, Post), self.news)
-            self._store.set(f"mailbox/{self._rank}", f"{self._host}:{self._server.port}")
+            self._store.set(f"mailbox/{self._rank}", f"{self._address}:{self._server.port}")
 
     def send(self, rank: int, items: Sequence[Item]) -> None:
         """Send items in chunks of about 1 MiB; to itself without a detour.

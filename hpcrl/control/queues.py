@@ -55,15 +55,14 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
         raise StoreLost(f"no control store at {host}:{port} within {timeout_s:g} s") from error
 
 
-def serve(host: str, timeout_s: float) -> TCPStore:
-    """A new store on a free port of this process, with a client to it. Where `host` is LOOPBACK no other host reaches
-    it; else it listens on every interface."""
-    if host != LOOPBACK:
-        return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+def serve(address: str, timeout_s: float) -> TCPStore:
+    """A new store on a free port of this process, with a client to it. It listens on `address` alone, not on this
+    host's other ones."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
-        host,
+        address,
         port,
         is_master=True,
         wait_for_workers=False,

@@ -1,47 +1,63 @@
 """What a rank is doing right now, readable by its node agent even when the rank is stuck or dead.
 
-Each rank maps a small file. Its main thread notes the command it executes, a daemon thread beats once a second.
+Each rank maps a page of memory that its agent has made. Its main thread notes the command it executes, a daemon thread
+beats once a second. No file system is asked: while one stalls, a rank that waits for nothing goes on beating.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import threading
 import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 _LAYOUT = struct.Struct("=ddq64s")  # beat, since, seq, activity
 _BEAT, _SINCE, _SEQ, _ACTIVITY = 0, 1, 2, slice(24, 88)  # the numbers in units of eight bytes
 BEAT_EVERY_S = 1.0
+DESCRIPTOR = "HPCRL_TRACE"
+"""Environment variable of a rank that has an agent: the open file that holds the page."""
 LEAVING = "leave"
 """The activity of a rank that may end: any other one at the end of a process means that it was not done."""
 
 
 class Activity(NamedTuple):
-    """What a trace file says: seconds since the last beat and since the activity began, its number and name."""
+    """What a rank has noted: when it last beat and when its activity began, on the host's monotonic clock; the
+    activity's number and name."""
 
-    beat_age_s: float
-    age_s: float
+    beat: float
+    since: float
     seq: int
     name: str
 
 
-class Trace:
-    """The writing side; one per rank process."""
+def new_page() -> int:
+    """Open file of an empty page, to be inherited by the rank that writes to it."""
+    descriptor = os.memfd_create("hpcrl trace")
+    os.truncate(descriptor, _LAYOUT.size)
+    return descriptor
 
-    def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+
+class Trace:
+    """The writing side; one per rank process. descriptor: of the agent's page; None where no agent watches the rank."""
+
+    def __init__(self, descriptor: int | None = None):
         self.doing = "start"
-        now = time.monotonic()  # one clock for all processes of a host, and none that somebody sets
-        path.write_bytes(_LAYOUT.pack(now, now, 0, self.doing.encode()))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self._map = mmap.mmap(-1 if descriptor is None else descriptor, _LAYOUT.size)
         # A number is written in one store. struct.pack_into clears the place first, and an agent that looks just then
         # would end a rank that has been silent since the host's boot.
         self._floats, self._ints = memoryview(self._map).cast("d"), memoryview(self._map).cast("q")
+        self.enter(self.doing)
+        self._beat()
         threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True).start()
+
+    @classmethod
+    def of_process(cls, environ: Mapping[str, str] = os.environ) -> Trace:
+        """The trace of this rank, which its agent reads if it has one."""
+        descriptor = environ.get(DESCRIPTOR)
+        return cls(int(descriptor) if descriptor is not None else None)
 
     def enter(self, activity: str, seq: int = 0) -> None:
         """Note what the main thread does from now on."""
@@ -53,6 +69,10 @@ class Trace:
         """Note that the main thread is not stuck in what it does, which takes long."""
         self._floats[_SINCE] = time.monotonic()
 
+    def read(self) -> Activity | None:
+        """As the agent reads it."""
+        return _unpack(self._map[:])
+
     def _beat(self) -> None:
         self._floats[_BEAT] = time.monotonic()
 
@@ -62,13 +82,11 @@ class Trace:
             self._beat()
 
 
-def read_trace(path: Path) -> Activity | None:
-    """The reading side; None when the rank has not written one yet."""
-    if not path.exists():
-        return None
-    raw = path.read_bytes()
-    if len(raw) != _LAYOUT.size:
-        return None
+def read_trace(descriptor: int) -> Activity | None:
+    """The reading side; None while the rank has not come up."""
+    return _unpack(os.pread(descriptor, _LAYOUT.size, 0))
+
+
+def _unpack(raw: bytes) -> Activity | None:
     beat, since, seq, name = _LAYOUT.unpack(raw)
-    now = time.monotonic()
-    return Activity(now - beat, now - since, seq, name.rstrip(b"\0").decode(errors="replace"))
+    return Activity(beat, since, seq, name.rstrip(b"\0").decode(errors="replace")) if beat else None

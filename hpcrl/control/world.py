@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpcrl.control import queues
+from hpcrl.control import network, queues
 from hpcrl.control.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
 from hpcrl.control.mailbox import Mailbox
 from hpcrl.control.messages import Command, Event
@@ -30,6 +30,9 @@ from hpcrl.control.watch import StoreWatch
 CONTROLLER_QUEUE = "controller"
 PEER_SHARE = 0.8
 """Of the time that a command has, how long a rank waits for another one: then there is time to tell which it was."""
+UNCOUNTED = timedelta(days=30)
+"""How long a collective of an engine waits. The controller's deadline for the command ends it long before; gloo's own
+would count the time in which the whole job is suspended, and fail when it wakes."""
 
 
 def rank_queue(rank: int) -> str:
@@ -39,11 +42,13 @@ def rank_queue(rank: int) -> str:
 
 @dataclass
 class World:
-    """What a rank process has of the world. Rank 0 has the controller's inbox `events`, the others a `watch`."""
+    """What a rank process has of the world. Rank 0 has the controller's inbox `events`, the others a `watch`. host: the
+    node's name; address: where other ranks connect to this one."""
 
     rank: int
     size: int
     host: str
+    address: str
     place: Place
     folder: Path
     store: dist.TCPStore
@@ -69,7 +74,7 @@ class World:
         store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=self.host, lazy_init=True)]
+        options._devices = [gloo.create_device(hostname=self.address, lazy_init=True)]
         options._timeout = timedelta(seconds=PEER_SHARE * self.timeout_s)
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
@@ -98,14 +103,24 @@ class World:
             store=dist.PrefixStore(f"default/{name}/{epoch}", self.store),
             rank=list(ranks).index(self.rank),
             world_size=len(ranks),
-            timeout=timedelta(seconds=self.timeout_s),
+            timeout=UNCOUNTED if not torch.cuda.is_available() else timedelta(seconds=self.timeout_s),
         )
 
 
-def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: float, command_s: float) -> World:
+def join(
+    place: Place,
+    size: int,
+    folder: Path,
+    *,
+    start_s: float,
+    store_s: float,
+    command_s: float,
+    interface: str | None = None,
+) -> World:
     """Join the world of `size` ranks whose attempt lives in `folder`. Called by every rank; waits for rank 0's store.
 
-    StoreLost or TimeoutError when rank 0 is not there within start_s.
+    `interface`: of this node, on which a world of several nodes listens and connects; None: see network.own_network.
+    StoreLost or TimeoutError when rank 0 is not there within start_s; NoInterfaceError without that interface.
     """
     # torch asks for the name of every peer's address. Where name servers are missing or lossy that costs 5 s a try.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
@@ -113,35 +128,39 @@ def join(place: Place, size: int, folder: Path, *, start_s: float, store_s: floa
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank = place.index
     folder.mkdir(parents=True, exist_ok=True)
-    trace = Trace(folder / f"trace_{rank}")
-    host = queues.LOOPBACK if place.num_nodes == 1 else socket.gethostname()
+    trace = Trace.of_process()
+    several = place.num_nodes > 1
+    own = network.own_network(interface) if several else network.loopback()
+    network.use(own, interface if several else None)
+    address, host = own.address, socket.gethostname()
     server = None
     endpoint: dict[str, Any] | None = None
     if rank == 0:
-        server, name = queues.serve(host, store_s), secrets.token_hex(8)
+        server, name = queues.serve(address, store_s), secrets.token_hex(8)
         server.set(WORLD_KEY, name)
-        endpoint = {"host": host, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
+        endpoint = {"host": address, "port": server.port, "key_file": str(make_key_file(folder, name)), "world": name}
     endpoint = share_endpoint(place, folder, endpoint, start_s)
     key = Path(endpoint["key_file"]).read_bytes()
-    address = (endpoint["host"], int(endpoint["port"]))
-    store = server if server is not None else queues.connect(*address, start_s)
+    at = (endpoint["host"], int(endpoint["port"]))
+    store = server if server is not None else queues.connect(*at, start_s)
     store.set_timeout(timedelta(seconds=store_s))
-    events = queues.Inbox(queues.connect(*address, start_s), CONTROLLER_QUEUE, key, Event) if rank == 0 else None
+    events = queues.Inbox(queues.connect(*at, start_s), CONTROLLER_QUEUE, key, Event) if rank == 0 else None
     watch = None
     if rank != 0:
-        where = f"rank {rank} on {socket.gethostname()}"
-        watch = StoreWatch(queues.connect(*address, start_s), where, lambda: trace.doing, store_s)
+        where = f"rank {rank} on {host}"
+        watch = StoreWatch(queues.connect(*at, start_s), where, lambda: trace.doing, store_s)
     return World(
         rank=rank,
         size=size,
         host=host,
+        address=address,
         place=place,
         folder=folder,
         store=store,
         sender=queues.Sender(store, key, rank),
-        commands=queues.Inbox(queues.connect(*address, start_s), rank_queue(rank), key, Command),
+        commands=queues.Inbox(queues.connect(*at, start_s), rank_queue(rank), key, Command),
         events=events,
-        mailbox=Mailbox(store, key, rank, host, store_s),
+        mailbox=Mailbox(store, key, rank, address, store_s),
         trace=trace,
         watch=watch,
         timeout_s=command_s,

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.control.bootstrap import ENDPOINT
-from hpcrl.control.trace import LEAVING, read_trace
+from hpcrl.control.clock import AwakeClock
+from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import VISIBLE
-from hpcrl.rundir import OUTCOME, VERDICT
+from hpcrl.rundir import AGENT, OUTCOME, VERDICT
 from hpcrl.signals import held_back
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ LISTENS_S = 3.0  # a controller that has beaten since then takes messages
 STUCK = 4  # times silent_s that the controller may do one thing
 KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
 PR_SET_PDEATHSIG = 1
+SIGN_EVERY_S = 10.0  # the most between two signs of life to the batch script
+SIGNS = 8  # at least so many in silent_s
 
 
 @dataclass
@@ -78,6 +81,10 @@ class Agent:
         self._signals = signals
         self._sender: Sender | None = None
         self._earlier_outcome: int | None = None
+        self._clock = AwakeClock(silent_s)  # _watch looks at it all the time
+        self._pages = {rank: new_page() for rank in ranks}
+        self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last beat, and when that was first seen
+        self._got_on = (0.0, 0.0)  # the same for what the controller does
 
     def run(self) -> Verdict:
         """Start the ranks and stay until all have ended. The controller's end ends the others within grace_s.
@@ -99,9 +106,7 @@ class Agent:
         return verdict
 
     def _forget_earlier_start(self) -> None:
-        """The folder may be that of an earlier start of this attempt, whose traces would look like dead ranks."""
-        for rank in self._ranks:
-            (self._folder / f"trace_{rank}").unlink(missing_ok=True)
+        """The folder may be that of an earlier start of this attempt."""
         if 0 in self._ranks:
             for name in (ENDPOINT, VERDICT):
                 (self._folder / name).unlink(missing_ok=True)
@@ -119,7 +124,13 @@ class Agent:
         with contextlib.nullcontext() if rank == 0 else held_back():
             self._processes[rank] = subprocess.Popen(
                 list(self._argv(rank)),
-                env={**self._environ, VISIBLE: self._gpus[rank], "HPCRL_RANK": str(rank)},
+                env={
+                    **self._environ,
+                    VISIBLE: self._gpus[rank],
+                    "HPCRL_RANK": str(rank),
+                    DESCRIPTOR: str(self._pages[rank]),
+                },
+                pass_fds=[self._pages[rank]],
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=log,
@@ -131,9 +142,10 @@ class Agent:
     def _watch(self, verdict: Verdict) -> None:
         alive = dict(self._processes)
         unreported: dict[int, str] = {}
-        started = next_check = time.monotonic()
+        started = next_check = next_sign = self._clock.now()
         deadline = forwarded = None
         while alive or unreported:
+            now = self._clock.now()
             for rank, process in list(alive.items()):
                 code = _reap(process)
                 if code is None:
@@ -156,48 +168,61 @@ class Agent:
             # Ranks on other nodes end by Leave or because the store is gone; this node's get grace_s for it.
             if verdict.controller_code is not None:
                 unreported.clear()
-                deadline = deadline or time.monotonic() + self._grace_s
+                deadline = deadline or now + self._grace_s
             elif not alive:  # the loss of the last is still to be told, to a controller that may be coming up
-                deadline = deadline or time.monotonic() + self._start_s
-            if deadline is not None and time.monotonic() > deadline:
+                deadline = deadline or now + self._start_s
+            if deadline is not None and now > deadline:
                 return
-            if time.monotonic() > next_check:
-                next_check = time.monotonic() + CHECK_EVERY_S
+            if now >= next_sign and 0 in self._ranks:
+                next_sign = now + min(SIGN_EVERY_S, self._silent_s / SIGNS)
+                (self._folder / AGENT).touch()
+            if now > next_check:
+                next_check = now + CHECK_EVERY_S
                 # Later the store is there, and its loss tells the ranks.
-                comes_up = time.monotonic() - started < self._start_s or not alive
+                comes_up = now - started < self._start_s or not alive
                 if comes_up and 0 not in self._ranks and self._outcome() != self._earlier_outcome:
                     unreported.clear()
-                    deadline = min(deadline or math.inf, time.monotonic() + self._grace_s)
-                self._check_beats(alive, time.monotonic() - started, verdict.silent)
+                    deadline = min(deadline or math.inf, now + self._grace_s)
+                self._check_beats(alive, now, started, verdict.silent)
                 for rank, cause in list(unreported.items()):
                     if self._report(rank, cause, rank in verdict.silent):
                         del unreported[rank]
             time.sleep(POLL_S)
 
     def _check_beats(
-        self, alive: Mapping[int, subprocess.Popen[bytes]], since_start_s: float, silent: dict[int, str]
+        self, alive: Mapping[int, subprocess.Popen[bytes]], now: float, started: float, silent: dict[int, str]
     ) -> None:
-        """End a process that does not come up, or does not beat: it is stopped or stuck in native code."""
+        """End a process that does not come up, or does not beat: it is stopped or stuck in native code.
+
+        The age of a beat counts from when it was first seen, by this process's own time: after a pause of the whole job
+        the ranks get as long as ever.
+        """
         for rank, process in alive.items():
-            activity = read_trace(self._folder / f"trace_{rank}")
+            activity = read_trace(self._pages[rank])
             if activity is None:
-                if since_start_s > self._start_s:
+                if now - started > self._start_s:
                     silent[rank] = f"did not come up within {self._start_s:g} s"
-            elif activity.beat_age_s > self._silent_s:
-                silent[rank] = f"gave no sign of life for {activity.beat_age_s:.0f} s"
-            elif rank == 0 and activity.age_s > STUCK * self._silent_s:  # nobody else watches the controller
-                silent[rank] = f"did not get on for {activity.age_s:.0f} s"
+                    _kill_group(process.pid)
+                continue
+            if self._beats.get(rank, (0.0, 0.0))[0] != activity.beat:
+                self._beats[rank] = activity.beat, now
+            if rank == 0 and self._got_on[0] != activity.since:
+                self._got_on = activity.since, now
+            if now - self._beats[rank][1] > self._silent_s:
+                silent[rank] = f"gave no sign of life for {now - self._beats[rank][1]:.0f} s"
+            elif rank == 0 and now - self._got_on[1] > STUCK * self._silent_s:  # nobody else watches the controller
+                silent[rank] = f"did not get on for {now - self._got_on[1]:.0f} s"
             if rank in silent:
                 _kill_group(process.pid)
 
     def _ran_away(self, rank: int) -> bool:
         """Whether a rank that ended with code 0 was not done: user code may have ended its process."""
-        activity = read_trace(self._folder / f"trace_{rank}")
+        activity = read_trace(self._pages[rank])
         return activity is not None and activity.name != LEAVING
 
     def _cause(self, rank: int, code: int, silent: str | None) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        activity = read_trace(self._folder / f"trace_{rank}")
+        activity = read_trace(self._pages[rank])
         doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
         where = f"process {self._processes[rank].pid} on {socket.gethostname()}"
         return f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
@@ -206,9 +231,8 @@ class Agent:
         """Tell the controller; False while it cannot be reached yet. Where it is gone there is nobody to tell: its own
         end decides."""
         endpoint = self._folder / ENDPOINT
-        controller = read_trace(self._folder / "trace_0") if 0 in self._ranks else None
         # One that does not beat would hold up this loop with every attempt, and with it the judgement on that one.
-        if not endpoint.exists() or (controller is not None and controller.beat_age_s > LISTENS_S):
+        if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):
             return False
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the agent's stderr is the user's
         from hpcrl.control.messages import Lost

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hpcrl.checkpoint.commit import seal_files
+from hpcrl.control.clock import AwakeClock
 from hpcrl.control.messages import (
     AbortSamples,
     Admit,
@@ -133,9 +134,10 @@ class GeneratorRole:
 
     def _extend(self, samples: set[int]) -> None:
         """Wait for the observations of these samples; the controller continues only what was answered."""
-        deadline = time.monotonic() + self._worker.world.timeout_s
+        deadline = self._worker.world.timeout_s
+        clock = AwakeClock(deadline)
         while missing := samples - self._observed:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
             self._take_observations(1.0)
         self._observed -= samples

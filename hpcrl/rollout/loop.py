@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from hpcrl.control import messages
+from hpcrl.control.clock import AwakeClock
 from hpcrl.control.controller import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout import events
@@ -90,6 +90,7 @@ class RolloutLoop:
         self._receivers: dict[tuple[int, int], list[int]] = {}  # (replica, burst) -> whom it was told to send to
         self._dropped: dict[tuple[int, int], list[int]] = {}  # (replica, abort) -> samples it was told to drop
         self._pace = Pace()
+        self._clock = AwakeClock(controller.command_s)
         self._heard: dict[int, float] = {}  # scorer or env rank -> when it last showed that it works
         self._sizes: dict[int, dict[int, Sizes]] = {}  # by replica, of ended samples neither taken nor dropped
         self._streams: list[_Stream] = []  # the one that is driven last
@@ -240,7 +241,7 @@ class RolloutLoop:
             receiver = receiver_of(sample, self._answerers, receivers)
             self._reached[sample] = receiver, replica
             if not self._waiting[receiver]:
-                self._heard[receiver] = time.monotonic()
+                self._heard[receiver] = self._clock.now()
             self._waiting[receiver] += 1
 
     def _leave(self, sample: int) -> bool:
@@ -261,7 +262,7 @@ class RolloutLoop:
 
     def _check_receivers(self) -> None:
         """Give up a scorer or env rank that has work and has not answered anything for the deadline."""
-        now = time.monotonic()
+        now = self._clock.now()
         for rank, waiting in sorted((+self._waiting).items()):
             silent_s = now - self._heard[rank]
             if silent_s > self._controller.command_s:
@@ -284,7 +285,7 @@ class RolloutLoop:
     def _take_in(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
         """Give every event to the stream whose samples it is about; one that nobody knows any more to the first."""
         for rank, event in happened:
-            self._heard[rank] = time.monotonic()
+            self._heard[rank] = self._clock.now()
             for told in self._translate(rank, event):
                 if len(self._streams) == 1:
                     self._streams[0].arrived.append(told)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
+from hpcrl.control.clock import AwakeClock
 from hpcrl.control.controller import Controller, RankSilent, Started
 from hpcrl.control.messages import Command, Done
 
@@ -19,7 +19,8 @@ class LongWork:
     def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):
         """`doing`: what they do with a file, for errors: "reading"."""
         self._controller, self._doing = controller, doing
-        self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, time.monotonic()))
+        self._clock = AwakeClock(controller.command_s)
+        self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, self._clock.now()))
         self._asked: Started = []
         self.answers: dict[int, Done] = {}
 
@@ -42,7 +43,7 @@ class LongWork:
             self._asked = self._controller.start(dict.fromkeys(left, command))
 
     def _hear(self) -> bool:
-        answers, now = self._controller.finish(self._asked), time.monotonic()
+        answers, now = self._controller.finish(self._asked), self._clock.now()
         self._asked = []
         for rank, answer in answers.items():
             if answer.progress is None:

@@ -58,7 +58,7 @@ def rss_mib(peak: bool = False) -> float:
 
 def make_controller(folder: str, sender: queues.Sender, inbox: queues.Inbox, size: int) -> Controller:
     """The production controller on these queues."""
-    world: Any = SimpleNamespace(rank=0, size=size, sender=sender, events=inbox, trace=Trace(Path(folder) / "trace_0"))
+    world: Any = SimpleNamespace(rank=0, size=size, sender=sender, events=inbox, trace=Trace())
     return Controller(
         world, lambda rank: ["generator"], command_s=FOREVER_S, start_s=120.0, survivable=lambda rank, lost: False
     )

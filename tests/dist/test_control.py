@@ -389,14 +389,6 @@ def test_a_lost_store_is_noticed_by_everyone_who_waits(host: tuple[subprocess.Po
 # -- what protects a queue and what does not, as docs/control_plane.md says --------------------------------------
 
 
-def test_a_store_for_one_node_listens_on_its_address_alone(server: TCPStore) -> None:
-    other = "127.0.0.2"  # also this host, so it stands for an address that other hosts reach
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((other, server.port), timeout=2)
-    everywhere = queues.serve("localhost", 5)  # the control: a store for several nodes
-    socket.create_connection((other, everywhere.port), timeout=2).close()
-
-
 def test_anybody_at_the_port_can_read_and_delete(server: TCPStore, store: TCPStore, inbox: Inbox) -> None:
     Sender(store, KEY, 0).send(QUEUE, m.Export("somewhere"))
     stranger = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))

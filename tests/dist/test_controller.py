@@ -10,7 +10,6 @@ import pytest
 
 from hpcrl.control.controller import MAX_TAKEN, Controller, RankSilent
 from hpcrl.control.messages import Advantages, Done, Scored, ScoredSample
-from hpcrl.control.trace import read_trace
 from hpcrl.control.world import CONTROLLER_QUEUE
 
 
@@ -69,16 +68,26 @@ def test_a_rank_that_does_not_answer_is_named_after_the_deadline(threads: Any) -
     assert 0.5 <= time.monotonic() - start < 5
 
 
+def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:
+    """Nobody looks at the clock for two deadlines, as where Slurm suspends the job; then the answer comes."""
+    controller = make_controller(threads, command_s=1.5)
+    started = controller.start({1: Advantages(7)})
+    assert not controller._take(0.0)
+    time.sleep(3.0)
+    assert not controller._take(0.0)
+    say(threads, Done(started[0][1]))
+    assert controller.finish(started) == {1: Done(started[0][1])}
+
+
 def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:
     controller = make_controller(threads, command_s=0.4)
-    traced = threads.worlds[0].folder / "trace_0"
     start = time.monotonic()
     with pytest.raises(RankSilent, match=r"no answer within 1.6 s: rank 1 \(no role\) in command Advantages #\d+"):
         controller.call({1: Advantages(7)}, more_s=1.2)
     assert 1.6 <= time.monotonic() - start < 8
-    activity = read_trace(traced)
+    activity = threads.worlds[0].trace.read()
     assert activity is not None and activity.name == "call Advantages"
-    assert activity.age_s < 1.0, "its agent need not take the controller for stuck"
+    assert time.monotonic() - activity.since < 1.0, "its agent need not take the controller for stuck"
 
 
 def test_commands_between_events_wait_for_no_rank(threads: Any, controller: Controller) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from hpcrl.control.trace import Activity, Trace, read_trace
+import pytest
+
+from hpcrl.control.trace import Activity, Trace, new_page, read_trace
 
 WRITER = """
 import sys
-from pathlib import Path
 from hpcrl.control.trace import Trace
-trace = Trace(Path(sys.argv[1]))
+trace = Trace(int(sys.argv[1]))
 print("up", flush=True)
 while True:
     trace.enter("generate", 7)
@@ -22,38 +24,54 @@ while True:
 """
 
 
-def test_it_says_what_the_rank_does_and_for_how_long(tmp_path: Path) -> None:
-    path = tmp_path / "world" / "trace_3"
-    assert read_trace(path) is None
-    trace = Trace(path)
-    trace.enter("generate", 7)
-    time.sleep(0.05)
-    found = read_trace(path)
-    assert found is not None and (found.seq, found.name, trace.doing) == (7, "generate", "generate #7")
-    assert found.age_s >= 0.05 and found.beat_age_s < 30
-    trace.go_on()
+def test_it_says_what_the_rank_does_and_since_when() -> None:
+    page = new_page()
+    assert read_trace(page) is None, "the rank has not come up"
     began = time.monotonic()
+    trace = Trace(page)
+    trace.enter("generate", 7)
+    found = read_trace(page)
+    assert found is not None and (found.seq, found.name, trace.doing) == (7, "generate", "generate #7")
+    assert began <= found.beat <= found.since <= time.monotonic()
+    trace.go_on()
+    again = read_trace(page)
+    assert again is not None and again.since > found.since and again.beat == found.beat
     trace.enter("é" * 60)  # cut at its 64 bytes, in the middle of a letter
-    found = read_trace(path)
-    assert found is not None and found.age_s <= time.monotonic() - began and found.seq == 0 and found.name == "é" * 32
+    found = read_trace(page)
+    assert found is not None and found.seq == 0 and found.name == "é" * 32
     trace.enter("leave")
-    assert (read_trace(path) or found).name == "leave", "nothing of the longer name before is left"
+    assert (read_trace(page) or found).name == "leave", "nothing of the longer name before is left"
+    os.close(page)
+    trace.enter("more")
+    last = trace.read()
+    assert last is not None and last.name == "more", "the rank's side needs no open file"
 
 
-def test_a_rank_that_beats_never_looks_silent(tmp_path: Path) -> None:
+def test_a_rank_without_an_agent_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = Trace.of_process({})
+    trace.enter("generate", 7)
+    found = trace.read()
+    assert found is not None and found.seq == 7 and not list(tmp_path.iterdir())
+
+
+def test_a_reading_is_never_half_written() -> None:
     # Numbers that another process can see half written, or cleared before they are written, look as old as the host.
-    path = tmp_path / "trace_0"
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+    page, began = new_page(), time.monotonic()
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(page)], stdout=subprocess.PIPE, pass_fds=[page]
+    )
     try:
         assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
         seen: list[Activity] = []
         until = time.monotonic() + 1
         while time.monotonic() < until:
-            found = read_trace(path)
+            found = read_trace(page)
             assert found is not None
             seen.append(found)
     finally:
         writer.kill()
         writer.wait()
-    oldest = max(max(found.age_s, found.beat_age_s) for found in seen)
-    assert oldest < 30 and min(found.age_s for found in seen) > -1, f"{len(seen)} readings"
+    oldest = min(min(found.since, found.beat) for found in seen)
+    newest = max(max(found.since, found.beat) for found in seen)
+    assert began <= oldest and newest <= time.monotonic(), f"{len(seen)} readings"

@@ -1,0 +1,99 @@
+"""Which address of this node the others reach it at, for everything that listens: stores, mailboxes, gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import psutil
+
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+ELSEWHERE = ("192.0.2.1", 9)
+"""An address that is reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, and tells which of
+the own addresses traffic to other networks would leave from."""
+
+
+class NoInterfaceError(ValueError):
+    """This node has no such interface, or no address on it; the message lists those that it has."""
+
+
+class Network(NamedTuple):
+    """An interface of this node and the address on it that others connect to."""
+
+    interface: str
+    address: str
+
+
+def loopback() -> Network:
+    """Where a world on one node listens: no other host reaches it."""
+    names = [name for name, found in interfaces().items() if "127.0.0.1" in found]
+    return Network(names[0] if names else "lo", "127.0.0.1")
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Interface -> its addresses, IPv4 first, of those that are up and have any; without link-local ones."""
+    up = psutil.net_if_stats()
+    found: dict[str, list[str]] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in up and up[name].isup:
+            for family in (socket.AF_INET, socket.AF_INET6):
+                usable = [entry.address for entry in addresses if entry.family == family]
+                found.setdefault(name, []).extend(a for a in usable if not ipaddress.ip_address(a).is_link_local)
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def own_network(wanted: str | None) -> Network:
+    """The interface `wanted` (the first of several with commas between), else the one that GLOO_SOCKET_IFNAME names,
+    else that of this node's own address.
+
+    NoInterfaceError where one that is named does not exist, is down or has no address.
+    """
+    found, wanted = interfaces(), wanted or os.environ.get(GLOO_INTERFACE)
+    if not wanted:
+        return choose(found, _resolved(socket.gethostname()), _routed())
+    names = wanted.split(",")
+    for name in names:
+        if name not in found:
+            has = ", ".join(f"{name} ({addresses[0]})" for name, addresses in found.items())
+            raise NoInterfaceError(f"has no interface {name} with an address; it has {has or 'none'}")
+    return Network(names[0], found[names[0]][0])
+
+
+def choose(found: Mapping[str, Sequence[str]], resolved: Sequence[str], routed: str | None) -> Network:
+    """Of the interfaces `found`: the one that the host name stands for, if another host can reach it. Many systems have
+    the host name stand for 127.0.1.1: then the one whose address is `routed`, else any that is no loopback."""
+    at = {address: name for name, addresses in found.items() for address in addresses}
+    there = [address for address in (*resolved, routed, *at) if address in at]
+    reachable = [address for address in there if not ipaddress.ip_address(address).is_loopback]
+    address = (reachable or there or ["127.0.0.1"])[0]
+    return Network(at.get(address, "lo"), address)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other host reaches it."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def use(network: Network, wanted: str | None) -> None:
+    """Have the groups that torch makes itself, over gloo, use this interface; NCCL too where one was asked for. Called
+    before the first group is made."""
+    os.environ[GLOO_INTERFACE] = wanted or os.environ.get(GLOO_INTERFACE) or network.interface
+    if wanted:
+        os.environ.setdefault(NCCL_INTERFACE, wanted)
+
+
+def _resolved(name: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return []
+
+
+def _routed() -> str | None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(ELSEWHERE)
+        return str(probe.getsockname()[0])
+    return None

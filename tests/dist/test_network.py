@@ -1,0 +1,100 @@
+"""On which of a node's addresses a world listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from hpcrl.control import queues
+from hpcrl.control.bootstrap import Place
+from hpcrl.control.network import NoInterfaceError, choose, interfaces, is_loopback, own_network
+from hpcrl.control.world import World, join
+
+TWO = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fd00::5"], "ib0": ["10.1.0.5"]}
+
+
+@pytest.mark.parametrize(
+    ("resolved", "routed", "chosen"),
+    [
+        (["10.1.0.5"], "10.0.0.5", ("ib0", "10.1.0.5")),  # the host name decides
+        (["fd00::5"], "10.1.0.5", ("eth0", "fd00::5")),
+        (["127.0.1.1"], "10.1.0.5", ("ib0", "10.1.0.5")),  # Debian's /etc/hosts
+        (["127.0.0.1"], None, ("eth0", "10.0.0.5")),
+        (["10.9.9.9"], "10.0.0.5", ("eth0", "10.0.0.5")),  # of another host
+        ([], None, ("eth0", "10.0.0.5")),  # a host name that nobody knows
+    ],
+)
+def test_an_address_that_other_hosts_reach_is_preferred(
+    resolved: list[str], routed: str | None, chosen: tuple[str, str]
+) -> None:
+    assert choose(TWO, resolved, routed) == chosen
+
+
+@pytest.mark.parametrize("resolved", [["127.0.0.1"], ["127.0.1.1"], []])
+def test_a_host_without_a_network_has_loopback(resolved: list[str]) -> None:
+    assert choose({"lo": ["127.0.0.1"]}, resolved, None) == ("lo", "127.0.0.1")
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert own_network("lo") == own_network("lo,lo") == ("lo", "127.0.0.1")
+    with pytest.raises(NoInterfaceError, match=r"has no interface ib9 with an address; it has .*lo \(127.0.0.1\)"):
+        own_network("lo,ib9")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib8")  # of the site or the user's shell
+    with pytest.raises(NoInterfaceError, match="no interface ib8"):
+        own_network(None)
+
+
+def listening() -> set[str]:
+    """Addresses on which this process listens, as ip:port."""
+    found = psutil.Process().net_connections(kind="inet")
+    return {f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("interface", ["lo", None])
+def test_everything_listens_on_the_interface_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str | None
+) -> None:
+    """Two ranks on two nodes: store, mailbox, a group between roles, and the interface of those that torch makes."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    own = own_network(interface)
+    assert own.address == "127.0.0.1" if interface == "lo" else own.address in interfaces()[own.interface]
+    others = [address for found in interfaces().values() for address in found if not is_loopback(address)]
+    assert interface == "lo" or is_loopback(own.address) is not bool(others)
+    before = listening()
+
+    def rank(number: int) -> World:
+        place = Place("rank", "agent", number, number, 2)
+        world = join(place, 2, tmp_path, start_s=30, store_s=30, command_s=30, interface=interface)
+        if number == 1:
+            world.mailbox.open()
+        group = world.group("between", [0, 1], 0)
+        tensor = torch.tensor([float(number)])
+        group.allreduce([tensor]).wait()
+        assert tensor.item() == 1.0
+        return world
+
+    with ThreadPoolExecutor(2) as pool:
+        worlds = list(pool.map(rank, range(2)))
+    new = {address.rpartition(":")[0] for address in listening() - before}
+    assert new == {own.address}
+    for world in worlds:
+        world.leave()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == own.interface
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == interface, "left to NCCL where none is asked for"
+
+
+def test_a_store_listens_on_its_address_alone() -> None:
+    for address, other in (("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")):  # both are this host
+        store = queues.serve(address, 5)
+        socket.create_connection((address, store.port), timeout=2).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, store.port), timeout=2)
