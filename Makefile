@@ -86,7 +86,7 @@ $(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "== installing torch"
 	@$(PIP) --quiet setuptools torch
 	@echo "== installing hpcrl and what it needs"
-	@$(PIP) --quiet --no-build-isolation -e .
+	@$(PIP) --quiet --no-build-isolation -e '.[slurm]'
 	@rm -rf hpcrl.egg-info  # an old one hides from programs started here what was installed
 	@touch $@
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.cli import in_shell
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import write_durably
 from hpcrl.metrics.log import read_metrics
@@ -85,7 +86,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 def main(argv: Sequence[str]) -> int:
     """Command line; returns the exit code."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        print(__doc__)
+        print(in_shell(__doc__))
         return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     try:
         print(plot(Path(argv[0])))

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcrl.cli import in_shell
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.hub import FILES, NOT_FILES
 from hpcrl.launch.model_folder import inspect_model
@@ -110,7 +111,9 @@ def _check_space(name: str, num_bytes: int, folder: Path | None) -> None:
 def main(argv: Sequence[str]) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m hpcrl.prefetch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=in_shell("python -m hpcrl.prefetch"),
+        description=in_shell(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="+", metavar="NAME", help="ORG/NAME or datasets/ORG/NAME/FILE")
     parser.add_argument("--revision", help="branch, tag or commit; default: main")

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpcrl.cli import in_shell
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -323,7 +324,7 @@ def _outcome(owner: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Command line."""
     if len(argv) > 1 or any(word.startswith("-") for word in argv):
-        print(__doc__)
+        print(in_shell(__doc__))
         return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     try:
         folders = [find_run(argv[0])] if argv else _runs_here()

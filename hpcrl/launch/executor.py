@@ -27,7 +27,8 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 from hpcrl.cluster import slurm
 from hpcrl.config import Config, ConfigError, read
 from hpcrl.exitcodes import ExitCode
-from hpcrl.launch.__main__ import prepare, submit
+from hpcrl.launch.prepare import prepare
+from hpcrl.launch.submission import submit
 from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
 from hpcrl.status import Run, last_error
 

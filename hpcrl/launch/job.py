@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from hpcrl.cli import in_shell
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import committed_step, step_name, write_durably
-from hpcrl.launch.__main__ import prepare
+from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
 from hpcrl.rundir import (
     FINISHED,
@@ -211,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
             case ["end", run_dir, attempt, code]:
                 return end(Path(run_dir), int(attempt), int(code))
     except ConfigError as error:
-        print("\n".join(error.problems), file=sys.stderr)
+        print(in_shell("\n".join(error.problems)), file=sys.stderr)
         return ExitCode.BAD_INPUT
     except (slurm.SlurmError, OSError) as error:
         print(f"hpcrl: {error}", file=sys.stderr)

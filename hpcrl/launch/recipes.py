@@ -21,8 +21,8 @@ HEADER = """\
 #
 #   sbatch {file} [KEY=VALUE ...]
 #
-# The account and the partition are SBATCH_ACCOUNT's and SBATCH_PARTITION's; `python` has hpcrl. What changes the nodes
-# or the #SBATCH lines goes through `python -m hpcrl.launch {words} KEY=VALUE ...` instead.
+# The account and the partition are SBATCH_ACCOUNT's and SBATCH_PARTITION's. Submit from the top of the checkout. What
+# changes the nodes or the #SBATCH lines goes through `python -m hpcrl.launch {words} KEY=VALUE ...` instead.
 # Made by `make recipes` from conf/experiment/{name}.yaml: change that.
 """
 

@@ -21,6 +21,13 @@ NOTHING_TO_DO = 3
 
 RUN_DIR = re.compile(r"[A-Za-z0-9/._+@-]([A-Za-z0-9/._+@ -]*[A-Za-z0-9/._+@-])?")
 
+FIND_PYTHON = """\
+# Where `python` has no hpcrl, that of `make setup` in this folder is taken.
+has_hpcrl() { python -c 'import hpcrl.launch.job' 2>/dev/null; }
+has_hpcrl || PATH=$PWD/.venv/bin:$PATH
+has_hpcrl || { echo "hpcrl: $(command -v python || echo python) has no hpcrl; run make setup in $PWD" >&2; exit 2; }
+"""
+
 BODY = """\
 {setup}set -u
 words=({words} "$@")
@@ -54,8 +61,11 @@ exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
 """
 
 
-def render(config: Config, placement: Placement, words: Sequence[str], python: str = "python") -> str:
-    """The script; `words`: of the command line, which the job composes again."""
+def render(config: Config, placement: Placement, words: Sequence[str], python: str = "") -> str:
+    """The script; `words`: of the command line, which the job composes again.
+
+    python: the interpreter's path; without one the script finds it, for it may be submitted from any shell.
+    """
     cluster = config.cluster
     lines = ["#!/bin/bash", f"#SBATCH --job-name=hpcrl-{config.run_name}", *_job_options(cluster)]
     for i, component in enumerate(placement.components):
@@ -68,9 +78,10 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
     srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
     body = BODY.format(
         words=shlex.join(words),
-        setup="".join(f"{line}\n" for line in _setup(cluster)),  # before set -u, which modules and conda do not stand
-        python=python,
-        inside=python if cluster.container == "none" else "python",  # a container has its own
+        # Before set -u, which modules and conda do not stand.
+        setup="".join(f"{line}\n" for line in _setup(cluster)) + ("" if python else FIND_PYTHON),
+        python=python or "python",
+        inside=(python or "python") if cluster.container == "none" else "python",  # a container has its own
         nothing=NOTHING_TO_DO,
         srun=" ".join([*srun, *srun_options(cluster)]),
     )

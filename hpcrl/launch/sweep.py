@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,12 +19,15 @@ from pathlib import Path
 
 from hpcrl.config import ConfigError, read
 from hpcrl.exitcodes import ExitCode
-from hpcrl.launch.__main__ import prepare, start
 from hpcrl.launch.plan import describe
+from hpcrl.launch.prepare import prepare
+from hpcrl.launch.start import start
 from hpcrl.metrics.progress import SHOWN
 from hpcrl.rundir import CONFIG
 from hpcrl.status import Run
 
+NEEDS = ("submitit", "hydra-submitit-launcher")
+"""The extra `slurm`, by the names that an index of packages has them under."""
 MAX_NAME = 200
 """Bytes of a point's name; filesystems take 255 for a folder's."""
 
@@ -123,7 +127,8 @@ def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[in
         from hpcrl.launch.executor import RunJob
         from hpcrl.launch.sweep_launcher import SweepLauncher
     except ImportError as error:
-        raise ConfigError([f"-m: {error.name} is not installed; pip install 'hpcrl[slurm]'"]) from error
+        text = f"{shlex.quote(sys.executable)} -m pip install {' '.join(NEEDS)}"
+        raise ConfigError([f"-m on Slurm: {error.name} is not installed; {text}"]) from error
     if "hpcrl" not in get_executors():
         raise ConfigError(
             ["-m: hpcrl was installed without its executor; remove hpcrl.egg-info if there is one, make setup"]

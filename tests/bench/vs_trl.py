@@ -3,7 +3,7 @@ learning rate, clipping and cores.
 
     python -m tests.bench.vs_trl --setting short|long [--model FOLDER] [--steps N] [--seeds 0 1 2]
 
-short: 64 prompts x 8 answers of about 12 tokens, 118k parameters. It learns, so accuracies can be compared.
+short: 64 prompts x 8 answers of about 12 tokens, 119k parameters. It learns, so accuracies can be compared.
 long: 16 prompts x 8 answers of geometric length, at most 256 tokens, 4 layers of 256. The model is random: no answer is
 right, advantages are 0, the weights stay as they are, so both sides decode and train on the same distribution.
 

@@ -231,7 +231,7 @@ def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def prepare_run(run_dir: Path, max_steps: int) -> int:
     """What the launcher does before it starts ranks; returns the attempt."""
-    from hpcrl.launch.__main__ import prepare
+    from hpcrl.launch.prepare import prepare
     from hpcrl.rundir import close_run, open_run
 
     words = ["+experiment=demo_sft", f"run_dir={run_dir}", f"max_steps={max_steps}", "sft.batch_size=8"]

@@ -132,3 +132,27 @@ def test_a_recipe_plans_without_weights_and_says_what_is_not_built(
     text = (ROOT / "slurm" / "README.md").read_text()
     (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.M)
     assert ("| yes" in row) is (name in RUNNABLE)
+
+
+def preamble(made: dict[str, str], folder: Path, path: str) -> subprocess.CompletedProcess[str]:
+    """What a recipe does before it calls `python`, in this folder."""
+    text = made["rlvr_tiny.sbatch"].partition("set -u\n")[0] + "command -v python\n"
+    bash = ["bash", "-c", text]
+    return subprocess.run(bash, cwd=folder, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_recipe_finds_the_python_of_make_setup_or_says_what_is_missing(made: dict[str, str], tmp_path: Path) -> None:
+    bare = tmp_path / "bin"
+    bare.mkdir()
+    path = f"{bare}:/usr/bin:/bin"
+    (bare / "python").write_text("#!/bin/sh\nexit 1\n")
+    (bare / "python").chmod(0o755)
+    done = preamble(made, tmp_path, path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"hpcrl: {bare}/python has no hpcrl; run make setup in {tmp_path}\n"
+    ours = tmp_path / ".venv" / "bin" / "python"
+    ours.parent.mkdir(parents=True)
+    ours.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    ours.chmod(0o755)
+    done = preamble(made, tmp_path, path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{ours}\n", "")

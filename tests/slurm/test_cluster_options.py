@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import ConfigError
-from hpcrl.launch.__main__ import prepare
+from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import render
 from tests.slurm.jobs import COMPLETED, FAILED, launch, show, submit, wait_state
 

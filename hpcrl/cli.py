@@ -1,0 +1,88 @@
+"""The console command `hpcrl`: `hpcrl status RUN` is `python -m hpcrl.status RUN`. Also how hints name these commands.
+
+Imports no module of a command before it is called.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from hpcrl.exitcodes import ExitCode
+
+COMMANDS = {
+    "launch": ("hpcrl.launch.__main__", "check a run, print its plan, start it here or submit it to Slurm"),
+    "status": ("hpcrl.status", "what a run does: state, step, time left, checkpoints, restarts, errors"),
+    "plot": ("hpcrl.plot", "draw reward and held-out accuracy of a run"),
+    "score": ("hpcrl.score", "try a reward on an answer or on a file of rows, without a run"),
+    "prefetch": ("hpcrl.prefetch", "fetch a model or a data file where the network is, for compute nodes without it"),
+}
+"""Name -> (module with main(argv), what it does)."""
+
+USAGE = """\
+usage: hpcrl COMMAND [WORD ...]
+
+Reinforcement learning for large language models, on this machine or as a Slurm job.
+
+commands (hpcrl COMMAND --help tells more)
+{commands}
+
+examples
+  python -m hpcrl.launch +experiment=demo_sft
+      warm a tiny model up on digit sorting, here
+  python -m hpcrl.launch +experiment=demo model.path=runs/demo_sft/hf dry_run=true
+      check a run and print its plan, start nothing
+  python -m hpcrl.launch +cluster=slurm cluster.partition=debug +experiment=demo model.path=runs/demo_sft/hf
+      the same as a Slurm job; the same words again go on where it was stopped
+  python -m hpcrl.status
+      a line for each run in runs/
+
+`PYTHON -m hpcrl.COMMAND` is the same, with any interpreter PYTHON that has hpcrl.
+"""
+
+MODULE = re.compile(r"\bpython -m hpcrl\.(\w+(?:\.\w+)*)")
+
+
+def in_shell(text: str) -> str:
+    """The text with each `python -m hpcrl.NAME` as it works in the user's shell and current folder.
+
+    That is `hpcrl NAME` where PATH leads to the command of this installation, else the interpreter that runs now, by
+    its path.
+    """
+    return MODULE.sub(lambda found: _command(found[1]), text)
+
+
+def _command(name: str) -> str:
+    python, script = Path(sys.executable), shutil.which("hpcrl")
+    if name in COMMANDS and script is not None and Path(script).parent == python.parent:
+        return f"hpcrl {name}"
+    here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    return f"{shlex.quote(str(here))} -m hpcrl.{name}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Call a command with the words after its name; returns its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
+    usage = in_shell(USAGE.format(commands=commands))
+    match words:
+        case ["-h" | "--help" | "help"]:
+            print(usage, end="")
+            return ExitCode.DONE
+        case [name, *rest] if name in COMMANDS:
+            return int(import_module(COMMANDS[name][0]).main(rest))
+        case [name, *_]:
+            print(f"hpcrl: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        case _:
+            print(usage, end="", file=sys.stderr)
+    return ExitCode.BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The console command `hpcrl`, and hints that work as they are printed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hpcrl import cli
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.sweep import NEEDS
+from tests.conftest import ROOT
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def run(*command: str, path: str = os.environ["PATH"], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def hpcrl(*words: str) -> subprocess.CompletedProcess[str]:
+    """What the installed script runs."""
+    module, _, function = PYPROJECT["project"]["scripts"]["hpcrl"].partition(":")
+    code = f"import sys; from {module} import {function}; sys.argv[0] = 'hpcrl'; sys.exit({function}())"
+    return run(sys.executable, "-c", code, *words)
+
+
+@pytest.mark.parametrize("name", ["launch", "status", "plot"])
+def test_a_command_gets_the_words_after_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for main, words in ((cli.main, [name, "--help"]), (import_module(cli.COMMANDS[name][0]).main, ["--help"])):
+        assert main(words) == ExitCode.DONE
+        shown.append(capsys.readouterr())
+    assert shown[0] == shown[1] and shown[0].out and not shown[0].err
+
+
+def test_every_command_has_its_module() -> None:
+    missing = [name for name, (module, _) in cli.COMMANDS.items() if find_spec(module) is None]
+    assert set(missing) <= {"score"}
+
+
+def test_help_names_every_command_and_imports_none() -> None:
+    done = hpcrl("--help")
+    assert done.returncode == ExitCode.DONE
+    assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS) and "examples" in done.stdout
+    code = "import sys, hpcrl.cli; print([m for m in sys.modules if m in ('torch', 'hydra', 'hpcrl.launch')])"
+    assert run(sys.executable, "-c", code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [((), "usage: hpcrl COMMAND"), (("lunch",), "no command 'lunch'; there are")]
+)
+def test_no_command_is_refused(words: tuple[str, ...], told: str) -> None:
+    done = hpcrl(*words)
+    assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, "") and told in done.stderr
+
+
+def hinted(text: str) -> list[str]:
+    """The command at the end of a hint, as words of a shell."""
+    return shlex.split(text[text.index("run: ") + 5 :])
+
+
+def test_a_hint_runs_in_a_shell_without_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hint = "run: python -m hpcrl.status runs/x"
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    for folder in (tmp_path, Path(sys.executable).parents[1]):
+        monkeypatch.chdir(folder)
+        words = hinted(cli.in_shell(hint))
+        assert words[1:] == ["-m", "hpcrl.status", "runs/x"]
+        done = run(*words, path="/usr/bin:/bin", cwd=folder)
+        assert "runs/x is no run folder" in done.stderr, done
+    assert words[0] == f"bin/{Path(sys.executable).name}", "short where the interpreter is below the current folder"
+
+
+def test_a_hint_names_the_console_command_where_it_is_the_one_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for folder in (ours, others):
+        folder.mkdir()
+        (folder / "hpcrl").write_text("#!/bin/sh\n")
+        (folder / "hpcrl").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(ours / "python"))
+    monkeypatch.setenv("PATH", f"{ours}:{others}")
+    assert cli.in_shell("run: python -m hpcrl.prefetch a/b") == "run: hpcrl prefetch a/b"
+    assert cli.in_shell("python -m hpcrl.node.preflight X") == f"{ours}/python -m hpcrl.node.preflight X", (
+        "no command of hpcrl"
+    )
+    monkeypatch.setenv("PATH", f"{others}:{ours}")
+    assert cli.in_shell("python -m hpcrl.launch -m") == f"{ours}/python -m hpcrl.launch -m", "another installation's"
+
+
+def test_what_is_refused_names_the_interpreter(tmp_path: Path) -> None:
+    done = run(sys.executable, "-m", "hpcrl.launch", "model.path=org/name", path="/usr/bin:/bin", cwd=tmp_path)
+    assert done.returncode == ExitCode.BAD_INPUT
+    assert f"run: {sys.executable} -m hpcrl.prefetch org/name" in done.stderr
+
+
+def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path: Path) -> None:
+    assert list(NEEDS) == PYPROJECT["project"]["optional-dependencies"]["slurm"]
+    code = (
+        "import sys; sys.modules['submitit'] = None\n"
+        "from hpcrl.launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ("-m", "+cluster=slurm", "data.train=task:sort_digits", "reward.default.name=sort_digits", "seed=0,1")
+    done = run(sys.executable, "-c", code, *words, cwd=tmp_path)
+    assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
+    command = shlex.split(done.stderr.partition("not installed; ")[2])
+    assert command == [sys.executable, "-m", "pip", "install", *NEEDS]
+
+
+def test_make_setup_installs_what_a_sweep_needs() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    core = makefile[makefile.index("$(CORE): pyproject.toml") : makefile.index("$(DEV): $(CORE)")]
+    assert "'.[slurm]'" in core
