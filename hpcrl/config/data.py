@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hpcrl.spec.fields import Positive, Section, Share
+from hpcrl.spec.fields import NUMBER, Positive, Section, Share
+
+MOST_ROWS = 1 << 24
+"""Rows of a generated source: an epoch's order is held in memory."""
 
 
 class DataSource(Section):
@@ -16,7 +19,7 @@ class DataSource(Section):
     """File, task:NAME or reasoning_gym:NAME."""
     tag: str | None = None
     """Domain of all its rows; null: each row's own tag."""
-    size: Positive | None = None
+    size: Annotated[int, Field(ge=1, lt=MOST_ROWS), NUMBER] | None = None
     """Generated sources: rows of an epoch."""
     options: dict[str, Any] = {}
     """Generated sources: arguments of the task."""

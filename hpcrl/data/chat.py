@@ -1,26 +1,70 @@
-"""From messages to token ids, through the tokenizer's chat template where it has one."""
+"""From messages to token ids, through the tokenizer's chat template where it has one.
+
+Only the template writes special tokens: `<|im_end|>` in a message is text and is encoded as text, since it would end
+the message otherwise. Without a template the text is the prompt as it stands, special tokens in it included.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 from hpcrl.data.rows import Messages
 
+MARK = "\ue000"  # of the private use area; stands after the first character of what only looks like a special token
+
 
 def render(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True) -> str:
-    """The text of messages; with `ask` it ends where the answer of the model starts.
+    """The text of messages, for encode(); with `ask` it ends where the answer of the model starts.
 
-    Without a chat template: the contents, one paragraph each.
+    Special tokens in a message carry a MARK, which plain() takes out. Without a chat template: the contents, one
+    paragraph each.
     """
     if getattr(tokenizer, "chat_template", None):
+        if (special := _special(tokenizer)) is not None:
+            messages = [
+                {**message, "content": special.sub(lambda m: m[0][0] + MARK + m[0][1:], message["content"])}
+                if message["content"]
+                else message
+                for message in messages
+            ]
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
     return "\n\n".join(message["content"] or "" for message in messages)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a rendered text. A template writes its own special tokens; without one the tokenizer adds them."""
+def plain(text: str) -> str:
+    """A rendered text as people read it."""
+    return text.replace(MARK, "")
+
+
+def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
+    """Token ids of a rendered text. A template writes its own special tokens; without one the tokenizer adds them where
+    the text begins."""
     templated = bool(getattr(tokenizer, "chat_template", None))
-    return list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
+    if not templated or MARK not in text or (special := _special(tokenizer)) is None:
+        return list(tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]) if text else []
+    marked = "|".join(re.escape(token[0] + MARK + token[1:]) for token in _special_tokens(tokenizer))
+    ids: list[int] = []
+    for piece in re.split(f"({marked})", text):
+        words = plain(piece)
+        as_text = piece != words and special.fullmatch(words) is not None
+        ids += tokenizer(words, add_special_tokens=False, split_special_tokens=as_text)["input_ids"] if words else []
+    return ids
+
+
+@functools.lru_cache(maxsize=8)
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """The tokenizer's special tokens, longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return sorted((token.content for token in added if token.special), key=len, reverse=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _special(tokenizer: Any) -> re.Pattern[str] | None:
+    """What matches them; None where there are none."""
+    tokens = _special_tokens(tokenizer)
+    return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
 
 def cut_to_fit(

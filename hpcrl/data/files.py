@@ -14,6 +14,16 @@ import numpy as np
 from hpcrl.config import DataSource
 from hpcrl.data.tasks import Split, Task, is_generated, make_task
 
+PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "parquet",
+}
+"""What the files of other formats begin with, which carry the name of one that is read."""
+
 
 class BadRow(ValueError):
     """A row that cannot be used; the message starts with its place, `file:line`."""
@@ -44,6 +54,9 @@ class JsonlTable:
     def __init__(self, path: Path):
         self.path = path
         self._bytes = path.read_bytes()
+        if kind := next((name for magic, name in PACKED.items() if self._bytes.startswith(magic)), None):
+            way_out = "name it .parquet" if kind == "parquet" else "unpack it first"
+            raise ValueError(f"{path}: this is a {kind} file, not lines of JSON; {way_out}")
         ends = np.flatnonzero(np.frombuffer(self._bytes, np.uint8) == ord("\n"))
         starts = np.concatenate([[0], ends + 1])
         ends = np.concatenate([ends, [len(self._bytes)]])
@@ -88,6 +101,7 @@ class ParquetTable:
             self._table = parquet.read_table(path).combine_chunks()
         except (arrow.ArrowException, OSError) as error:
             raise ValueError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
+        self._has_bytes = any("binary" in str(column.type) for column in self._table.schema)
 
     @cached_property
     def digest(self) -> str:
@@ -100,9 +114,23 @@ class ParquetTable:
     def row(self, index: int) -> dict[str, Any]:
         row = self._table.slice(index, 1).to_pylist()[0]
         try:
-            return msgspec.to_builtins(row)  # dates and decimals as text: a row's columns travel between ranks
+            # Dates and decimals as text: a row's columns travel between ranks.
+            row = msgspec.to_builtins(row, builtin_types=(bytes,))
         except (TypeError, msgspec.ValidationError) as error:
             raise BadRow(f"{self.where(index)}: {error}") from error
+        return {key: self._as_text(value, index, key) for key, value in row.items()} if self._has_bytes else row
+
+    def _as_text(self, value: Any, index: int, column: str) -> Any:
+        """Bytes as the text they hold: writers of parquet that know no text type store it so."""
+        if isinstance(value, bytes):
+            try:
+                return value.decode()
+            except UnicodeDecodeError as error:
+                text = "bytes that are no UTF-8; leave the column out, or store text"
+                raise BadRow(f"{self.where(index)}: {column} holds {text}") from error
+        if isinstance(value, dict):
+            return {key: self._as_text(inner, index, f"{column}.{key}") for key, inner in value.items()}
+        return [self._as_text(inner, index, column) for inner in value] if isinstance(value, list) else value
 
     def where(self, index: int) -> str:
         return f"{self.path}:row {index}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hpcrl.config import DataConfig, DataSource
@@ -18,7 +19,10 @@ ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
 RESPONSE_KEYS = ("response", "completion")
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_DOMAIN = "default"
-MAX_PROBLEMS = 20
+MAX_PROBLEMS = 10  # lines; the others are counted
+MAX_ROW_BYTES = 2 << 20
+"""JSON of a row's answer and other columns, which go with its prompt to the reward or environment: a message between
+ranks holds 4 MiB, the prompt included."""
 
 Messages = list[dict[str, Any]]
 
@@ -52,6 +56,8 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} holds no user turn to answer")
     answer = _answer(raw, config, where)
+    extra = {k: v for k, v in raw.items() if k != key}
+    _check_size(answer, extra, where)
     tools = raw.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow(f"{where}: tools must be a list of objects")
@@ -63,8 +69,19 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
         response=response if response is not None or not isinstance(answer, str) else answer,
         tools=tools or None,
         domain=fixed_domain or _domain(raw, config, where),
-        extra={k: v for k, v in raw.items() if k != key},
+        extra=extra,
     )
+
+
+def _check_size(answer: Any, extra: dict[str, Any], where: str) -> None:
+    """BadRow where the row is too large to travel; it would end the run at the step that draws it."""
+    num_bytes = len(msgspec.json.encode((answer, extra)))
+    if num_bytes > MAX_ROW_BYTES:
+        largest = max(extra, key=lambda name: len(msgspec.json.encode(extra[name])))
+        raise BadRow(
+            f"{where}: {num_bytes / 2**20:.1f} MiB of answer and other columns would go with every response to the "
+            f"reward, at most {MAX_ROW_BYTES >> 20} do (the largest: {largest}); store the path of a file instead"
+        )
 
 
 def _first(raw: dict[str, Any], chosen: str | None, known: tuple[str, ...]) -> str | None:
@@ -87,6 +104,8 @@ def _messages(value: Any, where: str, key: str) -> Messages:
             message["role"] == "assistant" and message.get("content") is None and message.get("tool_calls")
         ):
             raise BadRow(f"{where}: {key}[{n}].content must be text")
+        if message["role"] == "user" and not message["content"].strip():
+            raise BadRow(f"{where}: {key}[{n}].content is empty")
     # Parquet gives every struct of a list all keys, null where the message did not have them.
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
 
@@ -128,7 +147,8 @@ def sources(config: DataConfig, split: Split) -> list[DataSource]:
 class RowSet:
     """All rows of a split, checked: those of the first source, then of the next. ValueError lists all problems.
 
-    `domain_names`: domains in order of appearance; `domains`: int32 [rows], index of each row's into them.
+    `domain_names`: domains in order of appearance; `domains`: int32 [rows], index of each row's into them;
+    `unanswered`: domain -> how many of its rows have no answer, and `file:line` of the first.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int):
@@ -146,10 +166,14 @@ class RowSet:
         self._starts = np.cumsum([0, *(len(table) for table in self.tables)])
         self.domain_names: list[str] = []
         self.domains = np.zeros(self._starts[-1], dtype=np.int32)
+        self.unanswered: dict[str, tuple[int, str]] = {}
+        what, more = "sources", len(problems) - MAX_PROBLEMS
         if not problems:
-            problems = list(itertools.islice(self._scan(), MAX_PROBLEMS + 1))
-        if len(problems) > MAX_PROBLEMS:
-            problems[MAX_PROBLEMS:] = [f"data.{split}: more rows are wrong; these are the first {MAX_PROBLEMS}"]
+            found = self._scan()
+            problems = list(itertools.islice(found, MAX_PROBLEMS))
+            what, more = "rows", sum(1 for _ in found)
+        if more > 0:
+            problems[MAX_PROBLEMS:] = [f"data.{split}: and {more} more {what} with problems"]
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -162,8 +186,11 @@ class RowSet:
                 continue
             for index in range(len(table)):
                 try:
-                    domain = self._parse(number, index).domain
-                    self.domains[start + index] = self._domain_index(domain)
+                    row = self._parse(number, index)
+                    self.domains[start + index] = self._domain_index(row.domain)
+                    if row.answer is None or (isinstance(row.answer, str) and not row.answer.strip()):
+                        count, first = self.unanswered.get(row.domain, (0, table.where(index)))
+                        self.unanswered[row.domain] = count + 1, first
                 except BadRow as error:
                     yield str(error)
 
@@ -178,6 +205,10 @@ class RowSet:
     def _locate(self, row: int) -> tuple[int, int]:
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         return number, row - int(self._starts[number])
+
+    def domain_of(self, row: int) -> str:
+        """The domain of a row."""
+        return self.domain_names[self.domains[row]]
 
     def row(self, row: int) -> Row:
         """The row; BadRow where it cannot be used."""

@@ -45,7 +45,7 @@ class SFTRows:
 
         def extend(text: str, marked: bool) -> None:
             # Only the first piece may get the special tokens a tokenizer without a chat template adds.
-            new = encode(self._tokenizer, text) if not ids else self._encode_raw(text)
+            new = encode(self._tokenizer, text, begins=not ids)
             ids.extend(new)
             mask.extend([marked] * len(new))
 
@@ -70,9 +70,6 @@ class SFTRows:
                 "marked; split the row into one row per answer"
             )
         return text[len(done) :]
-
-    def _encode_raw(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0) -> SFTRows:

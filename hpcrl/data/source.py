@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hpcrl.config import DataConfig
-from hpcrl.data.chat import cut_to_fit, encode, render
+from hpcrl.data.chat import cut_to_fit, encode, plain, render
+from hpcrl.data.files import BadRow
 from hpcrl.data.rows import Row, RowSet, domain_shares, require_same
 from hpcrl.data.tasks import Split
 from hpcrl.rollout.dispositions import Dispositions, Settled
@@ -51,6 +52,8 @@ class PromptSource:
         self._seed = seed
         self._rows = RowSet(config, split, seed)
         self._streams = self._make_streams(batch_size)
+        if split == "train":
+            self._require_room()
         # Which stream each prompt of a batch comes from, spread so that any part of a batch has about the same mix.
         places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
         self._pattern = [n for _, n in sorted(places)]
@@ -68,6 +71,22 @@ class PromptSource:
             for name, share in shares.items()
         ]
 
+    def _require_room(self) -> None:
+        """ValueError where all prompts of a stream are over-long: else it would show when the ranks are at work."""
+        for stream in self._streams:
+            if not any(self._fits(int(row)) for row in stream.rows):
+                raise ValueError(self._all_too_long(stream))
+
+    def _fits(self, row: int) -> bool:
+        return len(self._tokens(self._rows.row(row), row)[1]) <= self._config.max_prompt_tokens
+
+    def _all_too_long(self, stream: _Stream) -> str:
+        return (
+            f"data.{self._split}: all {len(stream.rows)} prompts of domain {stream.name} have more than "
+            f"data.max_prompt_tokens={self._config.max_prompt_tokens} tokens; raise it, or set "
+            "data.overlong_prompts=truncate"
+        )
+
     @property
     def domains(self) -> list[str]:
         """Domains of the data, in order of appearance."""
@@ -78,15 +97,21 @@ class PromptSource:
         return len(self._rows)
 
     def next(self) -> Prompt:
-        """Draw the next prompt. Over-long ones are settled as too_long on the way (data.overlong_prompts=drop).
+        """Draw the next prompt. Over-long ones are settled as too_long on the way (data.overlong_prompts=drop), and as
+        failed rows that cannot be used: those of files were checked before, those of generated sources were not.
 
-        ValueError when a whole epoch holds nothing but over-long prompts, or names the row that is over the limit
+        ValueError when a whole epoch holds nothing else, or names the row that is over the limit
         (data.overlong_prompts=error).
         """
         stream = self._streams[self._pattern[self._num_given % len(self._pattern)]]
         for _ in range(len(stream.rows)):
             epoch, row = self._advance(stream)
-            parsed = self._rows.row(row)
+            try:
+                parsed = self._rows.row(row)
+            except BadRow as error:
+                uid = self.dispositions.open(epoch, row, self._rows.domain_of(row))
+                self._dropped.append(self.dispositions.settle(uid, Disposition.FAILED, str(error)))
+                continue
             uid = self.dispositions.open(epoch, row, parsed.domain)
             text, token_ids = self._tokens(parsed, row)
             if len(token_ids) <= self._config.max_prompt_tokens:
@@ -94,13 +119,10 @@ class PromptSource:
                 return Prompt(uid, parsed.domain, epoch, row, tuple(token_ids), text, parsed.answer, parsed.extra)
             reason = f"{len(token_ids)} tokens"
             self._dropped.append(self.dispositions.settle(uid, Disposition.TOO_LONG, reason))
-        raise ValueError(
-            f"data.{self._split}: all {len(stream.rows)} prompts of domain {stream.name} have more than "
-            f"data.max_prompt_tokens={self._config.max_prompt_tokens} tokens"
-        )
+        raise ValueError(self._all_too_long(stream))
 
     def take_dropped(self) -> list[Settled]:
-        """The over-long prompts since the last call (a resume keeps those that were not taken)."""
+        """The prompts that next() passed over since the last call (a resume keeps those that were not taken)."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -141,13 +163,14 @@ class PromptSource:
         token_ids = encode(self._tokenizer, text)
         limit = self._config.max_prompt_tokens
         if len(token_ids) <= limit or self._config.overlong_prompts == "drop":
-            return text, token_ids
+            return plain(text), token_ids
         if self._config.overlong_prompts == "error":
             raise ValueError(
                 f"{self._rows.where(row)}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens={limit} "
                 "(data.overlong_prompts=drop or truncate accepts it)"
             )
-        return cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit) or (text, token_ids)
+        text, token_ids = cut_to_fit(self._tokenizer, parsed.messages, parsed.tools, limit) or (text, token_ids)
+        return plain(text), token_ids
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able cursor: what has been drawn, the open prompts, and what identifies the data."""

@@ -8,7 +8,7 @@ import sys
 
 from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
-from hpcrl.data.rows import RowSet, parse_row, sources
+from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources
 from hpcrl.data.tasks import built_in_reward, is_generated
 from hpcrl.rewards import make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
@@ -16,6 +16,8 @@ from hpcrl.rewards.protocol import Ready, frame, take_answers
 
 DEFAULT = "default"
 CHECK_TIMEOUT_S = 60.0
+COMPARES = ("exact_match", "math", "sort_digits", "reasoning_gym")
+"""Rewards that score nothing without the row's answer."""
 
 
 class Router:
@@ -90,17 +92,37 @@ def validate_rewards(config: Config) -> list[str]:
 
 
 def _check_domains(config: Config, router: Router) -> list[str]:
+    """Domains without a reward, rows without the answer that theirs needs, rewards without a row."""
     problems = []
+    domains: dict[str, None] = {}
+    readable = True
     for split in ("train", "val"):
         try:
-            domains = RowSet(config.data, split, config.seed).domain_names if sources(config.data, split) else []
+            rows = RowSet(config.data, split, config.seed) if sources(config.data, split) else None
         except ValueError:  # validate_sources tells the user
+            readable = False
             continue
-        for domain in domains:
+        domains |= dict.fromkeys(rows.domain_names if rows is not None else [])
+        for domain in rows.domain_names if rows is not None else []:
             try:
-                router.of(domain)
+                name = router.of(domain).name
             except ValueError as error:
                 problems.append(str(error))
+                continue
+            if rows is not None and domain in rows.unanswered and name in COMPARES:
+                count, where = rows.unanswered[domain]
+                looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
+                problems.append(
+                    f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "
+                    f"with; {count} rows of domain {domain} in data.{split} have none"
+                )
+    # The only one scores every row, whatever its name.
+    for section in config.reward if readable and len(config.reward) > 1 else ():
+        if section not in (*domains, DEFAULT):
+            there = ", ".join(domains)
+            problems.append(
+                f"reward.{section}: no row of data.train or data.val is of domain {section} (there are: {there})"
+            )
     return list(dict.fromkeys(problems))
 
 

@@ -409,7 +409,8 @@ def _admissions(
 
 
 def _payload(prompt: Prompt) -> messages.PromptPayload:
-    meta = json.dumps({"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra})
+    told = {"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra}
+    meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # as small as hpcrl.data.rows reckons
     return messages.PromptPayload(
         prompt.uid, prompt.domain, np.array(prompt.token_ids, dtype=np.int32).tobytes(), meta.encode()
     )

@@ -9,11 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from hpcrl.config import DataConfig, DataSource
-from hpcrl.data import validate_sources
-from hpcrl.data.rows import MAX_PROBLEMS, RowSet, domain_shares
+from hpcrl.config import Config, DataConfig, DataSource
+from hpcrl.control.queues import MAX_MESSAGE_BYTES
+from hpcrl.data import PromptSource, validate_sources
+from hpcrl.data.rows import MAX_ROW_BYTES, RowSet, domain_shares
+from hpcrl.data.tasks import GeneratedTask
+from hpcrl.rollout.loop import _admissions
+from hpcrl.rollout.types import Disposition, make_sample_id
+from hpcrl.runtime.generation import training_sampling
 
 USER = [{"role": "user", "content": "2+2?"}]
 
@@ -105,6 +111,9 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role must be one of system, user"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be text"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages holds no user turn to answer"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content is empty"),
+        ({"prompt": "a", "answer": "x" * (1 << 20)}, ": 2.0 MiB of answer and other columns would go with"),
+        ({"prompt": "a", "answer": "x", "tests": [1] * (1 << 20)}, "(the largest: tests); store the path of a file"),
         ({"prompt": "a", "tag": 3}, "tag must be text, not '3'"),
         ({"prompt": "a", "tools": "x"}, "tools must be a list of objects"),
     ],
@@ -113,6 +122,54 @@ def test_a_bad_row_is_named_by_file_and_line(write_jsonl, line: Any, message: st
     path = write_jsonl("a.jsonl", {"prompt": "good"}, line, {"prompt": "good"})
     (problem,) = validate_sources(DataConfig(train=path))
     assert problem.startswith(f"{path}:2: ") and message in problem and "\n" not in problem
+
+
+def test_a_row_at_the_limit_fits_into_the_messages_between_ranks(tokenizer, write_jsonl):
+    """Also where every character has three bytes, with a prompt and a response of a quarter of a MiB each."""
+    answer = "数" * (MAX_ROW_BYTES // 6 - 100)
+    path = write_jsonl("a.jsonl", json.dumps({"prompt": "p" * (1 << 18), "answer": answer}, ensure_ascii=False))
+    assert validate_sources(DataConfig(train=path)) == []
+    prompt = PromptSource(DataConfig(train=path, max_prompt_tokens=1 << 20), "train", tokenizer, 0, 1).next()
+    (admit,) = _admissions([make_sample_id(0, 0, 0)], {0: prompt}, training_sampling(Config()), seed=0)
+    assert len(msgspec.msgpack.encode(admit)) + (1 << 18) < MAX_MESSAGE_BYTES
+
+
+def test_a_row_that_cannot_be_used_at_run_time_costs_itself(tokenizer, monkeypatch):
+    """Rows of generated sources are not looked at before the start."""
+    make = GeneratedTask.row
+    monkeypatch.setattr(
+        GeneratedTask, "row", lambda self, i: make(self, i) | ({"tests": "x" * MAX_ROW_BYTES} if i == 1 else {})
+    )
+    source = PromptSource(DataConfig(train="task:add", shuffle=False), "train", tokenizer, seed=0, batch_size=2)
+    assert [source.next().row for _ in range(3)] == [0, 2, 3]
+    (lost,) = source.take_dropped()
+    assert (lost.row, lost.disposition, lost.domain) == (1, Disposition.FAILED, "add")
+    assert lost.reason.startswith("task:add[1]: 2.0 MiB of answer")
+
+
+@pytest.mark.parametrize("magic", [b"\x1f\x8b\x08\0", b"PK\x03\x04", b"PAR1"])
+def test_a_packed_file_is_said_to_be_one(tmp_path: Path, magic: bytes):
+    (tmp_path / "rows.jsonl").write_bytes(magic + bytes(100))
+    (problem,) = validate_sources(DataConfig(train=f"{tmp_path}/rows.jsonl"))
+    kind = {b"\x1f": "gzip", b"P": "zip"}.get(magic[:1], "") if magic != b"PAR1" else "parquet"
+    assert problem.startswith(f"data.train: {tmp_path}/rows.jsonl: this is a {kind} file, not lines of JSON")
+
+
+def test_bytes_in_parquet_are_text_or_refused(tmp_path: Path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [
+        {"prompt": b"2+2?", "answer": b"vier", "info": {"hints": ["größer".encode()]}},
+        {"prompt": b"a", "answer": b"b", "info": {"hints": [b"\x89PNG"]}},
+    ]
+    for count in (1, 2):
+        parquet.write_table(pa.Table.from_pylist(rows[:count]), tmp_path / f"{count}.parquet")
+    row = only_row(f"{tmp_path}/1.parquet")
+    assert (row.messages, row.answer, row.extra["info"]) == (USER, "vier", {"hints": ["größer"]})
+    assert validate_sources(DataConfig(train=f"{tmp_path}/2.parquet")) == [
+        f"{tmp_path}/2.parquet:row 1: info.hints holds bytes that are no UTF-8; leave the column out, or store text"
+    ]
 
 
 def test_a_chosen_answer_key_must_be_there(write_jsonl):
@@ -124,8 +181,10 @@ def test_a_chosen_answer_key_must_be_there(write_jsonl):
 def test_problems_are_capped_and_said_to_be_more(write_jsonl):
     path = write_jsonl("a.jsonl", *["broken"] * 50)
     problems = validate_sources(DataConfig(train=path))
-    assert len(problems) == MAX_PROBLEMS + 1 and "more rows are wrong" in problems[-1]
-    assert problems[MAX_PROBLEMS - 1].startswith(f"{path}:{MAX_PROBLEMS}: ")
+    assert len(problems) == 11 and problems[9].startswith(f"{path}:10: ")
+    assert problems[-1] == "data.train: and 40 more rows with problems"
+    problems = validate_sources(DataConfig(train=[f"/nowhere/{n}.jsonl" for n in range(13)]))
+    assert len(problems) == 11 and problems[-1] == "data.train: and 3 more sources with problems"
 
 
 def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):

@@ -47,7 +47,8 @@ def test_nothing_wrong(tmp_path: Path):
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
-    data = DataConfig(train=jsonl(tmp_path / "a.jsonl", {"prompt": "a", "tag": "x"}, {"prompt": "b", "tag": "y"}))
+    rows = [{"prompt": "a", "answer": "b", "tag": tag} for tag in "xyfg"]
+    data = DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows))
     reward = {
         "x": RewardConfig(options={"patern": "a"}),
         "f": RewardConfig(name="function", function=f"{FILE}:unknown"),
@@ -62,3 +63,25 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path):
         strict=True,
     ):
         assert problem.startswith(start) and text in problem
+
+
+def test_rows_without_an_answer_are_named_where_the_reward_needs_one(tmp_path: Path):
+    rows = [{"prompt": "a", "answer": "4", "tag": "x"}, *({"prompt": "b", "tag": tag} for tag in "xxf")]
+    path = jsonl(tmp_path / "a.jsonl", *rows, {"prompt": "c", "answer": " ", "tag": "x"})
+    reward = {"x": RewardConfig(name="exact_match"), "f": RewardConfig(name="function", function=f"{FILE}:trl")}
+    (problem,) = validate_rewards(Config(data=DataConfig(train=path), reward=reward))
+    assert problem.startswith(
+        f"{path}:2: no answer (looked for answer, ground_truth, label, solution; data.answer_key)"
+    )
+    assert problem.endswith("which the reward exact_match compares with; 3 rows of domain x in data.train have none")
+    no_need = {"default": RewardConfig(name="function", function=f"{FILE}:trl")}
+    assert validate_rewards(Config(data=DataConfig(train=path), reward=no_need)) == []
+
+
+def test_a_reward_that_no_row_asks_for_is_named(tmp_path: Path):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "4", "tag": "maths"})
+    data, reward = DataConfig(train=path), {"math": RewardConfig(), "default": RewardConfig()}
+    assert validate_rewards(Config(data=data, reward=reward)) == [
+        "reward.math: no row of data.train or data.val is of domain math (there are: maths)"
+    ]
+    assert validate_rewards(Config(data=data, reward={"math": RewardConfig()})) == [], "the only one scores every row"
