@@ -469,11 +469,47 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ("cluster={after: chain, num_links: 1000}", "cluster.num_links: expected at most 100"),
         ("cluster.components={a: {gpu_type: h100}}", "cluster.components.a.gpu_type: not read here, the component"),
         ("pipeline=convert", "convert.source: needs the run folder"),
+        ("cluster.account=<YOUR_ACCOUNT>", "cluster.account: '<YOUR_ACCOUNT>' is a placeholder; give the value"),
+        (
+            "model.path=<MODEL>",
+            "model.path: '<MODEL>' is a placeholder; give the value (override 'model.path=<MODEL>')",
+        ),
+        (
+            "cluster.sbatch_options.time=60",
+            "cluster.sbatch_options: --time is not free, hpcrl needs it itself; use cluster",
+        ),
+        (
+            "cluster.sbatch_options=['--wait']",
+            "cluster.sbatch_options: --wait is not free, hpcrl needs it itself (over",
+        ),
+        ("cluster.srun_options={export: NONE}", "cluster.srun_options: --export is not free, hpcrl needs it itself"),
+        ("cluster.sbatch_options={N: 2}", "cluster.sbatch_options.N: expected the long name of an option"),
+        ("cluster.sbatch_options=[a=1,a=2]", "cluster.sbatch_options=[a=1,a=2]: cannot be read"),
+        ("cluster.sbatch_options=['a=1','a=2']", "cluster.sbatch_options: expected --a once only"),
+        ('cluster.sbatch_options={comment: "a\nb"}', "cluster.sbatch_options.comment: expected text on one line"),
     ],
 )
 def test_what_slurm_or_the_site_would_refuse_is_one_line(word: str, line: str) -> None:
     (found,) = problems(word)
     assert found.startswith(line)
+
+
+def test_words_for_sbatch_are_taken_as_typed() -> None:
+    words = ["partition=low,high", "time=60", "exclude=n[1-4],m2", "constraint=a100|h100", "components.x.partition=a,b"]
+    cluster = load([f"cluster.{word}" for word in words]).cluster
+    assert (cluster.partition, cluster.time, cluster.time_s) == ("low,high", "60", 3600)
+    assert (cluster.exclude, cluster.constraint) == ("n[1-4],m2", "a100|h100")
+    assert cluster.components["x"].partition == "a,b"
+    cluster = load(["cluster.partition='low,high'", 'cluster.time="90"', "cluster.account=null"]).cluster
+    assert (cluster.partition, cluster.time, cluster.account) == ("low,high", "90", None), "as before, in quotes"
+
+
+def test_further_options_are_a_mapping_or_a_list() -> None:
+    listed = load(["cluster.sbatch_options=['--exclusive','licenses=fs:1','--gpus-per-node=1']"]).cluster
+    mapped = load(["cluster.sbatch_options={exclusive: true, licenses: 'fs:1', gpus-per-node: 1}"]).cluster
+    assert listed == mapped
+    assert mapped.sbatch_options == {"exclusive": True, "licenses": "fs:1", "gpus-per-node": "1"}
+    assert parse(load(["cluster.sbatch_options.exclusive=true"]).model_dump(mode="json")).cluster.sbatch_options
 
 
 def test_text_for_the_model_may_look_like_a_placeholder() -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
+from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.schema import MOST_MEMBERS, Config, Reinforce, RolloutConfig
 from hpcrl.spec.kinds import Spec
-from hpcrl.spec.problems import Path, Problem, dotted
+from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 NOT_BUILT: dict[Path, tuple[str, ...]] = {
     ("env", "name"): ("sokoban", "frozen_lake", "webshop"),
 }
 """Values that a configuration may have and a plan is made for, but that cannot run yet."""
-
-PLACEHOLDER = re.compile(r"\?\?\?|CHANGE_?ME|/path/to\b|^<[\w .-]*>$", re.IGNORECASE)
-"""What people write where a value is still to come."""
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling that keeps every token."""
@@ -44,6 +41,7 @@ def check(config: Config) -> list[Problem]:
         *_user_code(config),
         *(problem for _, _, spec in chosen(config) for problem in spec.check(config)),
         *_components(config),
+        *_slurm_options(config),
         *_warning(config),
     ]
 
@@ -420,6 +418,16 @@ def _components(config: Config) -> Iterator[Problem]:
             path = ("cluster", "components", name, "memory")
             text = f"{dotted(path)}: missing; Slurm would take another component's, so give it for all or none"
             yield Problem(path, text, (("cluster", "components"),))
+
+
+def _slurm_options(config: Config) -> Iterator[Problem]:
+    """Options that would contradict what hpcrl itself tells sbatch or srun."""
+    for key, taken in (("sbatch_options", SET_FOR_SBATCH), ("srun_options", SET_FOR_SRUN)):
+        for name in getattr(config.cluster, key):
+            if name in taken:
+                instead = f"; use {taken[name]}" if taken[name] else ""
+                text = f"cluster.{key}: --{name} is not free, hpcrl needs it itself{instead}"
+                yield Problem(("cluster", key, name), text)
 
 
 def _warning(config: Config) -> Iterator[Problem]:

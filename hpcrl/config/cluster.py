@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, Field, PlainValidator, create_model
 
 from hpcrl.spec.fields import NUMBER, Natural, Positive, PositiveFloat, Section
 from hpcrl.spec.tables import ROLES
@@ -66,10 +66,63 @@ IMAGE = WORD.replace("[", "[#", 1)
 WALL_TIME = r"^(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})$"
 MEMORY = r"^\d+[KMGT]?$"
 COMPONENT = r"^[a-z][a-z0-9_]*$"
+OPTION = r"^[a-z][a-z0-9-]*$"
 Word = Annotated[str, Field(pattern=WORD)]
 Image = Annotated[str, Field(pattern=IMAGE)]
 WallTime = Annotated[str, Field(pattern=WALL_TIME), BeforeValidator(_not_a_number)]
 Memory = Annotated[str, Field(pattern=MEMORY)]
+
+
+def _as_mapping(value: Any) -> Any:
+    """[--exclusive, --mail-type=END] is {exclusive: true, mail-type: END}."""
+    if not isinstance(value, list | tuple):
+        return value
+    found: dict[str, Any] = {}
+    for option in value:
+        name, given, text = str(option).removeprefix("--").partition("=")
+        if name in found:
+            raise ValueError(f"--{name} once only")
+        found[name] = text if given else True
+    return found
+
+
+def _one_line(value: Any) -> str | bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float | str) and len(str(value).splitlines()) == 1:
+        return str(value)
+    raise ValueError("expected text on one line, true or false")
+
+
+OptionName = Annotated[str, Field(pattern=OPTION)]
+OptionValue = Annotated[str | bool, PlainValidator(_one_line)]
+Options = Annotated[dict[OptionName, OptionValue], BeforeValidator(_as_mapping)]
+"""Option -> its value, true where it takes none, false to leave it out. A list as on a command line is read too."""
+
+SET_FOR_SBATCH = {
+    **{name: f"cluster.{name}" for name in ("account", "partition", "qos", "reservation", "constraint", "exclude")},
+    **{"switches": "cluster.switches", "time": "cluster.time", "signal": "cluster.signal_lead_s"},
+    **dict.fromkeys(("requeue", "no-requeue"), "cluster.after"),
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "layout and cluster.components"),
+    "cpus-per-task": "cpus_per_node of a component",
+    "mem": "memory of a component",
+    "gres": "gpus_per_node and gpu_type of a component",
+    "job-name": "run_name",
+    **dict.fromkeys(("output", "error", "open-mode", "chdir"), "run_dir"),
+    "array": "-m for a sweep",
+    **dict.fromkeys(("parsable", "test-only", "wait", "wrap"), ""),
+}
+"""Options of sbatch that hpcrl gives itself, or cannot do with -> the key that sets them."""
+SET_FOR_SRUN = {
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "het-group"), "layout and cluster.components"),
+    "cpus-per-task": "cpus_per_node of a component",
+    **dict.fromkeys(("container-image", "container-mounts", "container-workdir"), "cluster.container"),
+    **dict.fromkeys(("output", "error", "input", "chdir"), "run_dir"),
+    **dict.fromkeys(("export", "kill-on-bad-exit", "no-kill", "multi-prog", "pty"), ""),
+}
+"""The same of the srun that starts the agents."""
+GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
+"""Options of sbatch that ask for GPUs in the place of --gres."""
 
 
 class ComponentConfig(Section):
@@ -91,6 +144,12 @@ class ComponentConfig(Section):
     """Partition; null: cluster.partition."""
     constraint: Word | None = None
     """Features that the nodes must have; null: cluster.constraint."""
+
+
+def memory_bytes(memory: str) -> int:
+    """Bytes of memory as sbatch reads it: a number of K, M, G or T, without a letter of M."""
+    unit = memory[-1] if memory[-1].isalpha() else "M"
+    return int(memory.rstrip("KMGT")) << {"K": 10, "M": 20, "G": 30, "T": 40}[unit]
 
 
 class ClusterConfig(Section):
@@ -128,6 +187,10 @@ class ClusterConfig(Section):
     """Jobs of a chain, the first included."""
     max_restarts: Natural = 3
     """Restarts in a row after crashes and hangs without a new checkpoint in between; others do not count."""
+    sbatch_options: Options = {}
+    """Further options of sbatch, such as {exclusive: true, mail-user: me@site}, for every component."""
+    srun_options: Options = {}
+    """Further options of the srun that starts the agents, such as {mpi: pmix}."""
     modules: list[Word] = []
     """Environment modules to load on the nodes."""
     prologue: str = ""

@@ -6,15 +6,21 @@ bad one does not hide the next. Hydra changes no folder and writes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Any
 
-from hpcrl.spec.problems import Path, Problem, dotted
+from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 
 PRIMARY = "config"
+AS_TYPED = re.compile(
+    r"\+{0,2}(cluster\.(?:components\.\w+\.)?"
+    r"(?:account|constraint|exclude|partition|qos|reservation|switches|time))=(?!null$)([^'\"$].*)"
+)
+"""Words for sbatch, such as low,high or n[1-4] or 60: Hydra's grammar has other meanings for them."""
 
 
 def conf_dir() -> FilePath:
@@ -130,9 +136,16 @@ def _parse(words: Sequence[str], result: Composition) -> None:
                 result, word, "expected key=value" + _suggest(word, [f"+experiment={e}" for e in known["experiment"]])
             )
             continue
+        if typed := AS_TYPED.fullmatch(word):
+            result.overrides.append(Override(tuple(typed[1].split(".")), word, typed[2]))
+            continue
         try:
             override = parser.parse_override(word)
         except HydraException as error:
+            name, _, text = word.lstrip("+").partition("=")
+            if PLACEHOLDER.search(text):  # said of the value, as where it can be read
+                result.overrides.append(Override(tuple(name.split(".")), word, text))
+                continue
             _refuse(result, word, f"cannot be read ({_first_line(error)}); quote special characters: 'key=\"value\"'")
             continue
         key, value = override.key_or_group, override.value()

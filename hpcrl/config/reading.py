@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from hpcrl.config.checks import check, check_placeholders
-from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, WALL_TIME, WORD
+from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
 from hpcrl.config.schema import Config, Named, config_class
 from hpcrl.config.unread import check_unread
@@ -37,6 +37,7 @@ PATTERNS = {
     WORD: "one word as sbatch reads it, without spaces and quotes",
     IMAGE: "a file or an image's address, without spaces and quotes",
     COMPONENT: "a name of small letters, digits and '_'",
+    OPTION: "the long name of an option, such as mail-user",
 }
 """Pattern of the schema -> what a user reads about a value that does not follow it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, DataSource
@@ -26,7 +27,7 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         *(_inputs(config, layout, model, shape) if trains else ()),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
-        *(node_rows(config, layout) if config.cluster.name == "slurm" else ()),
+        *(node_rows(config, layout) if config.cluster.name == "slurm" or config.cluster.components else ()),
     ]
     if trains:
         if config.debug == "fake":
@@ -51,6 +52,7 @@ def _inputs(
         yield "data", f"train {_sources(config.data.train)}"
     if config.data.val is not None:
         yield "", f"held-out {_sources(config.data.val)}"
+    yield from (("", f"note: {path} is not there; a start needs it") for path in _missing_files(config))
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
@@ -101,9 +103,26 @@ def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) 
         tiny = config.model.tiny
         return (
             f"tiny {tiny.architecture} ({tiny.num_layers} layers, hidden {tiny.hidden_size}, {count}), "
-            f"random weights, made in the run folder, {config.model.dtype}"
+            f"random weights, made in the run folder, {_types(config)}"
         )
-    return f"{model.path} ({model.model_type}, {count}), {config.model.dtype}"
+    return f"{model.path} ({model.model_type}, {count}), {_types(config)}"
+
+
+def _types(config: Config) -> str:
+    """The types of numbers that the trainer and the generator work with."""
+    held, computed, generated = config.model.dtype, config.trainer.param_dtype, config.generator.dtype
+    if held == computed == generated:
+        return held
+    return f"trained in {computed}, kept in {held}, generated in {generated}"
+
+
+def _missing_files(config: Config) -> list[str]:
+    """Files of prompts that only a dry run does without."""
+    from hpcrl.data.rows import sources
+    from hpcrl.data.tasks import is_generated
+
+    paths = [source.path for split in ("train", "val") for source in sources(config.data, split)]
+    return [path for path in paths if not is_generated(path) and not Path(path).expanduser().exists()]
 
 
 def _sources(sources: str | list[str | DataSource]) -> str:

@@ -56,11 +56,28 @@ def _check_inputs(reading: Reading, config: Config) -> None:
 
     if config.debug != "train_only" or config.evaluates:
         prompts = config.rollout.num_prompts if config.reinforces else None
-        reading.add([Problem((), line, (("data",),)) for line in validate_sources(config.data, prompts)])
+        lacking = tuple(f"{path}: no such file" for path in _still_to_give(reading, config))
+        lines = [line for line in validate_sources(config.data, prompts) if not line.endswith(lacking or ("\n",))]
+        reading.add([Problem((), line, (("data",),)) for line in lines])
         reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
     reading.add(check_rollouts(config))
     reading.add(check_container(config.cluster))
     reading.add(check_prologue(config.cluster))
+
+
+def _still_to_give(reading: Reading, config: Config) -> list[str]:
+    """Files of prompts that a recipe names and a plan can do without; those of the command line must be there."""
+    if not config.dry_run:
+        return []
+    from hpcrl.data.rows import sources
+
+    by_hand = [path for path, on_command_line in reading.composition.given().items() if on_command_line]
+    return [
+        source.path
+        for split in ("train", "val")
+        if not any(path[:2] == ("data", split) for path in by_hand)
+        for source in sources(config.data, split)
+    ]
 
 
 def _find_model(reading: Reading, config: Config) -> Config:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl.cluster.container import srun_options
 from hpcrl.cluster.placement import Component, Placement
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, Problem
+from hpcrl.config.cluster import GPU_OPTIONS
 from hpcrl.exitcodes import ExitCode
 
 NOTHING_TO_DO = 3
@@ -76,6 +77,7 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
     # A site may start batch scripts without the environment, and would hand that on to the step.
     srun = ["--export=ALL", "--kill-on-bad-exit=0", "--no-kill", "--ntasks-per-node=1"]
     srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
+    srun += _further(cluster.srun_options)  # the last of two equal options counts
     body = BODY.format(
         words=shlex.join(words),
         # Before set -u, which modules and conda do not stand.
@@ -132,12 +134,19 @@ def _component_options(component: Component, cluster: ClusterConfig) -> Iterator
     yield f"--nodes={len(component.nodes)}"
     yield "--ntasks-per-node=1"
     yield f"--cpus-per-task={spec.cpus_per_node or cluster.threads_per_rank * max(map(len, component.nodes))}"
-    if spec.gpus_per_node:
+    if spec.gpus_per_node and not set(GPU_OPTIONS) & set(cluster.sbatch_options):
         yield f"--gres=gpu:{spec.gpu_type + ':' if spec.gpu_type else ''}{spec.gpus_per_node}"
     values = {"mem": spec.memory, "partition": _first(spec, cluster, "partition")}
     values["constraint"] = _first(spec, cluster, "constraint")
     values["switches"] = cluster.switches  # sbatch hands the options of the whole job on to every component, but not it
     yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
+    yield from _further(cluster.sbatch_options)
+
+
+def _further(options: Mapping[str, str | bool]) -> list[str]:
+    """The site's options, quoted for the shell, whose quotes sbatch reads too."""
+    given = {name: value for name, value in options.items() if value is not False}
+    return [f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}" for name, value in given.items()]
 
 
 def _first(spec: ComponentConfig, cluster: ClusterConfig, name: str) -> str | None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
+from hpcrl.config.cluster import memory_bytes
 from hpcrl.planner.advice import advise
 from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
 from hpcrl.planner.parts import Part, Phase, Row
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
+
+USUAL_CARD = "80 GB"
+"""The smallest that a plan is brought to fit without being asked."""
 
 PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",
@@ -38,6 +46,8 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
             f"{count * hours:,.6g} node-hours",
         )
     yield "cost", f"at most {node_hours:,.6g} node-hours, {gpu_hours:,.6g} GPU-hours ({config.cluster.time} a job)"
+    if config.cluster.name == "local":
+        yield "", "note: nodes and cost are those of a Slurm job; without +cluster=slurm all ranks are started here"
 
 
 def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
@@ -60,14 +70,40 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         on_host = kind.peak(on_host=True)
         if kind.on_gpu and on_host[1]:
             yield "", f"  in host memory {size(on_host[1])} at most, in {PHASE_WORDS[on_host[0]]}"
+    yield from _host_rows(config, layout, kinds)
     gpu_kinds = [kind for kind in kinds if kind.on_gpu]
-    for card, num_bytes in CARDS.items():
-        if not all(kind.fits(num_bytes) for kind in gpu_kinds):
-            advice = advise(config, shape, num_bytes)
-            if advice is not None:
-                yield "", f"to fit {card} cards: {' '.join(advice[0])}"
-                return
-            yield "", f"to fit {card} cards: no change of one key after another is enough; use more ranks"
+    for card in _cards_to_advise_on(config, gpu_kinds):
+        advice = advise(config, shape, CARDS[card])
+        if advice is not None:
+            yield "", f"to fit {card} cards: {' '.join(advice[0])}"
+            return
+        yield "", f"to fit {card} cards: no change of one key after another is enough; use more ranks"
+
+
+def _cards_to_advise_on(config: Config, kinds: Sequence[RankMemory]) -> list[str]:
+    """Usual cards that are too small, the smallest first; a dry run also asks for the next smaller one than those that
+    fit, for that takes seconds with the largest models."""
+    small = [card for card, num_bytes in CARDS.items() if not all(kind.fits(num_bytes) for kind in kinds)]
+    usual = [card for card in small if CARDS[card] >= CARDS[USUAL_CARD]]
+    return usual or (small[-1:] if config.dry_run else [])
+
+
+def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) -> Iterator[Row]:
+    """Host memory of the fullest node of each component, and whether that is more than there will be."""
+    needs = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
+    for component in Placement.from_config(config, layout).components:
+        need = max(sum(needs.get(rank, 0) for rank in node) for node in component.nodes)
+        if not need:
+            continue
+        if config.cluster.name == "local" and not config.cluster.components:
+            there, where, which = psutil.virtual_memory().total, "here", "this machine has"
+        else:
+            there = memory_bytes(component.config.memory or "0")
+            where, which = f"of a node of {component.name}", "its memory key asks for"
+        text = f"all ranks {where} together: {size(need)} of host memory at most"
+        if there:
+            text += f"; {which} {size(there)}" + ("" if need <= there else ", which is not enough")
+        yield "", text
 
 
 def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
@@ -78,23 +114,40 @@ def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Itera
         yield "saves", f"cannot be planned: {error}"
         return
     rate, kept = config.cluster.storage_gb_per_s, config.keep_checkpoints
+    total = (kept + 1) * num_bytes
     yield (
         "saves",
         f"{size(num_bytes)} a checkpoint, {_seconds(num_bytes / (rate * 1e9))} at {rate:g} GB/s "
-        f"(cluster.storage_gb_per_s); {kept} are kept and one is written: {size((kept + 1) * num_bytes)}",
+        f"(cluster.storage_gb_per_s); {kept} are kept and one is written: {size(total)}",
     )
+    if (free := _free_bytes(Path(config.run_dir))) is not None and free < total:
+        yield "", f"the file system of the run folder has {size(free)} free, which is not enough"
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """What a user may still write to the file system of a folder that may not be there yet; None if it does not say."""
+    there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
+    try:
+        found = os.statvfs(there)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
 
 
 def _cards(kind: RankMemory) -> str:
+    """The smallest card it fits, and how many responses the KV cache holds there and on larger ones."""
     if not kind.on_gpu:
         return ""
-    fitting = []
-    for card, num_bytes in CARDS.items():
-        if kind.fits(num_bytes):
-            held = kind.responses(num_bytes)
-            fitting.append(card + (f" (KV cache of {held} full responses)" if held else ""))
     free = f"{RESERVE:.0%} kept free"
-    return f"; fits {', '.join(fitting)} ({free})" if fitting else f"; fits none of {', '.join(CARDS)} ({free})"
+    fitting = [card for card, num_bytes in CARDS.items() if kind.fits(num_bytes)]
+    if not fitting:
+        return f"; fits none of {', '.join(CARDS)} ({free})"
+    larger = " and larger" if len(fitting) > 1 else ""
+    held: dict[int, str] = {}  # the smallest card of each
+    for card in fitting:
+        held.setdefault(kind.responses(CARDS[card]), card)
+    cache = ", ".join(f"{number} on {card}" for number, card in held.items() if number)
+    return f"; fits {fitting[0]}{larger} ({free})" + (f"; full responses in the KV cache: {cache}" if cache else "")
 
 
 def _parts(kind: RankMemory, phase: Phase) -> Iterator[str]:

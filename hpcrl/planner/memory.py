@@ -13,8 +13,15 @@ from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import reference_parts, train_plan, trainer_parts
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
-CARDS = {"80 GB": 79 << 30, "94 GB": 93 << 30, "141 GB": 139 << 30}
-"""Card -> bytes that CUDA shows of it."""
+CARDS = {
+    "40 GB": 39 << 30,
+    "48 GB": 44 << 30,  # of an L40S, whose error correction takes some; an A6000 shows 47
+    "64 GB": 63 << 30,
+    "80 GB": 79 << 30,
+    "94 GB": 93 << 30,
+    "141 GB": 139 << 30,
+}
+"""Card -> bytes that CUDA shows of it, the smallest first."""
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
 LEARNING: tuple[Phase, ...] = ("train", "update")

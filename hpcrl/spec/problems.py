@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 Path = tuple[str | int, ...]
 """Where a value stands: section, key, ... (list positions as numbers)."""
+
+PLACEHOLDER = re.compile(r"\?\?\?|CHANGE_?ME|/path/to\b|^<[\w .-]*>$", re.IGNORECASE)
+"""What people write where a value is still to come."""
 
 
 def dotted(path: Path) -> str:

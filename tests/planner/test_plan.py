@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,8 @@ def test_the_plan_of_256_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "2.99 TiB a checkpoint, 27 min at 2 GB/s (cluster.storage_gb_per_s)",
     ):
         assert line in said, (line, said)
-    assert "fits 80 GB (KV cache of " in said
-    assert "to fit" not in said
+    assert "fits 80 GB and larger (10% kept free); full responses in the KV cache: 18 on 80 GB" in said
+    assert "to fit 64 GB cards: " in said and "to fit 48" not in said, "the next smaller card, in a dry run"
     assert list(tmp_path.iterdir()) == [model]
 
 
@@ -80,7 +82,7 @@ def test_what_does_not_fit_says_what_to_change(tmp_path: Path, capsys: pytest.Ca
     largest = [word for word in LARGEST if "recompute" not in word]
     assert main([*words(model, *largest), "dry_run=true"]) == ExitCode.DONE
     said = capsys.readouterr().out
-    assert "fits none of 80 GB, 94 GB, 141 GB (10% kept free)" in said
+    assert "fits none of 40 GB, 48 GB, 64 GB, 80 GB, 94 GB, 141 GB (10% kept free)" in said
     assert "to fit 80 GB cards: trainer.megatron.recompute=full\n" in said
 
 
@@ -113,6 +115,53 @@ def test_an_unknown_family_is_said_and_no_error(tmp_path: Path, capsys: pytest.C
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B", model_type="mamba")
     assert main([*words(model, "generator.engine=vllm"), "dry_run=true"]) == ExitCode.DONE
     assert "memory  cannot be planned: its parameters are not known for model_type 'mamba'" in capsys.readouterr().out
+
+
+GPU_NODE = "cluster.components={node: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2%s}}"
+
+
+@pytest.mark.parametrize(("memory", "enough"), [("10G", False), ("11264", True), ("", None)])
+def test_host_memory_of_a_nodes_ranks_is_added_up(
+    memory: str, enough: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen2.5-0.5B in fp32 on two ranks: each stages all weights (1.84 GiB) and a bucket (.757) beside its half of
+    a snapshot (2.76)."""
+    model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
+    given = GPU_NODE % (f", memory: {memory}" if memory else "")
+    assert main([*words(model, given, "generator.max_slots=4"), "dry_run=true"]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "in host memory 5.36 GiB at most" in said
+    ((both, compared),) = re.findall(r"all ranks of a node of node together: (.+) of host memory at most(.*)", said)
+    assert both == "10.7 GiB"
+    asked = {"10G": "10 GiB", "11264": "11 GiB", "": ""}[memory]
+    ending = {True: f"; its memory key asks for {asked}", None: ""}
+    assert compared == ending.get(enough, f"; its memory key asks for {asked}, which is not enough")
+    assert "node: controller, trainer, generator, reward; 1 node(s) with 2 GPU(s)" in said
+    assert "note: nodes and cost are those of a Slurm job" in said, "the words have no +cluster=slurm"
+
+
+def test_a_recipes_missing_data_is_noted_and_the_users_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = ["+cluster=slurm", "+experiment=rlvr_vl_7b"]
+    assert main([*recipe, "dry_run=true"]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "note: data/geoqa_r1v_train_8k.parquet is not there; a start needs it" in said
+    assert "(qwen2_5_vl, 8.29B parameters), trained in bfloat16, kept in float32, generated in bfloat16\n" in said
+    for words in ([*recipe, "data.train=mine.parquet", "dry_run=true"], recipe):
+        assert main(words) == ExitCode.BAD_INPUT
+        assert ".parquet: no such file" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_the_file_system_cannot_take_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
+    free = os.statvfs_result((4096, 4096, 1 << 30, 1 << 20, 1 << 20, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: free)  # 4 GiB; three checkpoints take 16.6
+    assert main([*words(model, "generator.max_slots=4"), "dry_run=true"]) == ExitCode.DONE
+    assert "the file system of the run folder has 4 GiB free, which is not enough" in capsys.readouterr().out
 
 
 def test_bytes_for_people() -> None:

@@ -17,7 +17,7 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import ConfigError
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import render
-from tests.slurm.jobs import COMPLETED, FAILED, launch, show, submit, wait_state
+from tests.slurm.jobs import COMPLETED, FAILED, launch, log, show, submit, wait_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -57,7 +57,8 @@ def test_every_option_reaches_every_component(cluster: Any, tmp_path: Path, tiny
             "account=physics qos=fast reservation=booked constraint=ib&ssd exclude=n[3-4] switches=1@00:02:00 "
             "partition=solo time=00:31:00"
         )
-        words = [f"cluster.{name}='{value}'" for name, _, value in (o.partition("=") for o in options.split())]
+        words = [f"cluster.{option}" for option in options.split()]
+        words.append("cluster.sbatch_options={exclusive: true, comment: 'two words'}")
         job = submit(cluster, tmp_path / "run", *tiny, *HETJOB, *words, "max_steps=1")
         components = cluster.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()
         assert len(components) == 2
@@ -66,6 +67,7 @@ def test_every_option_reaches_every_component(cluster: Any, tmp_path: Path, tiny
             wanted = {
                 **{"Account": "physics", "Reservation": "booked", "Features": "ib&ssd", "ExcNodeList": "n[3-4]"},
                 **{"Switches": "1@00:02:00", "Partition": "solo", "TimeLimit": "00:31:00", "Requeue": "1"},
+                **{"OverSubscribe": "NO", "Comment": "two"},
             }
             assert {name: shown.get(name) for name in wanted} == wanted
         script = cluster.run("scontrol", "write", "batch_script", str(job), "-")
@@ -77,8 +79,10 @@ def test_every_option_reaches_every_component(cluster: Any, tmp_path: Path, tiny
 
 def test_a_run_in_a_reservation_uses_its_nodes(cluster: Any, tmp_path: Path, tiny: list[str], reserved: None) -> None:
     words = ["cluster.reservation=booked", "cluster.constraint=ib", "cluster.exclude=n1"]
+    words.append("cluster.srun_options={mpi: none, label: true}")
     job = submit(cluster, tmp_path / "run", *tiny, *HETJOB, *words, "max_steps=1")
     wait_state(cluster, tmp_path / "run", job, (COMPLETED,))
+    assert re.search(r"^0: step 1/1 ", log(tmp_path / "run"), re.MULTILINE), "srun has labelled what the agents print"
     shown = cluster.run("scontrol", "--oneliner", "show", "job", str(job))
     assert set(re.findall(r" NodeList=(\S+)", shown)) == {"n2", "n3"}
     missing = launch(cluster, tmp_path / "other", *tiny, "cluster.reservation=none_such", "max_steps=1")
