@@ -20,11 +20,20 @@ NO_ANSWER = re.compile(
 )
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # words in English, times as seconds since the epoch
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
-DECIDED = (
-    *(f"SBATCH_{name}" for name in ("ARRAY_INX", "NO_REQUEUE", "OPEN_MODE", "REQUEUE", "SIGNAL", "TIMELIMIT", "WAIT")),
-    "HPCRL_RANK",
+DECIDED = tuple(f"SBATCH_{name}" for name in ("ARRAY_INX", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "WAIT"))
+"""Variables that would undo what every script of hpcrl.launch relies on."""
+GPU_VARIABLES = ("SBATCH_GRES", "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GPUS_PER_SOCKET")
+OF_OPTION = {
+    "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
+    "switches": ("SBATCH_REQ_SWITCH",),
+    **dict.fromkeys(("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), GPU_VARIABLES),
+}
+"""Option of a script -> the variables of sbatch that mean the same, where the name does not tell."""
+FOR_SRUN = re.compile(
+    "SRUN_.+|SLURM_(CPU_BIND|CPUS_PER_TASK|DISTRIBUTION|EXACT|EXCLUSIVE|HINT|KILL_BAD_EXIT|LABELIO|MEM_BIND|MPI_TYPE|"
+    "NNODES|NO_KILL|NPROCS|NTASKS|NTASKS_PER_NODE|OVERLAP|THREADS|THREADS_PER_CORE|WAIT)"
 )
-"""Variables that would win over the lines of a script of hpcrl.launch, and one that makes a process a rank."""
+"""Variables that srun reads, and that a user's shell has only where they were put there."""
 
 T = TypeVar("T")
 
@@ -85,23 +94,43 @@ def find_accounted(job_id: int) -> Job | None:
     return Job(job_id, states[0], 0, states[0] == "PREEMPTED", "", None) if states and states[0] not in LIVE else None
 
 
-def submit(script: Path, output: Path, *, after: int | None = None) -> int:
-    """Submit a script whose output goes to `output`; returns the (leader's) job id. SlurmError with Slurm's reason.
+def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int, str]:
+    """Submit a script whose output goes to `output`; returns the (leader's) job id, and the cluster it went to where
+    sbatch names one, as in a federation. SlurmError with Slurm's reason.
 
-    `after`: a job that must have ended before, however it did.
+    `after`: a job that must have ended before, however it did. What the script says holds before the environment.
     """
+    set_here, _ = colliding(script.read_text(), os.environ)
     options = [f"--output={output}", *([f"--dependency=afterany:{after}"] if after is not None else [])]
-    said = call("sbatch", "--parsable", *options, str(script), environ=_of_no_job(os.environ))
-    if (found := re.match(r"(\d+)(;|$)", said.strip())) is None:
+    said = call("sbatch", "--parsable", *options, str(script), environ=_without(os.environ, set_here))
+    if (found := re.match(r"(\d+)(?:;(\S+))?$", said.strip())) is None:
         raise SlurmError(f"sbatch gave no job's number, but {' '.join(said.split())!r}")
-    return int(found[1])
+    return int(found[1]), found[2] or ""
 
 
-def _of_no_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what a job hands on to one that is submitted from inside it, and would tell that one's srun."""
+def _without(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Also without what a job hands on to one that is submitted from inside it, and would tell that one's srun."""
     inside = "SLURM_JOB_ID" in environ
     foreign = {name for name in environ if inside and name.startswith("SLURM_") and name != "SLURM_CONF"}
-    return {name: value for name, value in environ.items() if name not in foreign and name not in DECIDED}
+    return {name: value for name, value in environ.items() if name not in {*foreign, *names, "HPCRL_RANK"}}
+
+
+def colliding(script: str, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Variables that sbatch or the script's srun would read: (those that the script itself decides and that are not
+    handed on, those that hold for the job).
+
+    sbatch lets a variable win over a line of the script, for every component.
+    """
+    given = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
+    decided = {*DECIDED, *(name for option in given for name in OF_OPTION.get(option, (_variable(option),)))}
+    for_sbatch = sorted(name for name in environ if name.startswith("SBATCH_"))
+    for_srun = sorted(name for name in environ if FOR_SRUN.fullmatch(name) and "SLURM_JOB_ID" not in environ)
+    left_out = [name for name in for_sbatch if name in decided]
+    return left_out, [name for name in (*for_sbatch, *for_srun) if name not in left_out]
+
+
+def _variable(option: str) -> str:
+    return f"SBATCH_{option.upper().replace('-', '_')}"
 
 
 def cancel(jobs: Collection[int], states: Collection[str] = LIVE) -> None:

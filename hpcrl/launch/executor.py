@@ -231,8 +231,8 @@ def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
             jobs.append(RunJob.of_run(state.run_dir))
             continue
         try:
-            jobs.append(RunJob(state.run_dir, str(submit(config, layout, words)[0])))
-        except (slurm.SlurmError, OSError):
+            jobs.append(RunJob(state.run_dir, str(submit(config, layout, words)[0][0])))
+        except (ConfigError, slurm.SlurmError, OSError):
             for job in jobs:
                 job.cancel(check=False)
             raise

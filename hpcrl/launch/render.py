@@ -156,6 +156,8 @@ def _first(spec: ComponentConfig, cluster: ClusterConfig, name: str) -> str | No
 
 def _setup(cluster: ClusterConfig) -> Iterator[str]:
     if cluster.modules:
+        # A site may define `module` for login shells only, which a batch script is not.
+        yield "type module >/dev/null 2>&1 || . /etc/profile"
         yield f"module load {shlex.join(cluster.modules)} || exit {ExitCode.BAD_INPUT}"
     if cluster.prologue:
         yield cluster.prologue.rstrip()

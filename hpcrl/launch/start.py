@@ -11,7 +11,7 @@ from hpcrl.config.checks import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
-from hpcrl.launch.submission import submit
+from hpcrl.launch.submission import environment_notes, submit
 from hpcrl.rundir import SLURM
 
 
@@ -19,6 +19,8 @@ def start(argv: Sequence[str]) -> int:
     """Check the run, print its plan and, unless there is nothing to do, run it to its end; returns the exit code."""
     config, layout, model, run = prepare(argv)
     print(describe(config, layout, model, run), flush=True)
+    if config.cluster.name == "slurm":
+        print("".join(f"shell   note: {note}\n" for note in environment_notes(config, layout)), end="", flush=True)
     if config.dry_run:
         print("\ndry_run: nothing was started or written")
         print("".join(f"this version cannot run it: {problem.text}\n" for problem in check_built(config)), end="")
@@ -27,11 +29,12 @@ def start(argv: Sequence[str]) -> int:
         print(f"\nfinished: {run.finished['reason']}; raise max_steps, or choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":
-        job, *links = submit(config, layout, argv)
+        (job, *links), cluster = submit(config, layout, argv)
         log = Path(config.run_dir) / SLURM / f"job-{job}.log"
         print(f"\njob {job} is submitted\n  follow  tail -F {shlex.quote(str(log))}")
         print(in_shell(f"  status  python -m hpcrl.status {shlex.quote(config.run_dir)}"))
-        print(f"  stop    scancel {' '.join(map(str, [job, *links]))}")
+        there = f"--clusters={cluster} " if cluster else ""
+        print(f"  stop    scancel {there}{' '.join(map(str, [job, *links]))}")
         if links:
             print(f"  chain   {', '.join(map(str, links))} go on after it")
         return ExitCode.DONE

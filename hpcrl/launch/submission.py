@@ -1,11 +1,18 @@
-"""From a checked run to a job in Slurm's queue."""
+"""From a checked run to a job in Slurm's queue: one launch at a time, so that a run is in the queue once."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import platform
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
@@ -13,36 +20,105 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.files import write_durably
 from hpcrl.launch.render import render
-from hpcrl.rundir import SLURM, record_submission
+from hpcrl.rundir import SLURM, check_run, process_lives, read_record, record_submission
 from hpcrl.signals import held_back
 
+CLAIMS = f"{SLURM}/submissions"
+"""Folder of a run with a record of each launch that was allowed to submit, but for the older ones."""
+WRITTEN_S = 1.0
+"""How long a record may be there and empty while its launch lives."""
 
-def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> list[int]:
-    """Write the batch script into the run folder and submit it; returns the job's id, of a chain those of all links.
 
-    SlurmError with Slurm's reason, ConfigError where the script cannot be written; then nothing is left in the queue.
+def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> tuple[list[int], str]:
+    """Write the batch script into the run folder and submit it; returns the job's id, of a chain those of all links,
+    and the cluster.
+
+    SlurmError with Slurm's reason, ConfigError where the script cannot be written or another launch submits or has
+    submitted this run; then this one has left nothing in the queue.
     """
     run_dir = Path(config.run_dir)
-    words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
     script = run_dir / SLURM / "job.sbatch"
-    words += [f"run_dir={run_dir}", *(["resume=auto"] if config.resume == "fresh" else [])]  # fresh is done with
-    text = render(config, Placement.from_config(config, layout), words, shlex.quote(sys.executable))
     try:
-        script.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(script, text.encode())
+        with _alone(run_dir):
+            check_run(config.model_dump(mode="json"), run_dir, "auto")  # what was found before may be out of date
+            write_durably(script, script_of(config, layout, argv).encode())
+            return _submit(config, script)
     except OSError as error:
         raise ConfigError([f"run folder {run_dir} cannot be written: {error}"]) from error
+
+
+def script_of(config: Config, layout: RoleLayout, argv: Sequence[str]) -> str:
+    """The batch script of a run whose words these are."""
+    words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
+    words += [f"run_dir={config.run_dir}", *(["resume=auto"] if config.resume == "fresh" else [])]  # fresh is done with
+    return render(config, Placement.from_config(config, layout), words, shlex.quote(sys.executable))
+
+
+def _submit(config: Config, script: Path) -> tuple[list[int], str]:
     jobs: list[int] = []
     cluster = slurm.cluster_name()
     try:
         for _ in range(config.cluster.num_links if config.cluster.after == "chain" else 1):
             with held_back():  # an interrupt would leave a job in the queue that nobody knows of
-                jobs.append(slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None))
-                record_submission(run_dir, jobs, cluster)
+                job, went_to = slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None)
+                jobs.append(job)
+                record_submission(Path(config.run_dir), jobs, went_to or cluster)
     except (OSError, KeyboardInterrupt):  # no note of a job that is in the queue, or half a chain
         slurm.cancel(jobs)
         raise
     except slurm.SlurmError as error:
         slurm.cancel(jobs)
         raise slurm.SlurmError(f"Slurm refuses the job: {error} (script: {script})") from error
-    return jobs
+    return jobs, went_to if went_to != cluster else ""
+
+
+@contextlib.contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Hold the right to submit this run. ConfigError names the launch that holds it.
+
+    A claim is a record made with O_EXCL under the number after the newest, once that one is ended or its process is
+    dead; so of several that find it so one gets through. The newest is never removed, or its number would come again.
+    """
+    folder = run_dir / CLAIMS
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=0)
+    _check_ended(run_dir, folder / f"{newest:04d}")
+    mine, process = folder / f"{newest + 1:04d}", psutil.Process()
+    holder = {"pid": process.pid, "process_start": process.create_time(), "host": platform.node()}
+    try:
+        with mine.open("x") as file:
+            json.dump(holder, file)
+    except FileExistsError:
+        text = f"run folder {run_dir}: another launch submits this run at this moment; the same command tells its job"
+        raise ConfigError([text]) from None
+    try:
+        yield
+    finally:
+        write_durably(mine, json.dumps(holder | {"ended": True}).encode())
+        for path in folder.iterdir():
+            if path.name.isdigit() and int(path.name) <= newest:
+                path.unlink(missing_ok=True)
+
+
+def _check_ended(run_dir: Path, claim: Path) -> None:
+    deadline = time.monotonic() + WRITTEN_S
+    while not (holder := read_record(claim, pid=int, host=str, process_start=float)):
+        if not claim.exists() or time.monotonic() > deadline:  # none yet, or its launch died right there
+            return
+        time.sleep(0.02)
+    if "ended" in holder:
+        return
+    held = f"run folder {run_dir}: pid {holder['pid']} on host {holder['host']} submits this run"
+    if holder["host"] != platform.node():
+        raise ConfigError([f"{held}; if that process is gone, remove {claim}"])
+    if process_lives(holder["pid"], holder["process_start"]):
+        raise ConfigError([f"{held} at this moment; the same command tells its job"])
+
+
+def environment_notes(config: Config, layout: RoleLayout) -> list[str]:
+    """A line for each of sbatch's and srun's variables in this shell: whether the job heeds it."""
+    left_out, held = slurm.colliding(script_of(config, layout, []), os.environ)
+    return [
+        *(f"{name}={os.environ[name]} in this shell is not handed on: the run sets it itself" for name in left_out),
+        *(f"{name}={os.environ[name]} in this shell holds for all nodes of the job" for name in held),
+    ]

@@ -173,3 +173,12 @@ def test_a_recipe_finds_the_python_of_make_setup_or_says_what_is_missing(made: d
     ours.chmod(0o755)
     done = preamble(made, tmp_path, path)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{ours}\n", "")
+
+
+def test_modules_are_found_where_they_are_defined_for_login_shells_only(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text('module() { echo "$@"; }\n')
+    text = script("cluster.modules=[gcc/13,cuda]").partition("set -u\n")[0].replace("/etc/profile", "./profile")
+    environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    bash = ["bash", "-c", text]
+    done = subprocess.run(bash, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "load gcc/13 cuda\n"), done.stderr

@@ -129,17 +129,22 @@ def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], wor
     assert len(done.stderr.splitlines()) == 1 and reason in done.stderr
     assert not closed.run("squeue", "-h").strip()
     left = {str(path.relative_to(run)) for path in run.rglob("*")} if run.exists() else set()
+    left -= {"slurm/submissions", "slurm/submissions/0001"}
     assert left <= {"slurm", "slurm/job.sbatch"}, "the script that Slurm refused is all there is"
 
 
 def test_a_refused_job_leaves_a_stopped_run_as_it_was(closed: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = tmp_path / "run"
     wait_state(closed, run, submit(closed, run, *tiny, "max_steps=2"), [COMPLETED])
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "job.sbatch"}
+
+    def content() -> dict[Path, bytes]:
+        of_submission = {run / "slurm" / "job.sbatch", *(run / "slurm" / "submissions").iterdir()}
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path not in of_submission}
+
+    before = content()
     done = launch(closed, run, *tiny, "max_steps=4", "cluster.partition=nowhere")
     assert done.returncode == ExitCode.BAD_INPUT and "nowhere" in done.stderr
-    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "job.sbatch"}
-    assert after == before
+    assert content() == before
 
 
 def test_a_held_run_is_refused(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
