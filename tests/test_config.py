@@ -239,6 +239,16 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "rollout.min_p=0.1 keeps at each token, so that long responses weigh nothing even without lag; use token "
             "or geometric, or rollout.top_k=0 rollout.min_p=0",
         ),
+        (
+            ["algorithm.kl_estimator=k3"],
+            "algorithm.kl_estimator: there are two keys: algorithm.kl_reward_estimator (default k1) for the KL in the "
+            "reward, algorithm.kl_loss_estimator (default k2) for the KL in the loss",
+        ),
+        (
+            ["algorithm.kl_loss_coef=.1", "algorithm.kl_loss_estimator=k1"],
+            "algorithm.kl_loss_estimator: expected abs, k2 or k3 (in the loss, the expected gradient of k1 is zero: it "
+            "would hold nothing back), got 'k1'",
+        ),
         (["debug=train_only"], "rollouts: debug=train_only needs the run folder to read them from"),
         (["debug=fake", "pipeline=sft"], "debug: fake is for pipelines that generate and train; the sft pipeline does"),
         (
@@ -303,7 +313,11 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
             ["algorithm=reinforce", "algorithm.std_normalize=true"],
             "algorithm.std_normalize: read by algorithm=grpo only",
         ),
-        (["algorithm.kl_estimator=k1"], "algorithm.kl_estimator: not read here, kl_loss_coef"),
+        (["algorithm.kl_reward_estimator=k1"], "algorithm.kl_reward_estimator: not read here, kl_reward_coef is 0"),
+        (
+            ["algorithm.kl_reward_coef=.1", "algorithm.kl_loss_estimator=k3"],
+            "algorithm.kl_loss_estimator: not read here, kl_loss_coef is 0",
+        ),
         (["rollout.on_stale=cancel"], "rollout.on_stale: not read here, max_lag is 0"),
         (["deterministic=true", "rollout.prompt_affinity=true"], "rollout.prompt_affinity: not read here, determini"),
         (

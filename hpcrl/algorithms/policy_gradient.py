@@ -49,7 +49,7 @@ class PolicyGradient(ABC, Generic[Section]):
         if config.kl_reward_coef > 0:
             old = _required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
             ref = _required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
-            kl = F.kl_divergence(old, ref, config.kl_estimator)
+            kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
             token_rewards = _clip(token_rewards - config.kl_reward_coef * kl, config.reward_clip)
         returns = F.discounted_returns(token_rewards, rows, self.gamma)
         advantages = F.whiten(returns, all_sum) if config.whiten_advantages else returns
@@ -84,7 +84,7 @@ class PolicyGradient(ABC, Generic[Section]):
         sums.add_loss("actor/pg_loss", pg_loss)
         if config.kl_loss_coef > 0:
             ref = _required(batch, "ref_logprobs", "kl_loss_coef > 0")[index]
-            kl_loss = (coefficients * F.kl_divergence(logprobs, ref, config.kl_estimator)).sum()
+            kl_loss = (coefficients * F.kl_divergence(logprobs, ref, config.kl_loss_estimator)).sum()
             total = total + config.kl_loss_coef * kl_loss
             sums.add_loss("actor/kl_loss", kl_loss)
         if self.needs_entropy:
@@ -99,7 +99,7 @@ class PolicyGradient(ABC, Generic[Section]):
         if entropy is not None:
             sums.add_tokens("critic/entropy/mean", entropy[index])
         if batch.ref_logprobs is not None:
-            sums.add_tokens("critic/kl", F.kl_divergence(old, batch.ref_logprobs[index], config.kl_estimator))
+            sums.add_tokens("critic/kl", F.kl_divergence(old, batch.ref_logprobs[index], "k3"))
         return total / F.denominator(norms, config.loss_aggregation), sums.stats()
 
 

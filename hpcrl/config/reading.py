@@ -41,6 +41,12 @@ PATTERNS = {
 }
 """Pattern of the schema -> what a user reads about a value that does not follow it."""
 
+SPLIT: dict[Path, str] = {
+    ("algorithm", "kl_estimator"): "there are two keys: algorithm.kl_reward_estimator (default k1) for the KL in the "
+    "reward, algorithm.kl_loss_estimator (default k2) for the KL in the loss"
+}
+"""Keys that were cut in two -> what a user reads about them."""
+
 
 @dataclass
 class Reading:
@@ -135,6 +141,8 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
 def _explain(path: Path, detail: Any) -> str:
     """One line about an error of pydantic's."""
     name, kind = dotted(path) or "configuration", detail["type"]
+    if kind == "extra_forbidden" and path in SPLIT:
+        return f"{name}: {SPLIT[path]}"
     if kind == "extra_forbidden":
         if readers := [
             name for name, model in _algorithms().items() if path[0] == "algorithm" and path[1] in model.model_fields

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, create_model
+from pydantic import BeforeValidator, Field, create_model
 
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
 from hpcrl.config.data import DataConfig
@@ -126,6 +126,12 @@ class RolloutConfig(Section):
         return self.max_generated_groups or 20 * self.num_prompts
 
 
+def _kl_in_loss(value: Any) -> Any:
+    if value == "k1":
+        raise ValueError("abs, k2 or k3 (in the loss, the expected gradient of k1 is zero: it would hold nothing back)")
+    return value
+
+
 class PolicyLoss(Section):
     """Keys that every clipped policy-gradient algorithm reads."""
 
@@ -141,8 +147,10 @@ class PolicyLoss(Section):
     """Weight of KL(policy, reference) in the loss."""
     kl_reward_coef: NonNegative = 0.0
     """Weight of the per-token KL(old policy, reference) taken from the reward."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator of the KL terms."""
+    kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Estimator of the KL in the reward (docs/algorithms.md); k1, whose expected gradient is that of the exact KL."""
+    kl_loss_estimator: Annotated[Literal["abs", "k2", "k3"], BeforeValidator(_kl_in_loss)] = "k2"
+    """Estimator of the KL in the loss (docs/algorithms.md); k2, whose expected gradient is that of the exact KL."""
     entropy_loss_coef: Float = 0.0
     """Weight of the entropy bonus in the loss."""
     reward_clip: PositiveFloat | None = None
@@ -160,7 +168,7 @@ class PolicyLoss(Section):
     correction_high: PositiveFloat = 2.0
     """Upper bound of the ratio; above 1, with truncate at least 1."""
     whiten_advantages: bool = False
-    """Normalise advantages over the batch."""
+    """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     ppo_epochs: Positive = 1
     """Passes over a step's batch."""
     num_mini_batches: Positive = 1
@@ -188,8 +196,11 @@ class ReinforcePlusPlus(PolicyLoss):
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """The algorithm."""
+    whiten_advantages: bool = True
+    """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     gamma: Share = 1.0
-    """Discount per token."""
+    """Discount per model token. Tokens of an environment between two turns are skipped and discount nothing; in verl
+    the tokens before them get nothing of what comes after."""
     std_eps: NonNegative = 1e-6
     """Added to the standard deviation."""
 
@@ -200,7 +211,7 @@ class Reinforce(PolicyLoss):
     name: Literal["reinforce"] = "reinforce"
     """The algorithm."""
     gamma: Share = 1.0
-    """Discount per token."""
+    """Discount per model token; tokens of an environment between two turns are skipped and discount nothing."""
     norm_mean_type: Literal["batch", "group"] | None = None
     """Rewards minus the mean of the batch or group; null: off."""
     norm_std_type: Literal["batch", "group"] | None = None

@@ -42,8 +42,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:
                 yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates for evaluation only"
-    elif not config.algorithm.uses_reference:
-        yield ("algorithm", "kl_estimator"), ("algorithm",), "kl_loss_coef and kl_reward_coef are 0"
+    else:
+        for place in ("reward", "loss"):
+            if not getattr(config.algorithm, f"kl_{place}_coef"):
+                yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"
     if config.reinforces:
         yield from _unread_policies(config)
     if config.debug != "train_only":

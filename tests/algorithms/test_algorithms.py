@@ -97,9 +97,20 @@ def test_group_statistics_come_from_the_table_not_from_the_rows_at_hand():
 
 def test_reinforce_plus_plus_uses_the_batch():
     batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
-    make_algorithm(ReinforcePlusPlus(gamma=0.5, std_eps=0.0)).advantages(batch, table, identity)
+    config = ReinforcePlusPlus(gamma=0.5, std_eps=0.0, whiten_advantages=False)
+    make_algorithm(config).advantages(batch, table, identity)
     a = 1 / math.sqrt(2)
     torch.testing.assert_close(batch.advantages, torch.tensor([0, a / 2, a, 0, -a]))
+
+
+def test_reinforce_plus_plus_whitens_token_advantages_by_default():
+    batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
+    make_algorithm(ReinforcePlusPlus()).advantages(batch, table, identity)
+    # token returns a, a, -a with a = 1 / sqrt(2): mean a / 3, unbiased variance (2 (2a/3)^2 + (4a/3)^2) / 2 = 4a^2 / 3
+    b = 1 / math.sqrt(3)
+    torch.testing.assert_close(batch.advantages, torch.tensor([0, b, b, 0, -2 * b]))
+    a = 1 / math.sqrt(2)
+    torch.testing.assert_close(batch.returns, torch.tensor([0, a, a, 0, -a]), rtol=1e-5, atol=1e-5)
 
 
 def test_reinforce_discounts_over_model_tokens():
@@ -113,7 +124,7 @@ def test_reinforce_discounts_over_model_tokens():
 def test_kl_in_the_reward_and_clips():
     batch, table = make_batch([[0, 1, 1]], [8.0], [0])
     batch.old_logprobs, batch.ref_logprobs = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -3.0, -1.0])
-    config = Reinforce(kl_reward_coef=0.5, kl_estimator="k1", reward_clip=5.0)
+    config = Reinforce(kl_reward_coef=0.5, reward_clip=5.0)
     make_algorithm(config).advantages(batch, table, identity)
     # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5, clipped to 5
     assert batch.returns.tolist() == [0.0, 4.0, 5.0]
@@ -134,8 +145,8 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_model_tokens():
 CONFIGS = [
     GRPO(),
     GRPO(loss_aggregation="seq-mean-token-sum", dual_clip=1.5, pg_clip_high=0.28),
-    GRPO(loss_aggregation="seq-mean-token-mean", kl_loss_coef=0.3, entropy_loss_coef=0.1),
-    ReinforcePlusPlus(kl_loss_coef=0.2, kl_estimator="k2", kl_reward_coef=0.1, num_mini_batches=2),
+    GRPO(loss_aggregation="seq-mean-token-mean", kl_loss_coef=0.3, kl_loss_estimator="k3", entropy_loss_coef=0.1),
+    ReinforcePlusPlus(kl_loss_coef=0.2, kl_loss_estimator="abs", kl_reward_coef=0.1, num_mini_batches=2),
     GRPO(correction="truncate", correction_high=1.1, kl_loss_coef=0.3),
     GRPO(correction="mask", correction_level="geometric", correction_low=0.8, correction_high=1.1),
     ReinforcePlusPlus(correction="truncate", correction_level="sequence"),
@@ -191,7 +202,7 @@ def naive_loss(config: PolicyLoss, batch, theta):
                 loss = -max(min(ratio * a, clipped * a), config.dual_clip * a)
             loss = naive_weight(config, gaps, t) * loss
             delta = logprobs[t] - batch.ref_logprobs[t]
-            kl = 0.5 * delta**2 if config.kl_estimator == "k2" else (-delta).exp() + delta - 1
+            kl = {"k2": 0.5 * delta**2, "k3": (-delta).exp() + delta - 1, "abs": delta.abs()}[config.kl_loss_estimator]
             row_total = row_total + loss + config.kl_loss_coef * kl - config.entropy_loss_coef * entropy[t]
         if tokens and config.loss_aggregation == "seq-mean-token-mean":
             row_total = row_total / len(tokens)
@@ -243,7 +254,7 @@ def test_the_split_test_can_fail():
 
 def test_metrics_of_the_loss_by_hand():
     batch, table = make_batch([[0, 1, 1], [0, 1]], [1.0, 0.0], [0, 0])
-    algorithm = make_algorithm(GRPO(std_normalize=False, kl_loss_coef=0.1, kl_estimator="k1", num_mini_batches=2))
+    algorithm = make_algorithm(GRPO(std_normalize=False, kl_loss_coef=0.1, num_mini_batches=2))
     algorithm.advantages(batch, table, identity)  # .5, .5, -.5
     batch.old_logprobs = torch.log(torch.tensor([1.0, 0.5, 0.4, 1.0, 0.2]))
     batch.gen_logprobs = torch.log(torch.tensor([1.0, 0.4, 0.5, 1.0, 0.1]))
@@ -252,7 +263,7 @@ def test_metrics_of_the_loss_by_hand():
     entropy = torch.tensor([9.0, 1.0, 2.0, 9.0, 3.0])
     loss, stats = algorithm.policy_loss(logprobs, entropy, batch, Norms(3.0, 2.0))
     flat = flatten(stats)
-    kl = (math.log(1.5) - math.log(2)) / 3  # of the current policy; k1
+    kl = (math.log(1.5) ** 2 + math.log(2) ** 2) / 2 / 3  # of the current policy; k2
     expected = {
         "actor/pg_loss": (-1.2 * 0.5 - 0.5 + 0.5) / 3,
         "actor/kl_loss": kl,
@@ -261,7 +272,7 @@ def test_metrics_of_the_loss_by_hand():
         "actor/ratio_mean": 3.5 / 3,
         "actor/clipfrac": 1 / 3,
         "critic/entropy/mean": 2.0,
-        "critic/kl": -math.log(2) / 3,
+        "critic/kl": (2 - math.log(2) - 1) / 3,  # of the policy before the step; k3
         "actor/train_infer_ratio_token_mean": (1.25 + 0.8 + 2) / 3,
         "actor/train_infer_diff_token_mean": 0.3 / 3,
         "actor/train_infer_ratio_geometric_mean": (1.0 + 2.0) / 2,
