@@ -1,11 +1,13 @@
-"""What an algorithm is: advantages from rewards, and a policy loss."""
+"""What an algorithm is: a credit, which says how good each token was, and an objective, which makes that a loss."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from hpcrl.metrics.stats import Stats
@@ -28,13 +30,93 @@ class RewardTable:
     scores: Tensor
 
 
-class Algorithm(Protocol):
-    """One file each in hpcrl/algorithms; built from its section of the configuration."""
+@dataclass(frozen=True)
+class Outputs:
+    """What a model says about the T tokens of a micro-batch. A field that the objective did not ask for is None.
 
-    needs_entropy: bool  # entropy with gradients in the loss
+    logprobs: float32 [T], log-softmax(logits / temperature) of the tokens, 0 outside loss_mask; always there, with
+    gradients. entropy: float32 [T], nats, of the distribution that each token was drawn from. values: float32 [T], of
+    a critic. chosen_logprobs: float32 [T, K], of K tokens at each place, for distillation.
+    """
 
-    def advantages(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """Fill batch.advantages and batch.returns [T] in place. Collective over the ranks of all_sum."""
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    chosen_logprobs: Tensor | None = None
 
-    def policy_loss(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
-        """A LossFn (engines/train/base.py)."""
+
+class Credit(ABC):
+    """Turns rewards into advantages. Built once per trainer rank from its section of the configuration."""
+
+    reads: frozenset[str] = frozenset()
+    """Fields of the batch that must be filled before: any of old_logprobs, ref_logprobs, values."""
+
+    @abstractmethod
+    def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
+        """Fill batch.advantages and batch.returns [T], 0 outside loss_mask, and where wanted change batch.weights [B].
+
+        Returns statistics of its own. Collective over the ranks of all_sum, each of which holds some rows, maybe none.
+        """
+
+
+class Objective(ABC):
+    """Turns what the model says into a loss. Built once per trainer rank; the attributes stay as they are."""
+
+    temperature: float = 1.0
+    """Logits are divided by this before log-probs and entropies are taken."""
+    reads: frozenset[str] = frozenset()
+    """Fields of the batch that must be filled before: any of advantages, old_logprobs, ref_logprobs, values."""
+    outputs: frozenset[str] = frozenset()
+    """Optional fields of Outputs that the loss needs, with gradients."""
+    logged: frozenset[str] = frozenset()
+    """Optional fields of Outputs that are only logged: they come without gradients, which costs less."""
+    num_epochs: int = 1
+    """Passes over a step's batch."""
+    num_mini_batches: int = 1
+    """Optimizer steps of a pass."""
+    compares_rows: ClassVar[bool] = False
+    """Whether rows of a micro-batch meet in the loss (preference pairs), so that no engine may cut a micro-batch up."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per step."""
+        return self.num_epochs * self.num_mini_batches
+
+    @abstractmethod
+    def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+        """(scalar, statistics) of a micro-batch.
+
+        The scalar is a sum over this micro-batch divided by the global norms, so that the scalars of all micro-batches
+        of all ranks add up to the mini-batch's loss, however it is cut.
+        """
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An objective and the credit it needs; without a credit for objectives that read no advantages."""
+
+    objective: Objective
+    credit: Credit | None = None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Fields of the batch that must be filled before credit and loss."""
+        return self.objective.reads | (self.credit.reads if self.credit is not None else frozenset())
+
+
+def model_tokens(batch: Batch) -> Tensor:
+    """int64 [M]: positions of the tokens that are trained on: the loss mask of the rows whose weight is not 0."""
+    return (batch.loss_mask & (batch.weights > 0)[batch.row_ids]).nonzero().squeeze(1)
+
+
+def is_last(rows: Tensor) -> Tensor:
+    """bool [M]: whether a token is the last of its row. rows int64 [M], sorted."""
+    return torch.cat([rows[1:] != rows[:-1], torch.ones_like(rows[:1], dtype=torch.bool)])
+
+
+def required(batch: Batch, field: str, reason: str) -> Tensor:
+    """The field; ValueError with the reason where it is not filled."""
+    tensor: Tensor | None = getattr(batch, field)
+    if tensor is None:
+        raise ValueError(f"batch.{field} must be filled for {reason}")
+    return tensor

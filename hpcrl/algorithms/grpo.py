@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300): a response is compared with its siblings, no critic.
+"""The credit of GRPO (arXiv 2402.03300): a response is compared with its siblings, no critic.
 
 A = (r - group mean) / (group std + eps), sample std; `std_normalize=false` leaves the division out, which with
 `loss_aggregation=seq-mean-token-sum` is Dr. GRPO (arXiv 2503.20783) up to a constant.
@@ -9,15 +9,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.credit import ReturnsCredit
 from hpcrl.algorithms.functional import Over, normalize_rewards
-from hpcrl.algorithms.policy_gradient import PolicyGradient
-from hpcrl.config import GRPO as GRPOConfig
+from hpcrl.config import GRPO
 
 
-class GRPO(PolicyGradient[GRPOConfig]):
+class GRPOCredit(ReturnsCredit[GRPO]):
     """See the module's docstring."""
 
     def normalize(self, table: RewardTable) -> Tensor:
+        """See ReturnsCredit."""
         config = self.config
         std: Over = "group" if config.std_normalize else None
         return normalize_rewards(table.rewards, table.group_ids, "group", std, config.std_eps)

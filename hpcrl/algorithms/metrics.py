@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.base import RewardTable, model_tokens
 from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, row_sums
 from hpcrl.metrics.stats import Stat, Stats, stat
 from hpcrl.rollout.batch import STATUS, Batch
@@ -25,6 +25,13 @@ def batch_stats(batch: Batch, table: RewardTable) -> Stats:
         "token/response_length/clip_ratio": stat(batch.status == STATUS.index("length")),
         "token/mixed_weights_ratio": stat(_mixed(batch)),
     } | group_outcomes(table)
+
+
+def credit_stats(batch: Batch) -> Stats:
+    """Advantages and returns of this rank's model tokens, after the credit."""
+    index = model_tokens(batch)
+    filled = {"advantages": batch.advantages, "returns": batch.returns}
+    return {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
 
 
 def _mixed(batch: Batch) -> Tensor:

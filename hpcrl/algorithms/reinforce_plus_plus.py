@@ -1,21 +1,23 @@
-"""REINFORCE++ (arXiv 2501.03262): rewards normalised by mean and std of the whole batch, then returns and PPO clip."""
+"""The credit of REINFORCE++ (arXiv 2501.03262): rewards normalised by mean and std of the batch, then returns, which
+are whitened over the tokens of the batch unless whiten_advantages=false."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.credit import ReturnsCredit
 from hpcrl.algorithms.functional import normalize_rewards
-from hpcrl.algorithms.policy_gradient import PolicyGradient
-from hpcrl.config import ReinforcePlusPlus as ReinforcePlusPlusConfig
+from hpcrl.config import ReinforcePlusPlus
 
 
-class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
+class ReinforcePlusPlusCredit(ReturnsCredit[ReinforcePlusPlus]):
     """See the module's docstring."""
 
-    def __init__(self, config: ReinforcePlusPlusConfig):
+    def __init__(self, config: ReinforcePlusPlus):
         super().__init__(config)
         self.gamma = config.gamma
 
     def normalize(self, table: RewardTable) -> Tensor:
+        """See ReturnsCredit."""
         return normalize_rewards(table.rewards, table.group_ids, "batch", "batch", self.config.std_eps)

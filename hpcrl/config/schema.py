@@ -441,12 +441,6 @@ class Config(Section):
         return self.pipeline_spec.learns and self.debug != "rollout_only"
 
     @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        per_step = self.algorithm.ppo_epochs * self.algorithm.num_mini_batches if self.reinforces else 1
-        return self.max_steps * per_step
-
-    @property
     def evaluates(self) -> bool:
         """Whether the run evaluates on held-out prompts."""
         return self.data.val is not None and self.eval_every > 0

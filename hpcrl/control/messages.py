@@ -191,19 +191,19 @@ class SendTokens(Message):
 
 
 class Advantages(Message):
-    """Fill advantages and returns of the batch. The trainers exchange all rewards, since group statistics need them."""
+    """Fill advantages and returns of the batch; answered with the weights that differ from 1. The trainers
+    exchange all rewards, since group statistics need them."""
 
     batch: int
 
 
 class TrainStep(Message):
-    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of `loss`."""
+    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss."""
 
     batch: int
     micro_batches: list[list[int]]
     tokens: float
     sequences: float
-    loss: str  # policy or sft
 
 
 class DropBatch(Message):
@@ -330,6 +330,7 @@ class Done(Message):
 
     progress: where that which the command asks for is not done yet, the file it is at and the bytes done in all.
     unreached: ranks without which the run may go on, and which did not send or take what the command asks for.
+    weights: (sample, weight in the loss) where it is not 1.
     """
 
     seq: int
@@ -338,6 +339,7 @@ class Done(Message):
     texts: list[str] = []
     progress: tuple[str, int] | None = None
     unreached: list[int] = []
+    weights: list[tuple[int, float]] = []
 
 
 class Failed(Message):

@@ -46,7 +46,7 @@ def sft(run: Run) -> None:
             run.end_at(step - 1)
             return
         batch = run.rows.next(step)
-        stats = run.trainer.update(batch, loss="sft")
+        stats = run.trainer.update(batch)
         run.trainer.drop(batch)
         scores = {}
         if run.evaluation is not None and config.eval_every and step % config.eval_every == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcrl.algorithms import make_algorithm
 from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.sft import sft_loss
+from hpcrl.algorithms.metrics import batch_stats, credit_stats
 from hpcrl.checkpoint.check import Check
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Writer
@@ -35,7 +35,7 @@ from hpcrl.control.messages import (
     WriteRollouts,
 )
 from hpcrl.data import sft_rows
-from hpcrl.engines.train.base import TrainEngine
+from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.metrics.stats import scalar
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.store import RolloutReader, write_rollouts
@@ -54,8 +54,10 @@ class _EngineRole:
 
     def __init__(self, worker: Worker, trainable: bool):
         self._worker = worker
+        self._algorithm = make_algorithm(worker.config)
+        total_steps = worker.config.max_steps * self._algorithm.objective.optimizer_steps
         make = TRAIN_ENGINES[worker.config.train_engine].load()
-        self.engine: TrainEngine = make(worker.config, worker.model_path, trainable)
+        self.engine: TrainEngine = make(worker.config, worker.model_path, total_steps, trainable)
 
     def look_after(self) -> bool:
         return False
@@ -74,7 +76,7 @@ class _EngineRole:
 
     def logprobs(self, command: Logprobs, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
-        values = self.engine.logprobs(batch, command.micro_batches, self._worker.config.rollout.temperature or 1.0)
+        values = self.engine.logprobs(batch, command.micro_batches, self._algorithm.objective.temperature)
         setattr(batch, command.into, values)
         return Done(seq)
 
@@ -95,7 +97,7 @@ class TrainerRole(_EngineRole):
 
     def __init__(self, worker: Worker):
         super().__init__(worker, trainable=True)
-        self._algorithm = make_algorithm(worker.config.algorithm)
+        check_objective(self.engine, self._algorithm.objective)
         self._rows: Any = None
         self._staged: list[Bucket] = []
         self._staged_version = -1
@@ -133,17 +135,20 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
     def _advantages(self, command: Advantages, seq: int) -> Done:
-        batch = self._worker.batches[command.batch]
-        return Done(seq, stats=self._algorithm.advantages(batch, _gather_rewards(batch), _all_sum))
+        batch, credit = self._worker.batches[command.batch], self._algorithm.credit
+        assert credit is not None, "a pipeline without rewards asks for no advantages"
+        table = _gather_rewards(batch)
+        own = credit.assign(batch, table, _all_sum)
+        changed = (batch.weights != 1).nonzero()[:, 0]
+        weights = list(zip(batch.sample_ids[changed].tolist(), batch.weights[changed].tolist(), strict=True))
+        return Done(seq, stats=batch_stats(batch, table) | credit_stats(batch) | own, weights=weights)
 
     def _train_step(self, command: TrainStep, seq: int) -> Done:
         stats = self.engine.train_step(
             self._worker.batches[command.batch],
             command.micro_batches,
-            sft_loss if command.loss == "sft" else self._algorithm.policy_loss,
+            self._algorithm.objective,
             Norms(command.tokens, command.sequences),
-            1.0 if command.loss == "sft" else self._worker.config.rollout.temperature,
-            entropy=command.loss == "policy",
         )
         return Done(seq, stats=stats)
 

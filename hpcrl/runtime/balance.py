@@ -18,44 +18,55 @@ UNITS_PER_RANK = 4
 """Siblings are kept together until balancing has fewer than this many units per rank to choose from."""
 
 
+Rows = list[int]
+Together = Sequence[int | None]
+"""For each row the number of the rows it must never be parted from (preference pairs), None where it stands alone."""
+
+
 def balance(
-    lengths: Sequence[int], num_ranks: int, equal_counts: bool = False, groups: Sequence[int] | None = None
+    lengths: Sequence[int],
+    num_ranks: int,
+    groups: Sequence[int] | None = None,
+    together: Together | None = None,
 ) -> list[list[int]]:
     """Row indices for each rank, ascending, with the ranks' costs near each other: every row is on exactly one rank.
 
-    Largest differencing (Karmarkar and Karp 1982), deterministic. Fewer rows than ranks leave some ranks empty. With
-    equal_counts the numbers of rows differ by at most one. Otherwise rows that have the same number in `groups` (they
-    share a prompt, which a rank computes once) go to one rank, or in equal parts to a few ranks where there are not
-    enough groups to balance with. ValueError if num_ranks < 1.
+    Largest differencing (Karmarkar and Karp 1982), deterministic. Fewer rows than ranks leave some ranks empty. Rows
+    that have the same number in `groups` (they share a prompt, which a rank computes once) go to one rank, or in equal
+    parts to a few ranks where there are not enough groups to balance with; rows with the same number in `together`
+    always go to one rank. ValueError if num_ranks < 1.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance {len(lengths)} rows over {num_ranks} ranks")
-    if equal_counts:
-        return _merge_partitions(_blocks(lengths, num_ranks), num_ranks)
-    units = _units(range(len(lengths)) if groups is None else groups, num_ranks)
+    units = _units(range(len(lengths)) if groups is None else groups, _bundles(len(lengths), together), num_ranks)
     return _merge_partitions([[(sum(cost(lengths[row]) for row in rows), rows)] for rows in units], num_ranks)
 
 
-def _units(groups: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The rows of each group, cut into as many parts as it takes to have UNITS_PER_RANK for every rank."""
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
+def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
+    """The rows in order, those that must stay together as one bundle at the place of its first."""
+    bundles: dict[tuple[int | None, int], Rows] = {}
+    for row in range(num_rows):
+        number = None if together is None else together[row]
+        bundles.setdefault((number, row if number is None else -1), []).append(row)
+    return list(bundles.values())
+
+
+def _units(groups: Sequence[int], bundles: Sequence[Rows], num_ranks: int) -> list[Rows]:
+    """The rows of each group, cut into as many parts as it takes to have UNITS_PER_RANK for every rank, a bundle never.
+    A bundle belongs to the group of its first row."""
+    members: dict[int, list[Rows]] = {}
+    for rows in bundles:
+        members.setdefault(groups[rows[0]], []).append(rows)
     parts = -(-UNITS_PER_RANK * num_ranks // max(1, len(members)))
-    return [rows[part::parts] for rows in members.values() for part in range(min(parts, len(rows)))]
-
-
-Partition = list[tuple[int, list[int]]]
-"""(cost, rows) of some ranks; ranks not listed are empty."""
-
-
-def _blocks(lengths: Sequence[int], num_ranks: int) -> list[Partition]:
-    """Rows by falling length, num_ranks at a time, each on its own rank: merging whole blocks keeps counts equal."""
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     return [
-        [(cost(lengths[row]), [row]) for row in order[start : start + num_ranks]]
-        for start in range(0, len(order), num_ranks)
+        sorted(row for rows in inside[part::parts] for row in rows)
+        for inside in members.values()
+        for part in range(min(parts, len(inside)))
     ]
+
+
+Partition = list[tuple[int, Rows]]
+"""(cost, rows) of some ranks; ranks not listed are empty."""
 
 
 def _merge_partitions(partitions: list[Partition], num_ranks: int) -> list[list[int]]:
@@ -81,27 +92,31 @@ def micro_batches(
     lengths_per_rank: Sequence[Sequence[int]],
     max_tokens: int,
     groups_per_rank: Sequence[Sequence[int]] | None = None,
-) -> list[list[list[int]]]:
+    together_per_rank: Sequence[Together] | None = None,
+) -> list[list[Rows]]:
     """Row indices per rank and micro-batch; every rank gets the same number of micro-batches, some of them empty.
 
     First fit by falling length: a micro-batch holds at most max_tokens, except that a longer sequence has one of its
-    own. Rows with the same number in groups_per_rank stay together as far as max_tokens allows. Rows of a micro-batch
-    are ascending. ValueError if max_tokens < 1.
+    own. Rows with the same number in groups_per_rank stay together as far as max_tokens allows. Rows with the same
+    number in together_per_rank always do: if they are longer than max_tokens, they have a micro-batch of their own.
+    Rows of a micro-batch are ascending. ValueError if max_tokens < 1.
     """
     if max_tokens < 1:
         raise ValueError(f"micro-batches of {max_tokens} tokens cannot hold a sequence; give at least 1")
     groups = groups_per_rank or [range(len(lengths)) for lengths in lengths_per_rank]
+    together = together_per_rank or [[None] * len(lengths) for lengths in lengths_per_rank]
     packed = [
-        _first_fit(lengths, max_tokens, numbers) for lengths, numbers in zip(lengths_per_rank, groups, strict=True)
+        _first_fit(lengths, max_tokens, numbers, _bundles(len(lengths), tied))
+        for lengths, numbers, tied in zip(lengths_per_rank, groups, together, strict=True)
     ]
     count = max(map(len, packed), default=0)
     return [bins + [[] for _ in range(count - len(bins))] for bins in packed]
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int, groups: Sequence[int]) -> list[list[int]]:
-    bins: list[list[int]] = []
+def _first_fit(lengths: Sequence[int], max_tokens: int, groups: Sequence[int], bundles: Sequence[Rows]) -> list[Rows]:
+    bins: list[Rows] = []
     room: list[int] = []
-    for tokens, rows in sorted(_pieces(lengths, max_tokens, groups), key=lambda piece: (-piece[0], piece[1])):
+    for tokens, rows in sorted(_pieces(lengths, max_tokens, groups, bundles), key=lambda piece: (-piece[0], piece[1])):
         number = next((number for number, left in enumerate(room) if tokens <= left), len(bins))
         if number == len(bins):
             bins.append([])
@@ -111,15 +126,18 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, groups: Sequence[int]) -
     return [sorted(rows) for rows in bins]
 
 
-def _pieces(lengths: Sequence[int], max_tokens: int, groups: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """(tokens, rows): each group, or what of it fits into a micro-batch."""
-    pieces: list[tuple[int, list[int]]] = []
+def _pieces(
+    lengths: Sequence[int], max_tokens: int, groups: Sequence[int], bundles: Sequence[Rows]
+) -> list[tuple[int, Rows]]:
+    """(tokens, rows): each group, or what of its bundles fits into a micro-batch."""
+    pieces: list[tuple[int, Rows]] = []
     latest: dict[int, int] = {}  # group -> its last piece
-    for row, (length, group) in enumerate(zip(lengths, groups, strict=True)):
+    for rows in bundles:
+        tokens, group = sum(lengths[row] for row in rows), groups[rows[0]]
         number = latest.get(group)
-        if number is None or pieces[number][0] + length > max_tokens:
+        if number is None or pieces[number][0] + tokens > max_tokens:
             latest[group] = len(pieces)
-            pieces.append((length, [row]))
+            pieces.append((tokens, rows))
         else:
-            pieces[number] = (pieces[number][0] + length, [*pieces[number][1], row])
+            pieces[number] = (pieces[number][0] + tokens, pieces[number][1] + rows)
     return pieces

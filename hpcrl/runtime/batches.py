@@ -18,6 +18,8 @@ class BatchHandle:
     """A batch that lies on ranks; its id is its step. `rows[rank]`: its samples there, ascending, as its rows are.
 
     mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, where siblings share one.
+    keep_together: samples with the same number here are always in one micro-batch (preference pairs); those that are
+    not listed stand alone. weights: of each sample in the loss, where it is not 1.
     """
 
     id: int
@@ -27,6 +29,8 @@ class BatchHandle:
     rows: dict[int, list[int]]
     reference_rows: dict[int, list[int]] = field(default_factory=dict)
     prompts: Mapping[int, int] = field(default_factory=dict)
+    keep_together: Mapping[int, int] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> list[int]:
@@ -43,16 +47,18 @@ class BatchHandle:
         parts = [[rows[rank][i] for i in part] for rank, part in zip(ranks, indices, strict=True)]
         lengths = [[self.sizes[sample].total for sample in part] for part in parts]
         prompts = [[self.prompts.get(sample, sample) for sample in part] for part in parts]
-        plans = micro_batches(lengths, max_tokens, prompts)
+        together = [[self.keep_together.get(sample) for sample in part] for part in parts]
+        plans = micro_batches(lengths, max_tokens, prompts, together)
         return {
             rank: [[part[i] for i in micro] for micro in plan]
             for rank, part, plan in zip(ranks, indices, plans, strict=True)
         }
 
     def norms(self, samples: Sequence[int]) -> tuple[float, float]:
-        """Model tokens and sequences with a model token, over all ranks (weights are 1)."""
-        counts = [self.sizes[sample].model for sample in samples]
-        return float(sum(counts)), float(sum(count > 0 for count in counts))
+        """(model tokens, sequences that have some) over all ranks, each times the weight of its sample."""
+        counts = [(self.sizes[sample].model, self.weights.get(sample, 1.0)) for sample in samples]
+        tokens, sequences = sum(n * weight for n, weight in counts), sum(weight for n, weight in counts if n > 0)
+        return float(tokens), float(sequences)
 
 
 def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
@@ -81,13 +87,15 @@ def assign_rows(
     parts: Sequence[Sequence[int]],
     ranks: Sequence[int],
     prompts: Mapping[int, int] | None = None,
+    keep_together: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
     """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths, siblings (the
-    samples of one of `prompts`) together where that is possible."""
+    samples of one of `prompts`) together where that is possible, samples of one number in keep_together always."""
     rows: dict[int, list[int]] = {rank: [] for rank in ranks}
     for part in parts:
         groups = None if prompts is None else [prompts[sample] for sample in part]
-        shares = balance([sizes[sample].total for sample in part], len(ranks), groups=groups)
+        together = None if keep_together is None else [keep_together.get(sample) for sample in part]
+        shares = balance([sizes[sample].total for sample in part], len(ranks), groups, together)
         for rank, share in zip(ranks, shares, strict=True):
             rows[rank].extend(part[i] for i in share)
     return {rank: sorted(samples) for rank, samples in rows.items()}

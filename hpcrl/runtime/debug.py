@@ -24,7 +24,7 @@ class IdleTrainer(Trainer):
         """Leaves the field as it is."""
         return {}
 
-    def update(self, batch: BatchHandle, loss: str = "policy") -> Stats:
+    def update(self, batch: BatchHandle) -> Stats:
         """Leaves the weights as they are."""
         return {}
 

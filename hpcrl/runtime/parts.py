@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpcrl.algorithms import make_algorithm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.control import messages
@@ -33,39 +34,43 @@ class Trainer:
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._config = controller, config
+        self._algorithm = make_algorithm(config)  # what the trainer ranks make of the same configuration
         self.ranks = layout.ranks["trainer"]
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
-        """Fill a token field with the policy's log-probs; skipped where one on-policy optimizer step follows, since
-        old_logprobs then equal the current ones."""
-        algorithm = self._config.algorithm
-        if algorithm.num_mini_batches * algorithm.ppo_epochs == 1 and algorithm.kl_reward_coef == 0:
+        """Fill a token field with the policy's log-probs; skipped where the algorithm does not read it."""
+        if into not in self._algorithm.reads:
             return {}
         return _logprobs(self._controller, self._config, "trainer", batch, batch.rows, into)
 
     def advantages(self, batch: BatchHandle) -> Stats:
-        """Fill advantages and returns."""
+        """Fill advantages and returns, and weigh the samples where the credit does."""
         answers = self._controller.call({rank: messages.Advantages(batch.id) for rank in self.ranks})
+        batch.weights = {sample: weight for answer in answers.values() for sample, weight in answer.weights}
         return answers_stats(answers.values())
 
-    def update(self, batch: BatchHandle, loss: str = "policy") -> Stats:
-        """All optimizer steps of a batch: ppo_epochs x mini-batches (one for the supervised loss)."""
+    def update(self, batch: BatchHandle) -> Stats:
+        """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches."""
         start, started = time.perf_counter(), []
-        epochs = self._config.algorithm.ppo_epochs if loss == "policy" else 1
-        for _ in range(epochs):
+        for _ in range(self._algorithm.objective.num_epochs):
             for mini_batch in batch.mini_batches:
                 plan = batch.plan(batch.rows, mini_batch, self._config.trainer.max_tokens_per_micro_batch)
                 tokens, sequences = batch.norms(mini_batch)
                 # All are queued ahead: no rank waits for the controller between two.
-                steps = {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences, loss) for rank in self.ranks}
+                steps = {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences) for rank in self.ranks}
                 started.append(self._controller.start(steps))
         parts = [answers_stats(self._controller.finish(step).values()) for step in started]
         return merge([*parts, timed("time/step_train", start)])
 
-    def load_rows(self, step: int, rows: Sequence[int], sizes: Sequence[Sizes]) -> BatchHandle:
-        """A supervised batch from rows of the training data, balanced over the ranks."""
-        by_row = dict(zip(rows, sizes, strict=True))
-        handle = BatchHandle(step, step, by_row, [sorted(by_row)], assign_rows(by_row, [sorted(by_row)], self.ranks))
+    def load_rows(
+        self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
+    ) -> BatchHandle:
+        """A batch of one mini-batch from rows of the training data, balanced over the ranks. Rows with the same number
+        in keep_together (preference pairs) are in one micro-batch."""
+        by_row, together = dict(zip(rows, sizes, strict=True)), keep_together or {}
+        mini_batches = [sorted(by_row)]
+        shares = assign_rows(by_row, mini_batches, self.ranks, keep_together=together)
+        handle = BatchHandle(step, step, by_row, mini_batches, shares, keep_together=together)
         self._controller.call({rank: messages.LoadRows(handle.id, handle.rows[rank]) for rank in self.ranks})
         return handle
 

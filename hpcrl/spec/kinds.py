@@ -98,7 +98,8 @@ class RoleSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEngineSpec(Spec):
-    """`make(config, model_path, trainable)` returns a TrainEngine (hpcrl.engines.train.base); all its ranks call it.
+    """`make(config, model_path, total_steps, trainable)`, called by all its ranks, returns a TrainEngine
+    (hpcrl.engines.train.base); total_steps counts the optimizer steps of the run.
 
     Its section stands under trainer.NAME.
     """

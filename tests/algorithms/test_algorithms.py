@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.algorithms import ALGORITHMS, make_algorithm
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.metrics import batch_stats
-from hpcrl.config import GRPO, PolicyLoss, Reinforce, ReinforcePlusPlus
+from hpcrl.algorithms import ALGORITHMS, make_algorithm, make_pair
+from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
+from hpcrl.algorithms.metrics import batch_stats, credit_stats
+from hpcrl.algorithms.sft import CrossEntropy
+from hpcrl.config import GRPO, PolicyLoss, Reinforce, ReinforcePlusPlus, parse
 from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
@@ -44,6 +45,12 @@ def make_batch(masks, rewards, group_ids, seed=0):
     return batch.check(), RewardTable(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores)
 
 
+def advantages(algorithm: Algorithm, batch, table):
+    """Fill them as a trainer role does; what it logs."""
+    own = algorithm.credit.assign(batch, table, identity)
+    return batch_stats(batch, table) | credit_stats(batch) | own
+
+
 def norms_of(batch):
     tokens = (batch.loss_mask * batch.weights[batch.row_ids]).sum().item()
     has_tokens = [bool(batch.loss_mask[batch.row_ids == row].any()) for row in range(batch.num_sequences)]
@@ -63,7 +70,7 @@ def mixed_batch(seed=0):
 
 def test_grpo_advantages_stand_at_the_model_tokens():
     batch, table = make_batch([[0, 1, 1], [0, 0, 1, 0, 1], [0, 1], [0, 1]], [1.0, 0.0, 3.0, 3.0], [4, 4, 9, 9])
-    stats = make_algorithm(GRPO(std_eps=0.0)).advantages(batch, table, identity)
+    stats = advantages(make_pair(GRPO(std_eps=0.0)), batch, table)
     a = 1 / math.sqrt(2)  # (1 - .5) / sqrt(.5), sample std of (1, 0)
     expected = torch.tensor([0, a, a, 0, 0, -a, 0, -a, 0, 0, 0, 0])
     torch.testing.assert_close(batch.advantages, expected)
@@ -81,31 +88,31 @@ def test_grpo_advantages_stand_at_the_model_tokens():
 
 def test_dr_grpo_leaves_the_division_out():
     batch, table = make_batch([[0, 1], [0, 1]], [1.0, 0.0], [4, 4])
-    make_algorithm(GRPO(std_normalize=False)).advantages(batch, table, identity)
+    advantages(make_pair(GRPO(std_normalize=False)), batch, table)
     assert batch.advantages.tolist() == [0.0, 0.5, 0.0, -0.5]
 
 
 def test_group_statistics_come_from_the_table_not_from_the_rows_at_hand():
     batch, table = make_batch([[0, 1], [0, 1], [0, 1]], [1.0, 0.0, 5.0], [4, 4, 4])
     part = batch.select([2, 0])
-    make_algorithm(GRPO(std_normalize=False)).advantages(part, table, identity)
+    advantages(make_pair(GRPO(std_normalize=False)), part, table)
     assert part.advantages.tolist() == [0.0, 3.0, 0.0, -1.0]
     empty = batch.select([])
-    make_algorithm(GRPO()).advantages(empty, table, identity)
+    advantages(make_pair(GRPO()), empty, table)
     assert empty.advantages.numel() == 0
 
 
 def test_reinforce_plus_plus_uses_the_batch():
     batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
     config = ReinforcePlusPlus(gamma=0.5, std_eps=0.0, whiten_advantages=False)
-    make_algorithm(config).advantages(batch, table, identity)
+    advantages(make_pair(config), batch, table)
     a = 1 / math.sqrt(2)
     torch.testing.assert_close(batch.advantages, torch.tensor([0, a / 2, a, 0, -a]))
 
 
 def test_reinforce_plus_plus_whitens_token_advantages_by_default():
     batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
-    make_algorithm(ReinforcePlusPlus()).advantages(batch, table, identity)
+    advantages(make_pair(ReinforcePlusPlus()), batch, table)
     # token returns a, a, -a with a = 1 / sqrt(2): mean a / 3, unbiased variance (2 (2a/3)^2 + (4a/3)^2) / 2 = 4a^2 / 3
     b = 1 / math.sqrt(3)
     torch.testing.assert_close(batch.advantages, torch.tensor([0, b, b, 0, -2 * b]))
@@ -115,9 +122,9 @@ def test_reinforce_plus_plus_whitens_token_advantages_by_default():
 
 def test_reinforce_discounts_over_model_tokens():
     batch, table = make_batch([[0, 1, 0, 1], [0, 1, 1]], [8.0, 4.0], [0, 0])
-    make_algorithm(Reinforce(gamma=0.5)).advantages(batch, table, identity)
+    advantages(make_pair(Reinforce(gamma=0.5)), batch, table)
     assert batch.advantages.tolist() == [0.0, 4.0, 0.0, 8.0, 0.0, 2.0, 4.0]
-    make_algorithm(Reinforce(norm_mean_type="batch")).advantages(batch, table, identity)
+    advantages(make_pair(Reinforce(norm_mean_type="batch")), batch, table)
     assert batch.advantages.tolist() == [0.0, 2.0, 0.0, 2.0, 0.0, -2.0, -2.0]
 
 
@@ -125,16 +132,16 @@ def test_kl_in_the_reward_and_clips():
     batch, table = make_batch([[0, 1, 1]], [8.0], [0])
     batch.old_logprobs, batch.ref_logprobs = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, -3.0, -1.0])
     config = Reinforce(kl_reward_coef=0.5, reward_clip=5.0)
-    make_algorithm(config).advantages(batch, table, identity)
+    advantages(make_pair(config), batch, table)
     # token rewards: -.5 x 2 = -1, then min(8, 5) + .5 x 1 = 5.5, clipped to 5
     assert batch.returns.tolist() == [0.0, 4.0, 5.0]
-    make_algorithm(config.model_copy(update={"advantage_clip": 4.5})).advantages(batch, table, identity)
+    advantages(make_pair(config.model_copy(update={"advantage_clip": 4.5})), batch, table)
     assert batch.returns.tolist() == [0.0, 4.0, 5.0] and batch.advantages.tolist() == [0.0, 4.0, 4.5]
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_model_tokens():
     batch, table = mixed_batch()
-    make_algorithm(Reinforce(whiten_advantages=True)).advantages(batch, table, identity)
+    advantages(make_pair(Reinforce(whiten_advantages=True)), batch, table)
     counted = batch.advantages[batch.loss_mask & (batch.weights[batch.row_ids] > 0)]
     assert counted.mean().item() == pytest.approx(0, abs=1e-6) and counted.var().item() == pytest.approx(1, abs=1e-4)
     assert batch.advantages[~batch.loss_mask].abs().sum() == 0
@@ -167,7 +174,7 @@ def loss_and_gradient(algorithm, batch, micro_batches):
     total = 0.0
     for rows in micro_batches:
         micro_batch = batch.select(rows)
-        loss, stats = algorithm.policy_loss(*forward(micro_batch, theta), micro_batch, norms)
+        loss, stats = algorithm.objective.loss(Outputs(*forward(micro_batch, theta)), micro_batch, norms)
         (loss + 0.0 * theta.sum()).backward()
         total += loss.item()
         parts.append(stats)
@@ -213,8 +220,8 @@ def naive_loss(config: PolicyLoss, batch, theta):
 @pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
 def test_loss_and_gradient_equal_a_naive_loop(config):
     batch, table = mixed_batch()
-    algorithm = make_algorithm(config)
-    algorithm.advantages(batch, table, identity)
+    algorithm = make_pair(config)
+    advantages(algorithm, batch, table)
     loss, gradient, stats = loss_and_gradient(algorithm, batch, [range(7)])
     theta = torch.tensor([0.4, 0.1, 0.7], requires_grad=True)
     expected = naive_loss(config, batch, theta)
@@ -230,8 +237,8 @@ def test_loss_and_gradient_equal_a_naive_loop(config):
 )
 def test_no_split_into_micro_batches_shows(config, homes, seed):
     batch, table = mixed_batch(seed)
-    algorithm = make_algorithm(config)
-    algorithm.advantages(batch, table, identity)
+    algorithm = make_pair(config)
+    advantages(algorithm, batch, table)
     whole = loss_and_gradient(algorithm, batch, [range(7)])
     split = loss_and_gradient(algorithm, batch, [[r for r in range(7) if homes[r] == part] for part in range(4)])
     assert split[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
@@ -242,8 +249,8 @@ def test_no_split_into_micro_batches_shows(config, homes, seed):
 def test_the_split_test_can_fail():
     """Averaging over micro-batches instead of summing over global counts would show."""
     batch, table = mixed_batch()
-    algorithm = make_algorithm(GRPO())
-    algorithm.advantages(batch, table, identity)
+    algorithm = make_pair(GRPO())
+    advantages(algorithm, batch, table)
     whole = loss_and_gradient(algorithm, batch, [range(7)])
     wrong = []
     for rows in ([0, 1, 2], [3, 4, 5, 6]):
@@ -254,14 +261,14 @@ def test_the_split_test_can_fail():
 
 def test_metrics_of_the_loss_by_hand():
     batch, table = make_batch([[0, 1, 1], [0, 1]], [1.0, 0.0], [0, 0])
-    algorithm = make_algorithm(GRPO(std_normalize=False, kl_loss_coef=0.1, num_mini_batches=2))
-    algorithm.advantages(batch, table, identity)  # .5, .5, -.5
+    algorithm = make_pair(GRPO(std_normalize=False, kl_loss_coef=0.1, num_mini_batches=2))
+    advantages(algorithm, batch, table)  # .5, .5, -.5
     batch.old_logprobs = torch.log(torch.tensor([1.0, 0.5, 0.4, 1.0, 0.2]))
     batch.gen_logprobs = torch.log(torch.tensor([1.0, 0.4, 0.5, 1.0, 0.1]))
     batch.ref_logprobs = torch.log(torch.tensor([1.0, 0.5, 0.8, 1.0, 0.2]))
     logprobs = torch.log(torch.tensor([1.0, 0.75, 0.4, 1.0, 0.2])).requires_grad_()
     entropy = torch.tensor([9.0, 1.0, 2.0, 9.0, 3.0])
-    loss, stats = algorithm.policy_loss(logprobs, entropy, batch, Norms(3.0, 2.0))
+    loss, stats = algorithm.objective.loss(Outputs(logprobs, entropy), batch, Norms(3.0, 2.0))
     flat = flatten(stats)
     kl = (math.log(1.5) ** 2 + math.log(2) ** 2) / 2 / 3  # of the current policy; k2
     expected = {
@@ -288,8 +295,8 @@ def test_metrics_of_the_loss_by_hand():
 
 def test_rows_without_model_tokens_cost_nothing_and_give_no_gradient():
     batch, table = make_batch([[0, 0, 0], [0, 0]], [1.0, 0.0], [0, 0])
-    algorithm = make_algorithm(GRPO(whiten_advantages=True, kl_loss_coef=0.1, entropy_loss_coef=0.1))
-    flat = flatten(algorithm.advantages(batch, table, identity))
+    algorithm = make_pair(GRPO(whiten_advantages=True, kl_loss_coef=0.1, entropy_loss_coef=0.1))
+    flat = flatten(advantages(algorithm, batch, table))
     assert flat["actor/valid_sample_ratio"] == 0.0 and "critic/advantages/mean" not in flat
     loss, gradient, stats = loss_and_gradient(algorithm, batch, [[0], [1]])
     assert loss == 0.0 and gradient.tolist() == [0.0, 0.0, 0.0] and stats == {}
@@ -297,14 +304,14 @@ def test_rows_without_model_tokens_cost_nothing_and_give_no_gradient():
 
 def test_on_policy_step_needs_no_old_logprobs():
     batch, table = mixed_batch()
-    algorithm = make_algorithm(GRPO())
-    algorithm.advantages(batch, table, identity)
+    algorithm = make_pair(GRPO())
+    advantages(algorithm, batch, table)
     values = batch.old_logprobs
     results = []
     for old in (values, None):
         batch.old_logprobs = old
         logprobs = values.clone().requires_grad_()
-        loss, stats = algorithm.policy_loss(logprobs, None, batch, norms_of(batch))
+        loss, stats = algorithm.objective.loss(Outputs(logprobs), batch, norms_of(batch))
         loss.backward()
         results.append((loss.item(), logprobs.grad, flatten(stats)))
     assert results[0][0] == results[1][0] and results[0][2] == results[1][2]
@@ -314,24 +321,81 @@ def test_on_policy_step_needs_no_old_logprobs():
 @pytest.mark.parametrize("update", [{"ppo_epochs": 2}, {"num_mini_batches": 2}])
 def test_several_optimizer_steps_need_old_logprobs(update):
     batch, table = mixed_batch()
-    algorithm = make_algorithm(GRPO(**update))
-    algorithm.advantages(batch, table, identity)
+    algorithm = make_pair(GRPO(**update))
+    advantages(algorithm, batch, table)
     logprobs, batch.old_logprobs = batch.old_logprobs, None
     with pytest.raises(ValueError, match=r"batch\.old_logprobs must be filled for more than one optimizer step"):
-        algorithm.policy_loss(logprobs, None, batch, norms_of(batch))
+        algorithm.objective.loss(Outputs(logprobs), batch, norms_of(batch))
 
 
 def test_kl_terms_need_the_reference():
     batch, table = mixed_batch()
     batch.ref_logprobs = None
     with pytest.raises(ValueError, match=r"batch\.ref_logprobs must be filled for kl_reward_coef > 0"):
-        make_algorithm(GRPO(kl_reward_coef=0.1)).advantages(batch, table, identity)
+        advantages(make_pair(GRPO(kl_reward_coef=0.1)), batch, table)
 
 
 def test_every_section_of_the_configuration_has_its_algorithm():
-    assert {make_algorithm(c).__class__ for c in (GRPO(), Reinforce(), ReinforcePlusPlus())} == set(ALGORITHMS.values())
+    for section in (GRPO(), Reinforce(), ReinforcePlusPlus()):
+        pair, (credit, objective) = make_pair(section), ALGORITHMS[section.name]
+        assert (type(pair.credit), type(pair.objective)) == (credit, objective)
+    assert len({type(make_pair(section).credit) for section in (GRPO(), Reinforce(), ReinforcePlusPlus())}) == 3
     with pytest.raises(ValueError, match="there are grpo, reinforce, reinforce_plus_plus"):
-        make_algorithm(PolicyLoss())
+        make_pair(PolicyLoss())
+
+
+def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():
+    words = {"algorithm": {"name": "grpo", "ppo_epochs": 3, "kl_loss_coef": 0.1}, "rollout": {"temperature": 0.5}}
+    supervised = make_algorithm(parse({"pipeline": "sft"} | words))
+    assert type(supervised.objective) is CrossEntropy and supervised.credit is None
+    assert (supervised.objective.temperature, supervised.objective.optimizer_steps) == (1.0, 1)
+    assert not supervised.reads | supervised.objective.outputs | supervised.objective.logged
+    rewarded = make_algorithm(parse(words))
+    assert (rewarded.objective.temperature, rewarded.objective.optimizer_steps) == (0.5, 3)
+
+
+def test_cross_entropy_by_hand():
+    batch, _ = make_batch([[0, 1, 1], [0, 1]], [0.0, 0.0], [0, 1])
+    logprobs = torch.tensor([-9.0, -1.0, -2.0, -9.0, -3.0], requires_grad=True)
+    loss, stats = CrossEntropy().loss(Outputs(logprobs), batch, Norms(12.0, 4.0))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5) and flatten(stats) == {"sft/loss": 2.0}
+    assert logprobs.grad.tolist() == pytest.approx([0, -1 / 12, -1 / 12, 0, -1 / 12])
+
+
+@pytest.mark.parametrize(
+    ("section", "reads"),
+    [
+        (GRPO(), set()),
+        (GRPO(kl_loss_coef=0.1), {"ref_logprobs"}),
+        (GRPO(kl_reward_coef=0.1), {"old_logprobs", "ref_logprobs"}),
+        (Reinforce(ppo_epochs=2), {"old_logprobs"}),
+        (ReinforcePlusPlus(num_mini_batches=2, kl_loss_coef=0.1), {"old_logprobs", "ref_logprobs"}),
+    ],
+)
+def test_an_algorithm_says_what_must_be_computed_before(section, reads):
+    """With these fields alone, and not with one less, credit and loss can be computed."""
+    pair = make_pair(section)
+    assert pair.reads - {"advantages"} == reads
+    assert ("ref_logprobs" in reads) == section.uses_reference  # what the layout goes by, which knows no torch
+    for missing in (set(), *({field} for field in reads)):
+        batch, table = mixed_batch()
+        logprobs = batch.old_logprobs.clone()
+        for field in {"old_logprobs", "ref_logprobs"} - (reads - missing):
+            setattr(batch, field, None)
+        try:
+            advantages(pair, batch, table)
+            pair.objective.loss(Outputs(logprobs), batch, norms_of(batch))
+            failed = ""
+        except ValueError as error:
+            failed = str(error)
+        assert bool(failed) == bool(missing) and all(f"batch.{field} must be filled" in failed for field in missing)
+
+
+@pytest.mark.parametrize(("coefficient", "asked"), [(0.0, "logged"), (0.1, "outputs")])
+def test_entropy_comes_with_gradients_only_where_the_loss_has_it(coefficient, asked):
+    objective = make_pair(GRPO(entropy_loss_coef=coefficient)).objective
+    assert getattr(objective, asked) == {"entropy"} and objective.outputs.isdisjoint(objective.logged)
 
 
 def test_responses_of_mixed_weights_are_counted():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.algorithms import make_algorithm
-from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms import make_pair
+from hpcrl.algorithms.base import Outputs, RewardTable
 from hpcrl.config import PolicyLoss, Reinforce
 from hpcrl.rollout.batch import Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
@@ -41,10 +41,10 @@ def expected_gradient(config: PolicyLoss) -> torch.Tensor:
     spread = torch.zeros(2 * len(LOGITS)).index_copy(0, torch.arange(1, 2 * len(LOGITS), 2), logprobs)
     batch.old_logprobs = spread.detach()
     batch.ref_logprobs = torch.zeros(2 * len(LOGITS)).index_copy(0, torch.arange(1, 2 * len(LOGITS), 2), REFERENCE)
-    algorithm = make_algorithm(config)
+    pair = make_pair(config)
     table = RewardTable(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores)
-    algorithm.advantages(batch, table, lambda tensor: tensor)
-    loss, _ = algorithm.policy_loss(spread, None, batch, Norms(1.0, 1.0))
+    pair.credit.assign(batch, table, lambda tensor: tensor)
+    loss, _ = pair.objective.loss(Outputs(spread), batch, Norms(1.0, 1.0))
     loss.backward()
     return logits.grad
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
-from tests.engines.worlds import make_batch, make_model_folder, norms_of, process_group, weighted_loss
+from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group
 
 LENGTHS = (64,) * 8
 
@@ -51,7 +51,7 @@ def measure(engine: FSDP2Engine, folder: Path, rounds: int) -> dict[str, list[fl
     found: dict[str, list[float]] = {name: [] for name in ("step", "copy", "stall", "step_writing", "write")}
 
     def step() -> None:
-        engine.train_step(batch, [list(range(len(LENGTHS)))], weighted_loss, norms_of(batch), 1.0, False)
+        engine.train_step(batch, [list(range(len(LENGTHS)))], Weighted(), norms_of(batch))
 
     def save(target: Path) -> None:
         writer.start(target, engine.snapshot())

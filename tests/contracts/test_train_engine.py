@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
-from hpcrl.engines.train.base import TrainEngine
+from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.engines.train.fake.engine import FakeTrainEngine
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.metrics.stats import Stats, stat
@@ -36,12 +37,33 @@ def make_fake(folder: Path) -> TrainEngine:
 ENGINES = {"fsdp2": make_fsdp2, "fake": make_fake}
 
 
-def likelihood(logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
-    return -logprobs.sum() / norms.tokens, {"actor/logprob": stat(logprobs, batch.loss_mask)}
+class Likelihood(Objective):
+    """Mean log-prob; notes which of its outputs had gradients."""
+
+    def __init__(self, temperature: float = 1.0, outputs: Collection[str] = (), logged: Collection[str] = ()):
+        self.temperature, self.outputs, self.logged = temperature, frozenset(outputs), frozenset(logged)
+        self.seen: set[tuple[bool, bool | None]] = set()
+
+    def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+        entropy = outputs.entropy
+        self.seen.add((outputs.logprobs.requires_grad, None if entropy is None else entropy.requires_grad))
+        loss = -outputs.logprobs.sum() / norms.tokens
+        if "entropy" in self.outputs:
+            loss = loss - 0.0 * entropy.sum()
+        return loss, {"actor/logprob": stat(outputs.logprobs, batch.loss_mask)}
 
 
-def broken(logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
-    return logprobs.sum() * math.inf, {}
+class Broken(Objective):
+    def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+        return outputs.logprobs.sum() * math.inf, {}
+
+
+class Critical(Objective):
+    outputs = frozenset({"values"})
+    logged = frozenset({"chosen_logprobs", "entropy"})
+
+    def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+        raise AssertionError("refused before")
 
 
 def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Path) -> None:
@@ -67,7 +89,13 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     engine.onload()
     assert torch.equal(engine.logprobs(batch, plan, 1.0), before)
 
-    stats = engine.train_step(batch, plan, likelihood, norms, 1.0, False)
+    check_objective(engine, Likelihood(outputs=engine.computes))
+    name = engine.config_summary()["engine"]
+    with pytest.raises(
+        ValueError, match=f"Critical needs chosen_logprobs, values of .* engine {name} does not compute"
+    ):
+        check_objective(engine, Critical())
+    stats = engine.train_step(batch, plan, Likelihood(), norms)
     assert stats["actor/logprob"].count == int(batch.loss_mask.sum())
     assert stats["actor/logprob"].total == pytest.approx(before.sum().item(), rel=1e-4)
     assert ("actor/grad_norm" in stats) == ("actor/lr" in stats) == (rank == 0)
@@ -85,7 +113,7 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     dist.all_gather_object(written, mine)
     assert sorted(name for names in written for name in names) == sorted(path.name for path in folder.iterdir())
     saved = dict(engine.named_weights())
-    engine.train_step(batch, plan, likelihood, norms, 1.0, False)
+    engine.train_step(batch, plan, Likelihood(), norms)
     continued = dict(engine.named_weights())
     assert list(saved) == list(continued) and len(saved) > 0
     assert any(not torch.equal(saved[name], continued[name]) for name in saved)
@@ -93,17 +121,24 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     assert other.load(folder) == []
     assert other.optimizer_step == 1
     assert all(torch.equal(saved[name], tensor) for name, tensor in other.named_weights())
-    other.train_step(batch, plan, likelihood, norms, 1.0, False)
+    other.train_step(batch, plan, Likelihood(), norms)
     assert all(torch.equal(continued[name], tensor) for name, tensor in other.named_weights())
 
-    stats = other.train_step(batch, plan, broken, norms, 1.0, False)
+    stats = other.train_step(batch, plan, Broken(), norms)
     assert other.optimizer_step == 2
     assert all(torch.equal(continued[name], tensor) for name, tensor in other.named_weights())
     assert stats.keys() == ({"actor/lr", "actor/skipped_update"} if rank == 0 else set())
-    stats = other.train_step(batch, plan, likelihood, norms, 1.0, False)
+    stats = other.train_step(batch, plan, Likelihood(), norms)
     assert other.optimizer_step == 3
     if rank == 0:
         assert stats["actor/skipped_update"].total == 0
+
+    for asked, seen in (({}, None), ({"logged": ["entropy"]}, False), ({"outputs": ["entropy"]}, True)):
+        objective = Likelihood(3.0, **asked)
+        expected = other.logprobs(batch, plan, 3.0).sum().item()
+        stats = other.train_step(batch, plan, objective, norms)
+        assert stats["actor/logprob"].total == pytest.approx(expected, rel=1e-4)  # at the objective's temperature
+        assert objective.seen == {(True, seen)}
 
     other.export_hf(scratch / "hf")
     assert (scratch / "hf" / "config.json").is_file() and list((scratch / "hf").glob("*.safetensors"))

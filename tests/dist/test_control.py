@@ -65,7 +65,7 @@ COMMANDS: list[Any] = [
     m.Logprobs(1, "reference", "ref_logprobs", [[0], [1, 2]]),
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),
     m.Advantages(1),
-    m.TrainStep(1, [[0], []], 12.5, 2.0, "policy"),
+    m.TrainStep(1, [[0], []], 12.5, 2.0),
     m.DropBatch(1),
     m.WriteRollouts(1, "rollouts/step_000001", {"step": 1, "lr": 0.5, "name": "x"}),
     m.Stage(4, [1]),

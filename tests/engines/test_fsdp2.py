@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hpcrl.algorithms.base import Outputs
 from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
@@ -24,7 +25,7 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.rollout.batch import Batch
 from hpcrl.runtime.balance import balance, micro_batches
-from tests.engines.worlds import FAMILIES, make_batch, make_model_folder, norms_of, run_ranks, weighted_loss
+from tests.engines.worlds import FAMILIES, Weighted, make_batch, make_model_folder, norms_of, run_ranks
 
 LENGTHS = (9, 21, 4, 14, 5, 17)
 TEMPERATURE = 0.7
@@ -49,7 +50,7 @@ def engine(folder: Path, **config: Any) -> FSDP2Engine:
 
 
 def gradients_of(trainer: FSDP2Engine, batch: Batch, plan: list[list[int]], whole: Batch) -> dict[str, Tensor]:
-    trainer.accumulate(batch, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
+    trainer.accumulate(batch, plan, Weighted(TEMPERATURE, entropy=True), norms_of(whole))
     gradients = dict(trainer.named_gradients())
     trainer.discard_gradients()
     return gradients
@@ -62,7 +63,7 @@ def worst_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 
 def transformers_results(folder: Path, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs [T] and gradients of weighted_loss, one sequence at a time through transformers' eager attention."""
+    """Log-probs [T] and gradients of Weighted, one sequence at a time through transformers' eager attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     logprobs, entropies = [], []
     for tokens in batch.token_ids.split(batch.lengths.tolist()):
@@ -71,7 +72,8 @@ def transformers_results(folder: Path, batch: Batch) -> tuple[Tensor, dict[str, 
         logprobs.append(torch.cat([first, log_p.gather(1, tokens[1:, None])[:, 0]]))
         entropies.append(torch.cat([first, -(log_p.exp() * log_p).sum(-1)]))
     found = torch.cat(logprobs) * batch.loss_mask
-    weighted_loss(found, torch.cat(entropies) * batch.loss_mask, batch, norms_of(batch))[0].backward()
+    outputs = Outputs(found, torch.cat(entropies) * batch.loss_mask)
+    Weighted().loss(outputs, batch, norms_of(batch))[0].backward()
     return found.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -162,6 +164,16 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
 
 
+def test_an_objective_that_compares_rows_needs_packing(folders: dict[str, Path], world_of_one: None) -> None:
+    class Pairs(Weighted):
+        compares_rows = True
+
+    batch = make_batch(LENGTHS)
+    assert "actor/logprob" in engine(folders["qwen2"]).train_step(batch, ONE, Pairs(), norms_of(batch))
+    with pytest.raises(ValueError, match="Pairs compares the rows of a micro-batch, and without packing qwen2 is tr"):
+        engine(folders["qwen2"], packing="off").train_step(batch, ONE, Pairs(), norms_of(batch))
+
+
 def test_gemma2_without_packing_keeps_its_soft_caps(folders: dict[str, Path], world_of_one: None) -> None:
     batch = make_batch(LENGTHS)
     trainer = engine(folders["gemma2"], packing="off", trainable=False)
@@ -178,7 +190,7 @@ def test_clipped_adamw_step_by_hand(folders: dict[str, Path], world_of_one: None
     gradients = gradients_of(trainer, batch, ONE, batch)
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     assert norm > 10 * limit
-    stats = trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+    stats = trainer.train_step(batch, ONE, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     assert stats["actor/grad_norm"].total == pytest.approx(norm, rel=1e-5)
     assert stats["actor/lr"].total == 0.1 and stats["actor/logprob"].count == int(batch.loss_mask.sum())
     for name, tensor in trainer.named_weights():
@@ -204,7 +216,7 @@ def test_names_and_export_are_those_of_transformers(
         origin = shutil.copytree(folders[family], tmp_path / family)
         (origin / "tokenizer.json").write_text("{}")
         trainer, batch = engine(origin), make_batch(LENGTHS)
-        trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), 1.0, False)
+        trainer.train_step(batch, ONE, Weighted(), norms_of(batch))
         weights = dict(trainer.named_weights())
         expected = AutoModelForCausalLM.from_pretrained(origin).state_dict()
         expected.pop("lm_head.weight")  # tied
@@ -259,7 +271,7 @@ def test_resume_continues_bit_for_bit(folders: dict[str, Path], world_of_one: No
     batch = make_batch(LENGTHS)
 
     def step(trainer: FSDP2Engine) -> None:
-        trainer.train_step(batch, [[0, 1, 2], [3, 4, 5]], weighted_loss, norms_of(batch), 1.0, True)
+        trainer.train_step(batch, [[0, 1, 2], [3, 4, 5]], Weighted(entropy=True), norms_of(batch))
 
     def draws() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -324,10 +336,10 @@ def _two_ranks(folders: dict[str, Path], scratch: Path) -> dict[str, Any]:
     results["large"] = gradients_of(engine(folders["qwen2"]), mine, plan, whole)
 
     trainer = engine(folders["qwen2"])
-    results["stats"] = trainer.train_step(mine, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
+    results["stats"] = trainer.train_step(mine, plan, Weighted(TEMPERATURE, entropy=True), norms_of(whole))
     write_files(scratch / "two", trainer.snapshot())
     results["saved"] = dict(trainer.named_weights())
-    trainer.train_step(mine, plan, weighted_loss, norms_of(whole), TEMPERATURE, True)
+    trainer.train_step(mine, plan, Weighted(TEMPERATURE, entropy=True), norms_of(whole))
     results["continued"] = dict(trainer.named_weights())
     again = engine(folders["qwen2"])
     results["warnings"] = [again.load(scratch / "two"), again.load(scratch / "one")]
@@ -349,7 +361,7 @@ def two_ranks(
         (scratch / name).mkdir()
     trainer, batch = engine(folders["qwen2"]), make_batch(LENGTHS)
     for _ in range(2):
-        trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+        trainer.train_step(batch, ONE, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     write_files(scratch / "one", trainer.snapshot())
     torch.save(dict(trainer.named_weights()), scratch / "one.pt")
     return scratch, run_ranks(2, _two_ranks, folders, scratch)
@@ -387,7 +399,7 @@ def test_two_ranks_equal_one_without_packing_and_layer_by_layer(
 def test_step_stats_count_once(folders: dict[str, Path], two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (result["stats"] for result in two_ranks[1])
     batch = make_batch(LENGTHS)
-    stats = engine(folders["qwen2"]).train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+    stats = engine(folders["qwen2"]).train_step(batch, ONE, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     assert first["actor/grad_norm"].total == pytest.approx(stats["actor/grad_norm"].total, rel=1e-5)
     assert "actor/grad_norm" not in second and "actor/lr" not in second
     counted = first["actor/logprob"].count + second["actor/logprob"].count
@@ -411,7 +423,7 @@ def test_checkpoints_move_between_one_and_two_ranks(
     for name, tensor in trainer.named_weights():
         assert torch.equal(tensor, first["saved"][name]), name
     # The moments came along: the next step is that of the two ranks, which one without them does not take.
-    trainer.train_step(batch, ONE, weighted_loss, norms_of(batch), TEMPERATURE, True)
+    trainer.train_step(batch, ONE, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     moved = dict(trainer.named_weights())["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]
     want = first["continued"]["model.embed_tokens.weight"] - first["saved"]["model.embed_tokens.weight"]
     used = want.abs() > 1e-4

@@ -15,7 +15,7 @@ from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.runtime.balance import balance
-from tests.engines.worlds import make_batch, make_model_folder, norms_of, process_group, run_ranks, weighted_loss
+from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
 LENGTHS = (11, 7, 9, 14, 5, 8, 6, 10)
 
@@ -27,7 +27,7 @@ def _engine(model: Path) -> FSDP2Engine:
 def _train(engine: FSDP2Engine) -> None:
     whole, size = make_batch(LENGTHS), dist.get_world_size()
     mine = whole.select(balance(LENGTHS, size)[dist.get_rank()])
-    engine.train_step(mine, [list(range(mine.num_sequences))], weighted_loss, norms_of(whole), 1.0, False)
+    engine.train_step(mine, [list(range(mine.num_sequences))], Weighted(), norms_of(whole))
 
 
 def _save_new(model: Path, target: Path) -> None:

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
@@ -65,13 +66,18 @@ def norms_of(batch: Batch) -> Norms:
     return Norms(float(batch.loss_mask.sum()), float(batch.num_sequences))
 
 
-def weighted_loss(logprobs: Tensor, entropy: Tensor | None, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+class Weighted(Objective):
     """A loss whose gradient differs from token to token, so that a mix-up of tokens shows."""
-    weights = torch.cos(batch.token_ids.float() + batch.position_ids) + 0.5
-    loss = -(logprobs * weights)[batch.loss_mask].sum() / norms.tokens
-    if entropy is not None:
-        loss = loss - 0.3 * (entropy * weights)[batch.loss_mask].sum() / norms.tokens
-    return loss, {"actor/logprob": stat(logprobs, batch.loss_mask)}
+
+    def __init__(self, temperature: float = 1.0, entropy: bool = False):
+        self.temperature, self.outputs = temperature, frozenset({"entropy"} if entropy else ())
+
+    def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+        weights = torch.cos(batch.token_ids.float() + batch.position_ids) + 0.5
+        loss = -(outputs.logprobs * weights)[batch.loss_mask].sum() / norms.tokens
+        if outputs.entropy is not None:
+            loss = loss - 0.3 * (outputs.entropy * weights)[batch.loss_mask].sum() / norms.tokens
+        return loss, {"actor/logprob": stat(outputs.logprobs, batch.loss_mask)}
 
 
 @contextlib.contextmanager

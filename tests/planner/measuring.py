@@ -15,7 +15,7 @@ from hpcrl.checkpoint.writer import SharedFile
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
-from tests.engines.worlds import make_batch, norms_of, weighted_loss
+from tests.engines.worlds import Weighted, make_batch, norms_of
 
 
 def make_engine(folder: Path, dtype: str = "float32", **config: Any) -> FSDP2Engine:
@@ -32,9 +32,9 @@ def held_bytes(folder: Path, dtype: str) -> dict[str, int]:
     """Part -> bytes of this rank after a step and a snapshot for a checkpoint."""
     trainer = make_engine(folder, dtype, param_dtype=dtype)
     batch = make_batch([12, 9, 17])
-    trainer.train_step(batch, [[0, 1, 2]], weighted_loss, norms_of(batch), 1.0, False)
+    trainer.train_step(batch, [[0, 1, 2]], Weighted(), norms_of(batch))
     files = trainer.snapshot().values()
-    trainer.accumulate(batch, [[0, 1, 2]], weighted_loss, norms_of(batch), 1.0, False)
+    trainer.accumulate(batch, [[0, 1, 2]], Weighted(), norms_of(batch))
     states = trainer.optimizer.state.values()  # type: ignore[union-attr]
     return {
         "weights": sum(map(bytes_of, trainer.shards)),
@@ -76,7 +76,7 @@ def step_peak(folder: Path, trace: Path, large: bool, num_rows: int, length: int
     trainer = make_engine(folder, **config)
     batch = make_batch([length] * 2 * num_rows, num_prompt_tokens=1)
     plan = [list(range(num_rows)), list(range(num_rows, 2 * num_rows))]
-    args = (batch, plan, weighted_loss, norms_of(batch), 1.0, False)
+    args = (batch, plan, Weighted(), norms_of(batch))
     trainer.train_step(*args)  # makes the optimizer's state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainer.train_step(*args)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from hpcrl.algorithms.base import Objective
 from hpcrl.checkpoint.writer import Files
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
-
-LossFn = Callable[[Tensor, Tensor | None, Batch, Norms], tuple[Tensor, Stats]]
-"""loss(logprobs [T], entropy [T] or None, micro_batch, norms) -> (scalar, stats).
-
-Sums over this micro-batch divided by the global norms: adding the scalars of all micro-batches of all ranks gives the
-mini-batch's loss. `logprobs` carries gradients; `entropy` too where it was asked for with gradients."""
 
 
 class TrainEngine(Protocol):
@@ -25,26 +20,26 @@ class TrainEngine(Protocol):
     optimizer_step: int  # steps taken so far
     data_parallel_rank: int
     data_parallel_size: int
+    computes: frozenset[str]  # the optional fields of Outputs that it can give an objective
 
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
         """float32 [T] on the batch's device: log-softmax(logits / temperature) at tokens of loss_mask, 0 elsewhere.
 
-        The vocabulary projection of the other tokens (prompts, tool results) is not computed; `LossFn` gets the same.
-        Rows in no micro-batch get 0. Collective over the engine's ranks. No gradients.
+        The vocabulary projection of the other tokens (prompts, tool results) is not computed; an objective gets the
+        same. Rows in no micro-batch get 0. Collective over the engine's ranks. No gradients.
         """
 
     def train_step(
         self,
         batch: Batch,
         micro_batches: MicroBatches,
-        loss_fn: LossFn,
+        objective: Objective,
         norms: Norms,
-        temperature: float,
-        entropy: bool,
     ) -> Stats:
         """Forward, backward over all micro-batches, clip, one optimizer and scheduler step. Collective.
 
-        The mini-batch is the rows in micro_batches, each once; norms are of it, over all ranks.
+        The mini-batch is the rows in micro_batches, each once; norms are of it, over all ranks. The objective says at
+        which temperature, and which outputs it gets with gradients, which without, which not at all.
 
         Returns this rank's loss stats plus actor/grad_norm and actor/lr (the same on all ranks; counted once, on
         data-parallel rank 0). A gradient norm that is not finite skips the update and counts actor/skipped_update.
@@ -79,3 +74,13 @@ class TrainEngine(Protocol):
 
     def config_summary(self) -> dict[str, Any]:
         """Facts worth a line in the log: parameters, dtype, packing, ranks."""
+
+
+def check_objective(engine: TrainEngine, objective: Objective) -> None:
+    """ValueError if the objective asks for something that the engine does not compute."""
+    lacking = sorted((objective.outputs | objective.logged) - engine.computes)
+    if lacking:
+        raise ValueError(
+            f"the objective {type(objective).__name__} needs {', '.join(lacking)} of every token, which the training "
+            f"engine {engine.config_summary()['engine']} does not compute; it has {', '.join(sorted(engine.computes))}"
+        )

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.engines.train.base import LossFn
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -25,12 +25,12 @@ VOCABULARY = 64
 """A table over the square of a real one would not fit, and would take time of its own."""
 
 
-def make(config: Config, model_path: Path, trainable: bool) -> FakeTrainEngine:
+def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FakeTrainEngine:
     """The engine of debug=fake; there is nothing to freeze."""
     return FakeTrainEngine(
         config.trainer,
         vocab_size=VOCABULARY,
-        total_steps=config.optimizer_steps,
+        total_steps=total_steps,
         logprobs_s=config.fake.logprobs_s,
         train_s=config.fake.train_s,
     )
@@ -41,6 +41,8 @@ class FakeTrainEngine:
 
     Token ids count modulo vocab_size. logprobs() and train_step() sleep logprobs_s and train_s seconds.
     """
+
+    computes = frozenset({"entropy"})
 
     def __init__(
         self,
@@ -65,6 +67,12 @@ class FakeTrainEngine:
         logprobs = log_p.gather(1, token_ids[:, None])[:, 0]
         return logprobs * batch.loss_mask, -(log_p.exp() * log_p).sum(-1) * batch.loss_mask
 
+    def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
+        logprobs, entropies = self._forward(batch, objective.temperature)
+        if "entropy" in objective.outputs:
+            return Outputs(logprobs, entropies)
+        return Outputs(logprobs, entropies.detach() if "entropy" in objective.logged else None)
+
     @torch.no_grad()
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
         """See TrainEngine."""
@@ -77,10 +85,8 @@ class FakeTrainEngine:
         self,
         batch: Batch,
         micro_batches: MicroBatches,
-        loss_fn: LossFn,
+        objective: Objective,
         norms: Norms,
-        temperature: float,
-        entropy: bool,
     ) -> Stats:
         """See TrainEngine."""
         gradient, collected = torch.zeros_like(self.transitions), []
@@ -88,8 +94,7 @@ class FakeTrainEngine:
         for rows in micro_batches:
             if rows:
                 micro_batch = batch.select(rows)
-                logprobs, entropies = self._forward(micro_batch, temperature)
-                loss, stats = loss_fn(logprobs, entropies if entropy else None, micro_batch, norms)
+                loss, stats = objective.loss(self._outputs(micro_batch, objective), micro_batch, norms)
                 gradient += torch.autograd.grad(loss, self.transitions)[0]
                 collected.append(stats)
         dist.all_reduce(gradient)

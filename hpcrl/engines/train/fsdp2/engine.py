@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.engines.train.base import LossFn
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model, write_model
@@ -44,13 +44,13 @@ PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats, mean over
 T = TypeVar("T")
 
 
-def make(config: Config, model_path: Path, trainable: bool) -> FSDP2Engine:
+def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FSDP2Engine:
     """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
     return FSDP2Engine(
         config.trainer,
         model_path,
         dtype=getattr(torch, config.model.dtype),
-        total_steps=config.optimizer_steps,
+        total_steps=total_steps,
         device="cuda" if torch.cuda.is_available() else "cpu",
         trainable=trainable,
         deterministic=config.deterministic,
@@ -62,6 +62,8 @@ class FSDP2Engine:
 
     Between commands parameters are sharded and there are no gradients.
     """
+
+    computes = frozenset({"entropy"})
 
     def __init__(
         self,
@@ -248,6 +250,11 @@ class FSDP2Engine:
 
         return spread(logprobs), None if entropies is None else spread(entropies)
 
+    def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
+        gradient = "entropy" in objective.outputs
+        logprobs, entropies = self._forward(batch, objective.temperature, gradient or "entropy" in objective.logged)
+        return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
+
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
         """The micro-batches to run: as given, or without packing one per row, as many on every rank (collective)."""
         rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
@@ -277,29 +284,31 @@ class FSDP2Engine:
         self,
         batch: Batch,
         micro_batches: MicroBatches,
-        loss_fn: LossFn,
+        objective: Objective,
         norms: Norms,
-        temperature: float,
-        entropy: bool,
     ) -> Stats:
         """See TrainEngine."""
-        stats = self.accumulate(batch, micro_batches, loss_fn, norms, temperature, entropy)
+        stats = self.accumulate(batch, micro_batches, objective, norms)
         return merge([stats, self._update()])
 
     def accumulate(
         self,
         batch: Batch,
         micro_batches: MicroBatches,
-        loss_fn: LossFn,
+        objective: Objective,
         norms: Norms,
-        temperature: float,
-        entropy: bool,
     ) -> Stats:
         """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Collective.
 
         Returns this rank's loss stats. `named_gradients` shows the result; `discard_gradients` drops it.
         """
         assert self.optimizer is not None, "the engine was built with trainable=False"
+        if objective.compares_rows and not self.packing:
+            raise ValueError(
+                f"the objective {type(objective).__name__} compares the rows of a micro-batch, and without packing "
+                f"{self.model.hf.config.model_type} is trained one row at a time; it needs a model that can be packed "
+                "and trainer.packing=auto or require"
+            )
         split = self._split(micro_batches, batch.num_sequences)
         collected: list[Stats] = []
         for number, rows in enumerate(split):
@@ -310,11 +319,11 @@ class FSDP2Engine:
                 self.model.set_requires_gradient_sync(is_last)
                 self.model.set_reshard_after_backward(is_last)
             micro_batch = batch.select(rows).to(self.device)
-            logprobs, entropies = self._forward(micro_batch, temperature, entropy)
-            loss = logprobs.sum()  # no rows: zero
+            outputs = self._outputs(micro_batch, objective)
+            loss = outputs.logprobs.sum()  # no rows: zero
             if rows:
-                anchor = 0.0 * loss  # keeps the graph where the loss function drops what is masked
-                loss, stats = loss_fn(logprobs, entropies, micro_batch, norms)
+                anchor = 0.0 * loss  # keeps the graph where the objective drops what is masked
+                loss, stats = objective.loss(outputs, micro_batch, norms)
                 loss = loss + anchor
                 collected.append(stats)
             loss.backward()

@@ -1,0 +1,66 @@
+"""What the credits of rewarded responses share; they differ in how rewards are normalised.
+
+token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each
+returns       = discounted sums of token rewards over the model tokens of a row
+advantages    = returns, whitened if asked, then clipped
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms import functional as F
+from hpcrl.algorithms.base import AllSum, Credit, RewardTable, is_last, model_tokens, required
+from hpcrl.config import PolicyLoss
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch
+
+Section = TypeVar("Section", bound=PolicyLoss)
+
+
+class ReturnsCredit(Credit, Generic[Section]):
+    """A credit but for `normalize`; see the module's docstring."""
+
+    gamma = 1.0
+
+    def __init__(self, config: Section):
+        self.config = config
+        if config.kl_reward_coef > 0:
+            self.reads = frozenset({"old_logprobs", "ref_logprobs"})
+
+    @abstractmethod
+    def normalize(self, table: RewardTable) -> Tensor:
+        """float32 [N]: the table's rewards as the advantage needs them."""
+
+    def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
+        """See Credit."""
+        config, index = self.config, model_tokens(batch)
+        rows = batch.row_ids[index]
+        rewards = _clip(self.normalize(table), config.reward_clip)[_positions(table, batch)]
+        token_rewards = torch.where(is_last(rows), rewards[rows], 0.0)
+        if config.kl_reward_coef > 0:
+            old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
+            ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
+            kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
+            token_rewards = _clip(token_rewards - config.kl_reward_coef * kl, config.reward_clip)
+        returns = F.discounted_returns(token_rewards, rows, self.gamma)
+        advantages = F.whiten(returns, all_sum) if config.whiten_advantages else returns
+        advantages = _clip(advantages, config.advantage_clip)
+        zeros = torch.zeros(batch.num_tokens, device=returns.device)
+        batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
+        return {}
+
+
+def _positions(table: RewardTable, batch: Batch) -> Tensor:
+    """int64 [B]: where the batch's rows stand in the table."""
+    positions = torch.searchsorted(table.sample_ids, batch.sample_ids).clamp(max=table.sample_ids.numel() - 1)
+    assert bool((table.sample_ids[positions] == batch.sample_ids).all()), "the reward table lacks samples of the batch"
+    return positions
+
+
+def _clip(values: Tensor, limit: float | None) -> Tensor:
+    return values if limit is None else values.clamp(-limit, limit)
