@@ -108,6 +108,14 @@ def test_truncation_by_hand(params: dict[str, float], kept: list[float]) -> None
     torch.testing.assert_close(truncate(probs, plan.top_k, plan.top_p, plan.min_p), torch.tensor([kept]))
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(1.0, 3), (0.999, 1)])
+def test_top_p_of_1_drops_nothing_although_the_sum_is_1_before_the_end(top_p: float, kept: int) -> None:
+    probs = torch.tensor([[1.0, 1e-9, 1e-12, 0.0]])  # their sum in float32 is 1 from the first token on
+    plan = plan_of([{"top_k": 3, "top_p": top_p}], 4)
+    found = truncate(probs, plan.top_k, plan.top_p, plan.min_p)
+    assert torch.equal(found[0, :kept], probs[0, :kept]) and not found[0, kept:].any()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),

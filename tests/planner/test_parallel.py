@@ -121,6 +121,21 @@ def test_sizes_that_do_not_fit(model: str, ranks: int, change: dict[str, Any], s
         assert all(text.startswith("trainer.megatron.") for text in found)
 
 
+@pytest.mark.parametrize(("layers", "embedding", "loss"), [(30, True, True), (31, True, False), (32, False, False)])
+def test_advice_on_what_counts_in_the_split_is_a_setting_that_divides(layers: int, embedding: bool, loss: bool) -> None:
+    """Over 4 stages; asked for is what counts one layer too many."""
+    given = {"pipeline_parallel": 4, "account_for_loss_in_pipeline_split": True}
+    if layers == 31:  # embedding and loss count the same, and the embedding is tried first
+        given["account_for_embedding_in_pipeline_split"] = True
+    shape = read_shape(PUBLISHED["Qwen2.5-7B"][0] | {"num_hidden_layers": layers})
+    config = run_of(8, **given)
+    (problem,) = check_parallel(config, RoleLayout.from_config(config), shape)
+    advice = {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
+    said = " ".join(f"{key}={'true' if value else 'false'}" for key, value in advice.items())
+    assert problem.text.endswith(f"; {said} divides")
+    assert split_layers(layers, MegatronConfig(**given | advice)) is not None
+
+
 def test_too_few_samples() -> None:
     """512 data parallel ranks and 128 responses; 8 data parallel ranks with 2 responses each and chunks of 8."""
     few = problems(run_of(512, num_prompts=16), "Qwen2.5-7B")

@@ -1,0 +1,56 @@
+"""The arithmetic of max_lag at its boundaries."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.rollout.freshness import Freshness
+from hpcrl.rollout.groups import LiveGroup
+
+VERSION, NEED = 9, 4
+
+
+def groups(*lags: int) -> list[LiveGroup]:
+    return [LiveGroup(uid, 0, 0, VERSION - lag, 2, 2) for uid, lag in enumerate(lags)]
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "lags", "old"),
+    [
+        (1.5, [2, 2, 2, 2], [2, 3]),  # half of 4 may be 2 behind
+        (1.5, [2, 2], []),
+        (1.5, [3, 2, 2, 3], [0, 3]),  # none may be 3 behind, and such a group takes no place of others
+        (1.5, [0, 1, 1, 1, 1, 1], []),  # whole steps have no limit of number
+        (1.0, [1, 2], [1]),
+        (0.25, [1, 1], [1]),
+        (0.0, [0, 1], [1]),
+        (2.75, [3, 3, 3, 3], [3]),
+    ],
+)
+def test_a_share_of_a_batch_may_be_one_version_further_behind(max_lag: float, lags: list[int], old: list[int]) -> None:
+    assert [group.uid for group in Freshness(max_lag).too_old(groups(*lags), VERSION, NEED)] == old
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "lags", "due"),
+    [
+        (1.0, [1], [(1, 0)]),  # (groups, room later): the next batch would find it 2 behind
+        (1.5, [1, 1], []),  # the share of the next batch has room for both
+        (1.5, [1, 1, 1], [(3, 2)]),
+        (1.5, [2, 1], [(1, 0)]),  # 2 behind: now or never
+        (1.5, [2, 1, 1], [(1, 0), (3, 2)]),
+        (2.0, [1] * 4, []),  # one more batch may take them whatever their number
+        (2.0, [1] * 5, [(5, 4)]),
+        (2.5, [1] * 6, []),
+        (2.5, [1] * 7, [(7, 6)]),
+        (2.0, [0] * 9, []),
+    ],
+)
+def test_what_later_batches_cannot_take_is_due(max_lag: float, lags: list[int], due: list[tuple[int, int]]) -> None:
+    found = Freshness(max_lag).due(groups(*lags), {0}, VERSION, NEED)
+    assert [(len(entry.uids), entry.later) for entry in found] == due
+    assert all(entry.open == {0} & entry.uids for entry in found)
+
+
+def test_groups_ahead() -> None:
+    assert [Freshness(lag).ahead(NEED) for lag in (0.0, 0.25, 1.0, 1.5)] == [0, 1, 4, 6]
