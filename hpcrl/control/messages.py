@@ -139,19 +139,19 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandOver(Message):
-    """Carry out the moves that touch this rank; `truncated`: behaviour log-probs travel too.
+    """Carry out the moves that touch this rank; `fields`: names of the generator's fields that travel
+    (hpcrl.trajectory).
 
-    rewards and scores: float32 bytes, of the samples that this rank gets in the order of its moves. A large transfer
-    comes in several commands; with the last one, marked `forms`, a rank that gets samples, be it none, has its share
-    and forms batch `batch`.
+    scored: the scorer's fields of the samples that this rank gets, as bytes in the order of its moves. A large transfer
+    comes in several commands. After the last one, marked `forms`, every destination forms batch `batch`, even if it
+    received nothing.
     """
 
     batch: int
     group: str
     moves: list[Move]
-    rewards: bytes
-    scores: bytes
-    truncated: bool
+    fields: list[str]
+    scored: dict[str, bytes]
     forms: bool
 
 

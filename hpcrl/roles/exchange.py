@@ -13,9 +13,10 @@ import torch
 from hpcrl.comm.transfer import PeerLost, blames_peer
 from hpcrl.comm.weights import Bucket, receive_buckets, send_buckets
 from hpcrl.control.messages import Done, DropBatch, HandOver, Logprobs, Move, Pull, SendTokens
-from hpcrl.roles.generator import BEHAVIOUR_FIELD, ROW_FIELDS, TOKEN_FIELDS, GeneratorRole
-from hpcrl.roles.trainer import ReferenceRole, TrainerRole, group_ids
-from hpcrl.rollout.batch import DTYPES, Batch
+from hpcrl.roles.generator import GeneratorRole
+from hpcrl.roles.trainer import ReferenceRole, TrainerRole
+from hpcrl.rollout.batch import Batch, pack
+from hpcrl.trajectory import FIELDS, Level
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -28,8 +29,7 @@ class _Share:
     """What this rank has of a batch that is being handed over."""
 
     received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
-    rewards: bytes = b""
-    scores: bytes = b""
+    scored: list[dict[str, bytes]] = field(default_factory=list)
 
 
 class Exchange:
@@ -50,25 +50,24 @@ class Exchange:
 
     def _hand_over(self, command: HandOver, seq: int) -> Done:
         worker = self._worker
-        fields = [*TOKEN_FIELDS, BEHAVIOUR_FIELD] if command.truncated else TOKEN_FIELDS
+        fields = {level: _travelling(command.fields, level) for level in Level}
 
         def pick(samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
             return cast(GeneratorRole, worker.roles["generator"]).pick(samples)
 
         exchange = worker.fabrics[command.group].exchange
         try:
-            received = exchange(worker.world.rank, command.moves, fields, ROW_FIELDS, pick)
+            received = exchange(worker.world.rank, command.moves, fields[Level.TOKEN], fields[Level.ROW], pick)
         except PeerLost as lost:
             return self._without((lost.peer,), seq, lost)
         if not received and not command.forms:
             return Done(seq)
         share = self._shares.setdefault(command.batch, _Share())
         share.received += received
-        share.rewards += command.rewards
-        share.scores += command.scores
+        share.scored.append(command.scored)
         if not command.forms:
             return Done(seq)
-        batch = worker.batches[command.batch] = _to_batch(self._shares.pop(command.batch), fields)
+        batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
         if worker.config.debug != "rollout_only":  # which keeps the weights that it starts with
             oldest = command.batch - 1 - math.ceil(worker.config.rollout.max_lag)
             versions = batch.versions[batch.loss_mask]
@@ -135,25 +134,21 @@ class Exchange:
         return Done(seq, unreached=sorted(ranks))
 
 
-def _to_batch(share: _Share, fields: Sequence[tuple[str, np.dtype]]) -> Batch:
+def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:
+    """Those of the named fields that have this level, and the dtypes in which they travel. ValueError for a field that
+    this rank does not know."""
+    if unknown := sorted(set(names) - FIELDS.keys()):
+        text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
+        raise ValueError(f"{text}: declare them (hpcrl.trajectory) in a module that every rank imports")
+    return [(name, np.dtype(FIELDS[name].travels_as)) for name in names if FIELDS[name].level is level]
+
+
+def _formed(share: _Share, fields: Sequence[str]) -> Batch:
     """The rank's rows, sorted by sample id."""
-    ids = torch.tensor([s for move, _ in share.received for s in move.samples], dtype=torch.int64)
-    lengths = torch.tensor([n for move, _ in share.received for n in move.lengths], dtype=torch.int64)
-
-    def column(name: str) -> torch.Tensor:
-        dtype = DTYPES.get(name, torch.float32)
-        parts = [torch.from_numpy(values[name].copy()).to(dtype) for _, values in share.received]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-
-    batch = Batch(
-        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()] or [torch.empty(0, dtype=torch.int64)]),
-        rewards=torch.from_numpy(np.frombuffer(share.rewards, dtype=np.float32).copy()),
-        scores=torch.from_numpy(np.frombuffer(share.scores, dtype=np.float32).copy()),
-        group_ids=group_ids(ids),
-        sample_ids=ids,
-        status=column("status"),
-        weights=torch.ones(len(ids)),
-        **{name: column(name) for name, _ in fields},
-    )
-    return batch.select(torch.argsort(ids).tolist()).check()
+    ids = [sample for move, _ in share.received for sample in move.samples]
+    lengths = [length for move, _ in share.received for length in move.lengths]
+    columns = {name: [values[name] for _, values in share.received] for name in fields}
+    for name in share.scored[0]:
+        columns[name] = [np.frombuffer(part[name], FIELDS[name].travels_as) for part in share.scored]
+    flat = {name: np.concatenate(parts or [np.empty(0)]) for name, parts in columns.items()}
+    return pack(ids, lengths, flat).select(sorted(range(len(ids)), key=ids.__getitem__)).check()

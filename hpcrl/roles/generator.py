@@ -34,23 +34,13 @@ from hpcrl.control.messages import (
 )
 from hpcrl.control.queues import StoreLost
 from hpcrl.engines.gen.base import GenEngine, Output, PromptRefused, Request, SamplingParams
-from hpcrl.rollout.batch import STATUS
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
 from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.trajectory import Field, Level, Origin, fields_of
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
-
-TOKEN_FIELDS = [
-    ("token_ids", np.dtype(np.int32)),
-    ("loss_mask", np.dtype(bool)),
-    ("gen_logprobs", np.dtype(np.float32)),
-    ("versions", np.dtype(np.int32)),
-    ("turn_ids", np.dtype(np.int32)),
-]
-BEHAVIOUR_FIELD = ("gen_logprobs_behaviour", np.dtype(np.float32))
-ROW_FIELDS = [("status", np.dtype(np.int8))]
 
 
 class GeneratorRole:
@@ -91,10 +81,7 @@ class GeneratorRole:
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
         """Fields of held samples, one array per sample (hpcrl.comm.transfer.Fabric.exchange)."""
         held = [self.held[sample] for sample in samples]
-        names = _columns(held[0]) if held else []
-        picked = {name: [getattr(sample, name) for sample in held] for name in names}
-        picked["status"] = [np.array([STATUS.index(sample.finish_reason)], dtype=np.int8) for sample in held]
-        return picked
+        return {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
 
     def _admit(self, command: Admit, seq: int) -> None:
         self._prompts |= {prompt.uid: prompt for prompt in command.prompts}
@@ -127,8 +114,8 @@ class GeneratorRole:
         total, model, held = len(request.prompt_ids), 0, self.held.get(request.id)
         if held is not None:
             total, model = int(held.loss_mask.nonzero()[0][-1]) + 1, int(held.loss_mask.sum())
-            for name in _columns(held):
-                setattr(held, name, getattr(held, name)[:total])
+            for field in _token_fields(held):
+                held.columns[field.name] = held.columns[field.name][:total]
         self._refused[request.id] = Ended(request.id, total, model, str(FinishReason.STOP))
         self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
@@ -153,19 +140,17 @@ class GeneratorRole:
 
     def _append(self, sample: Sample, token_ids: np.ndarray, output: Output | None) -> None:
         """Add a model turn (output) or an observation (None) to a held sample."""
-        count, turn = len(token_ids), int(sample.turn_ids[-1]) + (output is not None)
-        zeros = np.zeros(count, dtype=np.float32)
-        columns: dict[str, Any] = {
+        known: dict[str, Any] = {
             "token_ids": token_ids,
-            "loss_mask": np.full(count, output is not None),
-            "gen_logprobs": zeros if output is None else output.gen_logprobs,
-            "versions": np.full(count, -1, dtype=np.int32) if output is None else output.versions,
-            "turn_ids": np.full(count, turn, dtype=np.int32),
+            "loss_mask": output is not None,
+            "turn_ids": int(sample.turn_ids[-1]) + (output is not None),
         }
-        if sample.gen_logprobs_behaviour is not None:
-            columns["gen_logprobs_behaviour"] = zeros if output is None else output.gen_logprobs_behaviour
-        for name, column in columns.items():
-            setattr(sample, name, np.concatenate([getattr(sample, name), column]))
+        for field in _token_fields(sample):
+            value = known.get(field.name, field.fill)
+            if field.name not in known and output is not None:
+                value = output.columns[field.name] if field.name in output.columns else getattr(output, field.name)
+            column = np.broadcast_to(np.asarray(value, dtype=field.travels_as), len(token_ids))
+            sample.columns[field.name] = np.concatenate([sample.columns[field.name], column])
 
     def _burst(self, command: Burst, seq: int) -> BurstDone:
         started = time.perf_counter()
@@ -193,9 +178,8 @@ class GeneratorRole:
         sample = self.held.get(output.id)
         if sample is None:
             payload = self._prompts[split_sample_id(output.id)[0]]
-            sample = self.held[output.id] = _empty_response(
-                output.id, np.frombuffer(payload.token_ids, dtype=np.int32), output.gen_logprobs_behaviour is not None
-            )
+            prompt = np.frombuffer(payload.token_ids, dtype=np.int32)
+            sample = self.held[output.id] = _empty_response(output.id, prompt, output)
         self._append(sample, output.token_ids, output)
         sample.finish_reason = output.finish_reason
         return Ended(output.id, len(sample.token_ids), int(sample.loss_mask.sum()), str(output.finish_reason))
@@ -286,21 +270,17 @@ class GeneratorRole:
         return Done(seq, texts=texts)
 
 
-def _columns(sample: Sample) -> list[str]:
-    """The token fields that a sample has."""
-    behaviour = [] if sample.gen_logprobs_behaviour is None else [BEHAVIOUR_FIELD[0]]
-    return [*(name for name, _ in TOKEN_FIELDS), *behaviour]
+def _token_fields(sample: Sample) -> list[Field]:
+    """The fields of tokens that a sample has."""
+    return [field for field in fields_of(Origin.GENERATOR, Level.TOKEN) if field.name in sample.columns]
 
 
-def _empty_response(sample: int, prompt: np.ndarray, truncated: bool) -> Sample:
-    count = len(prompt)
-    return Sample(
-        id=sample,
-        token_ids=prompt,
-        loss_mask=np.zeros(count, dtype=bool),
-        gen_logprobs=np.zeros(count, dtype=np.float32),
-        versions=np.full(count, -1, dtype=np.int32),
-        turn_ids=np.full(count, -1, dtype=np.int32),
-        finish_reason=FinishReason.STOP,
-        gen_logprobs_behaviour=np.zeros(count, dtype=np.float32) if truncated else None,
-    )
+def _empty_response(sample: int, prompt: np.ndarray, output: Output) -> Sample:
+    """The prompt, with the fields that the engine gives."""
+    fields = [
+        field
+        for field in fields_of(Origin.GENERATOR, Level.TOKEN)
+        if field.name in output.columns or not (field.optional and getattr(output, field.name, None) is None)
+    ]
+    columns = {field.name: np.full(len(prompt), field.fill, dtype=field.travels_as) for field in fields}
+    return Sample(sample, **(columns | {"token_ids": prompt}))

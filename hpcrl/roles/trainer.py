@@ -37,9 +37,9 @@ from hpcrl.control.messages import (
 from hpcrl.data import sft_rows
 from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.metrics.stats import scalar
-from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
+from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
-from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, FinishReason, Sample
+from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.tables import TRAIN_ENGINES
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class TrainerRole(_EngineRole):
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
         num_ranks = len(self._worker.layout.ranks["trainer"])
-        write_rollouts(Path(command.folder), self._worker.world.rank, num_ranks, batch, {}, command.facts)
+        write_rollouts(Path(command.folder), self._worker.world.rank, num_ranks, batch, command.facts)
         return Done(seq)
 
     def _stage(self, command: Stage, seq: int) -> Done:
@@ -209,11 +209,6 @@ def _all_sum(tensor: Tensor) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total)
     return total
-
-
-def group_ids(sample_ids: Tensor) -> Tensor:
-    """int64 [n]: the prompt of each sample."""
-    return sample_ids >> (ATTEMPT_BITS + MEMBER_BITS)
 
 
 def _gather_rewards(batch: Batch) -> RewardTable:

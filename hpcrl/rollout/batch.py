@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcrl.rollout.types import Sample
+from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, STATUS, Sample
+from hpcrl.trajectory import FIELDS, Field, Level, Origin, fields_of
 
-TOKEN_FIELDS = ("token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "position_ids")
-LATE_TOKEN_FIELDS = ("gen_logprobs_behaviour", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-ROW_FIELDS = ("rewards", "scores", "group_ids", "sample_ids", "status", "weights")
-DTYPES = {
-    "token_ids": torch.int64,
-    "loss_mask": torch.bool,
-    "versions": torch.int32,
-    "turn_ids": torch.int32,
-    "position_ids": torch.int64,
-    "group_ids": torch.int64,
-    "sample_ids": torch.int64,
-    "status": torch.int8,
-}  # everything else is float32
-STATUS = ("stop", "length", "abort")
+__all__ = ["STATUS", "Batch", "MicroBatches", "Norms", "batch_from_samples", "concat", "group_ids", "pack"]
 
 MicroBatches = Sequence[Sequence[int]]
 """Row indices of this rank's batch per micro-batch. The same number of micro-batches on every rank; an empty one runs
@@ -43,33 +31,44 @@ class Norms:
     sequences: float
 
 
-@dataclass
+@dataclass(init=False, eq=False)
 class Batch:
-    """B sequences packed into T tokens. A token's log-prob, advantage and so on stand at that token's own index;
-    the first token of a sequence has none (0, mask 0).
+    """B sequences packed into T tokens and N turns. Every field of hpcrl.trajectory is an attribute: a tensor [T], [N]
+    or [B] by its level, None while it is not filled. A token's log-prob, advantage and so on stand at that token's own
+    index; the first token of a sequence has none (0, mask 0).
 
-    cu_seqlens: int64 [B + 1]. Token fields: [T]. Row fields: [B]. Late fields are None until a command fills them.
+    cu_seqlens: int64 [B + 1]. columns: the fields that are filled, by name. texts: fields of strings, one per row.
     """
 
     cu_seqlens: Tensor
-    token_ids: Tensor
-    loss_mask: Tensor
-    gen_logprobs: Tensor
-    versions: Tensor
-    turn_ids: Tensor
-    position_ids: Tensor
-    rewards: Tensor
-    scores: Tensor
-    group_ids: Tensor
-    sample_ids: Tensor
-    status: Tensor
-    weights: Tensor
-    gen_logprobs_behaviour: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    values: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
+    columns: dict[str, Tensor]
+    texts: dict[str, list[str]]
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        columns: Mapping[str, Tensor] | None = None,
+        texts: Mapping[str, list[str]] | None = None,
+        **named: Tensor | None,
+    ):
+        self.cu_seqlens, self.columns, self.texts = cu_seqlens, dict(columns or {}), dict(texts or {})
+        for name, tensor in named.items():
+            setattr(self, name, tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FIELDS and "columns" in self.__dict__:
+            return self.columns.get(name)
+        raise AttributeError(f"a batch has no field {name!r}; hpcrl.trajectory.declare() adds one")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Batch.__dataclass_fields__:
+            super().__setattr__(name, value)
+        elif name not in FIELDS:
+            raise AttributeError(f"a batch has no field {name!r}; hpcrl.trajectory.declare() adds one")
+        elif value is None:
+            self.columns.pop(name, None)
+        else:
+            self.columns[name] = value
 
     @property
     def num_sequences(self) -> int:
@@ -77,7 +76,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return self.token_ids.numel()
+        return self.columns["token_ids"].numel()
 
     @property
     def lengths(self) -> Tensor:
@@ -89,6 +88,13 @@ class Batch:
         """int64 [T]: the row each token belongs to."""
         return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths)
 
+    @property
+    def cu_turns(self) -> Tensor:
+        """int64 [B + 1]: turn t of row i is entry cu_turns[i] + t of a field of turns."""
+        turns = self.columns["turn_ids"].long() + 1
+        counts = turns.new_zeros(self.num_sequences).scatter_reduce(0, self.row_ids, turns, "amax")
+        return _offsets(counts)
+
     def prefix_lengths(self) -> Tensor:
         """int64 [B]: tokens of each row before the first that is trained on; all of them where none is."""
         starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
@@ -97,89 +103,121 @@ class Batch:
 
     def check(self) -> Batch:
         """Return self; ValueError names the first field whose shape, dtype or content breaks the contract."""
-        total, rows = self.num_tokens, self.num_sequences
-        if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != total or (rows and bool((self.lengths <= 0).any())):
-            raise ValueError(f"batch.cu_seqlens must rise from 0 to {total}, got {self.cu_seqlens.tolist()[:8]}...")
-        for name in TOKEN_FIELDS + LATE_TOKEN_FIELDS + ROW_FIELDS:
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            size, dtype = rows if name in ROW_FIELDS else total, DTYPES.get(name, torch.float32)
-            if tensor.shape != (size,) or tensor.dtype != dtype:
-                raise ValueError(f"batch.{name} must be {dtype} [{size}], got {tensor.dtype} {list(tensor.shape)}")
+        self.check_shapes()
+        for name, tensor in self.columns.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise ValueError(
-                    f"batch.{name} holds {int((~torch.isfinite(tensor)).sum())} values that are not finite"
-                )
-        if rows and bool(self.loss_mask[self.cu_seqlens[:-1]].any()):
+                bad = int((~torch.isfinite(tensor)).sum())
+                raise ValueError(f"batch.{name} holds {bad} values that are not finite")
+        if self.num_sequences and bool(self.loss_mask[self.cu_seqlens[:-1]].any()):
             raise ValueError("batch.loss_mask marks the first token of a sequence, which has no log-prob")
         return self
 
+    def check_shapes(self) -> None:
+        """ValueError names the first field whose shape or dtype breaks the contract."""
+        total, rows = self.num_tokens, self.num_sequences
+        if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != total or (rows and bool((self.lengths <= 0).any())):
+            raise ValueError(f"batch.cu_seqlens must rise from 0 to {total}, got {self.cu_seqlens.tolist()[:8]}...")
+        for field in FIELDS.values():
+            tensor = self.columns.get(field.name)
+            if tensor is None:
+                continue
+            size, dtype = int(self._cu(field.level)[-1]), getattr(torch, field.dtype)
+            if tensor.shape != (size,) or tensor.dtype != dtype:
+                raise ValueError(f"batch.{field.name} must be {dtype} [{size}], got {tensor.dtype} {[*tensor.shape]}")
+        for name, strings in self.texts.items():
+            if len(strings) != rows:
+                raise ValueError(f"batch.texts[{name!r}] has {len(strings)} strings for {rows} rows")
+
     def select(self, rows: Sequence[int]) -> Batch:
         """A new batch of these rows in this order (rows may repeat)."""
-        starts, ends = self.cu_seqlens[:-1].tolist(), self.cu_seqlens[1:].tolist()
-        device = self.token_ids.device
-        index = (
-            torch.cat([torch.arange(starts[r], ends[r], device=device) for r in rows])
-            if rows
-            else torch.empty(0, dtype=torch.int64, device=device)
+        index = {level: _select(self._cu(level), rows) for level in {FIELDS[name].level for name in self.columns}}
+        chosen = torch.tensor(list(rows), dtype=torch.int64, device=self.cu_seqlens.device)
+        return Batch(
+            _offsets(self.lengths[chosen]),
+            {name: tensor[index[FIELDS[name].level]] for name, tensor in self.columns.items()},
+            {name: [strings[row] for row in rows] for name, strings in self.texts.items()},
         )
-        row_index = torch.tensor(list(rows), dtype=torch.int64, device=device)
-        lengths = torch.tensor([ends[r] - starts[r] for r in rows], dtype=torch.int64, device=device)
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, tensor in picked.items():
-            if name != "cu_seqlens" and tensor is not None:
-                picked[name] = tensor[row_index if name in ROW_FIELDS else index]
-        picked["cu_seqlens"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return Batch(**picked)
 
     def as_generated(self) -> Batch:
         """The same rows without what training adds to them."""
-        added: dict[str, Any] = {name: None for name in LATE_TOKEN_FIELDS if name != "gen_logprobs_behaviour"}
-        return replace(self, **added)
+        return replace(
+            self, columns={n: column for n, column in self.columns.items() if FIELDS[n].origin is not Origin.TRAINING}
+        )
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {f.name: t.to(device) for f in fields(self) if (t := getattr(self, f.name)) is not None}
-        return replace(self, **moved)
+        moved = {name: tensor.to(device) for name, tensor in self.columns.items()}
+        return Batch(self.cu_seqlens.to(device), moved, self.texts)
+
+    def _cu(self, level: Level) -> Tensor:
+        """int64 [B + 1]: where each row's values of a level begin."""
+        if level is Level.ROW:
+            return torch.arange(self.num_sequences + 1, device=self.cu_seqlens.device)
+        return self.cu_seqlens if level is Level.TOKEN else self.cu_turns
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _select(cu: Tensor, rows: Sequence[int]) -> Tensor:
+    """The indices of the values of these rows."""
+    starts, device = cu.tolist(), cu.device
+    parts = [torch.arange(starts[row], starts[row + 1], device=device) for row in rows]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """One batch of all rows in order. A late field must be present in all of them or in none."""
+    """One batch of all rows in order. ValueError where a field is filled in some of them only."""
     if not batches:
         return batch_from_samples([], [])
-    lengths = torch.cat([b.lengths for b in batches])
-    joined: dict[str, Any] = {"cu_seqlens": torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])}
-    for name in TOKEN_FIELDS + LATE_TOKEN_FIELDS + ROW_FIELDS:
-        parts = [getattr(b, name) for b in batches]
-        if any(p is None for p in parts):
-            if any(p is not None for p in parts):
-                raise ValueError(f"batch.{name} is present in some of the batches to join and absent in others")
-            joined[name] = None
-        else:
-            joined[name] = torch.cat(parts)
-    return Batch(**joined)
+    columns: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for batch in batches for name in (*batch.columns, *batch.texts)):
+        if not all(name in batch.columns or name in batch.texts for batch in batches):
+            raise ValueError(f"batch.{name} is present in some of the batches to join and absent in others")
+        if name in batches[0].columns:
+            columns[name] = torch.cat([batch.columns[name] for batch in batches])
+    texts = {name: [text for batch in batches for text in batch.texts[name]] for name in batches[0].texts}
+    return Batch(_offsets(torch.cat([batch.lengths for batch in batches])), columns, texts)
+
+
+def group_ids(sample_ids: Tensor) -> Tensor:
+    """int64 [n]: the prompt of each sample."""
+    return sample_ids >> (ATTEMPT_BITS + MEMBER_BITS)
+
+
+def pack(
+    sample_ids: Sequence[int],
+    lengths: Sequence[int],
+    columns: Mapping[str, np.ndarray],
+    texts: Mapping[str, list[str]] | None = None,
+) -> Batch:
+    """A batch of rows of these lengths in the given order from flat arrays of its fields, as they travel; what follows
+    from these is filled in. Siblings are samples of one prompt; weights are 1; position_ids restart per sequence."""
+    ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
+    filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
+    filled |= {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths] or [torch.empty(0, dtype=torch.int64)]),
+        "group_ids": group_ids(ids),
+        "sample_ids": ids,
+        "weights": torch.ones(len(ids)),
+    }
+    return Batch(_offsets(counts), filled, texts)
+
+
+def _tensor(field: Field, column: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(column, dtype=field.dtype))
 
 
 def batch_from_samples(samples: Sequence[Sample], group_ids: Sequence[int]) -> Batch:
-    """Pack samples in the given order; weights are 1, position_ids restart per sequence."""
-    lengths = torch.tensor([len(s.token_ids) for s in samples], dtype=torch.int64)
-
-    def tokens(name: str) -> Tensor:
-        dtype = DTYPES.get(name, torch.float32)
-        parts = [torch.from_numpy(np.ascontiguousarray(getattr(s, name))).to(dtype) for s in samples]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-
-    truncated = bool(samples) and all(s.gen_logprobs_behaviour is not None for s in samples)
-    positions = [torch.arange(n) for n in lengths.tolist()]
-    return Batch(
-        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        position_ids=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
-        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
-        scores=torch.tensor([s.score for s in samples], dtype=torch.float32),
-        group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
-        sample_ids=torch.tensor([s.id for s in samples], dtype=torch.int64),
-        status=torch.tensor([STATUS.index(s.finish_reason) for s in samples], dtype=torch.int8),
-        weights=torch.ones(len(samples)),
-        gen_logprobs_behaviour=tokens("gen_logprobs_behaviour") if truncated else None,
-        **{name: tokens(name) for name in TOKEN_FIELDS if name != "position_ids"},
-    )
+    """Pack samples in the given order, as siblings by these group ids. An optional field needs to be in all of them."""
+    columns: dict[str, np.ndarray] = {
+        "rewards": np.array([sample.reward for sample in samples]),
+        "scores": np.array([sample.score for sample in samples]),
+    }
+    for field in fields_of(Origin.GENERATOR):
+        arrays: list[Any] = [sample.columns.get(field.name) for sample in samples]
+        if not field.optional or (samples and all(array is not None for array in arrays)):
+            columns[field.name] = np.concatenate(arrays or [np.empty(0)])
+    batch = pack([sample.id for sample in samples], [len(sample.token_ids) for sample in samples], columns)
+    batch.group_ids = torch.tensor(list(group_ids), dtype=torch.int64)
+    return batch

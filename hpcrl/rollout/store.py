@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +21,16 @@ import torch
 
 from hpcrl import __version__
 from hpcrl.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
-from hpcrl.rollout.batch import DTYPES, ROW_FIELDS, STATUS, Batch, concat
+from hpcrl.rollout.batch import STATUS, Batch, concat
 from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 
 T = TypeVar("T")
-SCHEMA_VERSION = 1
+SCHEMA_VERSIONS = {"rollouts": 2, "dispositions": 1}
+"""What is written. Rollouts of version 1 are read too: their fields do not describe themselves."""
 CHUNK = 65536
 DISPOSITIONS = "dispositions.h5"
-STORED = {torch.bool: np.uint8}
+STORED = {"bool": "uint8"}
 """Dtypes that are stored as another one; HDF5 has no booleans of its own."""
 
 
@@ -48,13 +50,17 @@ class DispositionRecord:
 class Rollouts:
     """Rollouts of a step, all ranks together, sorted by sample id.
 
-    texts: what was stored beside the tokens by name, one string per row. facts: what was stored about the step.
+    facts: what was stored about the step.
     """
 
     step: int
     batch: Batch
-    texts: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> dict[str, list[str]]:
+        """The fields of strings by name, one string per row."""
+        return self.batch.texts
 
 
 def write_rollouts(
@@ -62,28 +68,29 @@ def write_rollouts(
     rank: int,
     num_ranks: int,
     batch: Batch,
-    texts: Mapping[str, Sequence[str]],
     facts: Mapping[str, str | int | float],
 ) -> Path:
     """Write this rank's rows of a step to `<folder>/rank_NNNNN.h5` and return the path.
 
     folder: run/rollouts/step_NNNNNN. Every rank of the step calls it once, with its own rows (none is fine), the same
-    num_ranks, names of texts and facts; late fields of the batch are stored as far as they are filled. ValueError when
-    the file exists, or a text has not one string per row.
+    num_ranks, names of texts and facts; every field that is filled is stored. ValueError when the file exists, or a
+    text has not one string per row.
     """
     rows = batch.num_sequences
-    for name, strings in texts.items():
+    for name, strings in batch.texts.items():
         if len(strings) != rows:
             raise ValueError(f"texts[{name!r}] has {len(strings)} strings for {rows} rows")
     about = {"rank": rank, "num_ranks": num_ranks, "num_sequences": rows, "num_tokens": batch.num_tokens}
     with _new_file(folder / f"rank_{rank:05d}.h5", "rollouts", about) as file:
-        for entry in fields(batch):
-            tensor = getattr(batch, entry.name)
-            if tensor is not None:
-                array = tensor.detach().cpu().numpy()
-                _put(file, entry.name, array.astype(STORED.get(tensor.dtype, array.dtype), copy=False))
-        for name, strings in sorted(texts.items()):
-            _put_texts(file, f"texts/{name}", strings)
+        _put(file, "cu_seqlens", batch.cu_seqlens.cpu().numpy())
+        for spec in FIELDS.values():
+            if spec.name in batch.columns:
+                array = batch.columns[spec.name].detach().cpu().numpy()
+                _put(file, spec.name, array.astype(STORED.get(spec.dtype, spec.dtype), copy=False))
+                file[spec.name].attrs.update(_about(spec))
+            elif spec.name in batch.texts:
+                _put_texts(file, f"texts/{spec.name}", batch.texts[spec.name])
+                file[f"texts/{spec.name}"].attrs.update(_about(spec))
         file.create_group("facts").attrs.update(sorted(facts.items()))
     return folder / f"rank_{rank:05d}.h5"
 
@@ -130,18 +137,10 @@ class RolloutReader:
         ranks = {num_ranks for _, num_ranks in parts}
         if ranks != {len(paths)}:
             raise ValueError(f"{folder} holds files of {len(paths)} ranks, they say there are {sorted(ranks)}")
-        if len({tuple(part.texts) for part, _ in parts}) > 1:
-            raise ValueError(f"{folder} holds files with different texts: {[list(part.texts) for part, _ in parts]}")
         rollouts = [part for part, _ in parts if part.batch.num_sequences] or [parts[0][0]]
         joined = concat([part.batch for part in rollouts])
         order = torch.argsort(joined.sample_ids, stable=True).tolist()
-        texts = {name: [text for part in rollouts for text in part.texts[name]] for name in rollouts[0].texts}
-        return Rollouts(
-            step,
-            joined.select(order),
-            {name: [strings[row] for row in order] for name, strings in texts.items()},
-            parts[0][0].facts,
-        )
+        return Rollouts(step, joined.select(order), parts[0][0].facts)
 
     def batch(self, step: int) -> Batch:
         """The step's batch of all ranks, sorted by sample id."""
@@ -189,7 +188,9 @@ def _new_file(path: Path, kind: str, about: Mapping[str, int]) -> Iterator[h5py.
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path.name, "w", libver=("v110", "v110"), driver="core", backing_store=False) as file:
         file.attrs["schema"] = f"hpcrl.{kind}"
-        file.attrs.update({"schema_version": SCHEMA_VERSION, "hpcrl_version": __version__, "step": int(match[1])})
+        file.attrs.update(
+            {"schema_version": SCHEMA_VERSIONS[kind], "hpcrl_version": __version__, "step": int(match[1])}
+        )
         file.attrs.update(about)
         yield file
         file.flush()
@@ -218,22 +219,38 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
+def _about(spec: Field) -> dict[str, str]:
+    return {"level": str(spec.level), "dtype": spec.dtype, "origin": str(spec.origin), "meaning": spec.meaning}
+
+
+def _learn(name: str, about: Mapping[str, str], dtype: str = "") -> None:
+    """Declare a field that this process does not know as its file describes it."""
+    if name in FIELDS:
+        return
+    if not about and dtype != TEXT:
+        raise ValueError(f"the field {name} is unknown and not described")
+    origin = Origin(about.get("origin", Origin.TRAINING))
+    level = Level(about.get("level", Level.ROW))
+    declare(Field(name, dtype or about["dtype"], level, origin, about.get("meaning", ""), optional=True))
+
+
 def _read_rollouts(path: Path, step: int) -> tuple[Rollouts, int]:
     """One rank's file and the number of ranks it says the step has."""
 
     def read(file: h5py.File) -> tuple[Rollouts, int]:
-        rows, tokens = int(file.attrs["num_sequences"]), int(file.attrs["num_tokens"])
-        tensors: dict[str, Any] = {}
-        for name in (entry.name for entry in fields(Batch)):
-            size = rows + 1 if name == "cu_seqlens" else rows if name in ROW_FIELDS else tokens
-            if name in file:
-                stored = torch.from_numpy(file[name][()])
-                tensors[name] = stored.to(DTYPES.get(name, stored.dtype))
-                if stored.shape != (size,):
-                    raise ValueError(f"{name} has shape {list(stored.shape)}, not [{size}]")
-        texts = {name: _get_texts(group) for name, group in file.get("texts", {}).items()}
+        batch = Batch(torch.from_numpy(file["cu_seqlens"][()]))
+        stored = {name: data for name, data in file.items() if isinstance(data, h5py.Dataset) and name != "cu_seqlens"}
+        for name, data in stored.items():
+            _learn(name, data.attrs)
+            batch.columns[name] = torch.from_numpy(data[()]).to(getattr(torch, FIELDS[name].dtype))
+        for name, group in file.get("texts", {}).items():
+            _learn(name, group.attrs, TEXT)
+            batch.texts[name] = _get_texts(group)
+        if (batch.num_sequences, batch.num_tokens) != (file.attrs["num_sequences"], file.attrs["num_tokens"]):
+            raise ValueError(f"it has {batch.num_sequences} rows of {batch.num_tokens} tokens and says otherwise")
         facts = {name: value.item() if hasattr(value, "item") else value for name, value in file["facts"].attrs.items()}
-        return Rollouts(step, Batch(**tensors), texts, facts), int(file.attrs["num_ranks"])
+        batch.check_shapes()
+        return Rollouts(step, batch, facts), int(file.attrs["num_ranks"])
 
     return _reading(path, "rollouts", read)
 
@@ -261,8 +278,9 @@ def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
     try:
         with h5py.File(path, "r", locking=False) as file:
             schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
-            if schema != f"hpcrl.{kind}" or version != SCHEMA_VERSION:
-                raise ValueError(f"schema {schema} {version}, this version reads hpcrl.{kind} {SCHEMA_VERSION}")
+            newest = SCHEMA_VERSIONS[kind]
+            if schema != f"hpcrl.{kind}" or version not in range(1, newest + 1):
+                raise ValueError(f"schema {schema} {version}, this version reads hpcrl.{kind} 1 to {newest}")
             return read(file)
     except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

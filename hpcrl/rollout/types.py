@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.trajectory import FIELDS
+
 MEMBER_BITS = 14
 ATTEMPT_BITS = 10
 MAX_GROUP_SIZE = 1 << MEMBER_BITS
@@ -38,6 +40,10 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop string, a stop id or the end-of-sequence id
     LENGTH = "length"  # max_new_tokens
     ABORT = "abort"  # cut short by the scheduler; the partial tokens are kept
+
+
+STATUS = tuple(FinishReason)
+"""The number of a reason in the field `status` is its place here."""
 
 
 def make_sample_id(uid: int, attempt: int, member: int) -> int:
@@ -111,22 +117,38 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
 class Sample:
     """One response (of one or more turns) as it is held by the rank that generated it.
 
-    Arrays have one entry per token of `token_ids`, which is prompt + response; prompt tokens and tokens of an
-    environment or tool have mask 0, gen_logprobs 0 and version -1.
+    columns: the generator's fields of hpcrl.trajectory by name, in the dtypes in which they travel; those of tokens
+    have one entry per token of prompt and response. Each is an attribute too, None where the sample lacks it.
     """
 
-    id: int
-    token_ids: np.ndarray  # int32 [T]
-    loss_mask: np.ndarray  # bool [T]; 1 = model token
-    gen_logprobs: np.ndarray  # float32 [T]; log-softmax(logits / T) without truncation
-    versions: np.ndarray  # int32 [T]; weight version that produced the token
-    turn_ids: np.ndarray  # int32 [T]; -1 prompt, then 0, 1, ...
-    finish_reason: FinishReason
-    gen_logprobs_behaviour: np.ndarray | None = None  # float32 [T]; renormalised, only under truncation
-    reward: float = 0.0
-    score: float = 0.0
-    error: str = ""
+    __slots__ = ("columns", "error", "id", "reward", "score")
+
+    def __init__(
+        self,
+        id: int,
+        finish_reason: FinishReason = FinishReason.STOP,
+        reward: float = 0.0,
+        score: float = 0.0,
+        error: str = "",
+        **columns: np.ndarray | None,
+    ):
+        self.id, self.reward, self.score, self.error = id, reward, score, error
+        self.columns = {name: column for name, column in columns.items() if column is not None}
+        self.finish_reason = finish_reason
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FIELDS:
+            return self.columns.get(name)
+        raise AttributeError(f"a sample has no field {name!r}")
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the response ended; kept as the field `status`."""
+        return STATUS[self.columns["status"][0]]
+
+    @finish_reason.setter
+    def finish_reason(self, reason: FinishReason) -> None:
+        self.columns["status"] = np.array([STATUS.index(reason)], dtype=FIELDS["status"].travels_as)

@@ -17,6 +17,7 @@ from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.loop import Harvest, Sizes
 from hpcrl.runtime.batches import BatchHandle, assign_rows, lay_out, moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
+from hpcrl.trajectory import Origin, fields_of
 
 
 def answers_stats(answers: Iterable[messages.Done]) -> Stats:
@@ -185,9 +186,10 @@ class Fabric:
             return None
         handle = lay_out(config, self._layout, step, sizes)
         wanted = handle.rows | handle.reference_rows
-        scored = {sample.id: (sample.reward, sample.score) for sample in done.values()}
+        scored = {sample.id: {"rewards": sample.reward, "scores": sample.score} for sample in done.values()}
+        fields = [field.name for field in fields_of(Origin.GENERATOR) if truncated or not field.optional]
         answers: list[messages.Done] = []
-        for part in hand_overs(handle.id, self.NAME, moves(homes, wanted, sizes), wanted.keys(), scored, truncated):
+        for part in hand_overs(handle.id, self.NAME, moves(homes, wanted, sizes), wanted.keys(), scored, fields):
             answers += self._controller.call(part).values()
             if lose_unreached(self._controller, answers):
                 _drop(self._controller, handle)

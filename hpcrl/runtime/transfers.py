@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from hpcrl.control.messages import HandOver, Move, SendTokens
+from hpcrl.trajectory import Origin, fields_of
 
 PART_SAMPLES = 32_768
 """Most samples that one message names: id, length, reward and score take 26 bytes at most, together less than 1 MiB."""
@@ -18,23 +19,23 @@ def hand_overs(
     group: str,
     moves: Sequence[Move],
     dests: Collection[int],
-    scored: Mapping[int, tuple[float, float]],
-    truncated: bool,
+    scored: Mapping[int, Mapping[str, float]],
+    fields: Sequence[str],
 ) -> Iterator[dict[int, HandOver]]:
-    """The commands that form a batch on `dests`, part by part, by rank. scored: (reward, score) of each sample."""
+    """The commands that form a batch on `dests`, part by part, by rank. scored: the scorer's fields of each sample by
+    name. fields: names of the generator's fields that travel."""
+    by_scorers = fields_of(Origin.SCORER)
     parts = _parts(moves, {*dests, *(move.source for move in moves)})
     for number, part in enumerate(parts, 1):
         commands = {}
         for rank, own in part.items():
             gets = [scored[sample] for move in own if move.dest == rank for sample in move.samples]
-            columns = np.array(gets, dtype=np.float32).reshape(-1, 2).T
             commands[rank] = HandOver(
                 batch=batch,
                 group=group,
                 moves=own,
-                rewards=columns[0].tobytes(),
-                scores=columns[1].tobytes(),
-                truncated=truncated,
+                fields=list(fields),
+                scored={f.name: np.array([s[f.name] for s in gets], f.travels_as).tobytes() for f in by_scorers},
                 forms=number == len(parts) and rank in dests,
             )
         yield commands

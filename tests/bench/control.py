@@ -98,9 +98,8 @@ def measure_hpcrl(calls: int, moves: int) -> dict[str, float]:
                     batch=0,
                     group="bench",
                     moves=MOVES,
-                    rewards=scalars,
-                    scores=scalars,
-                    truncated=False,
+                    fields=list(FIELDS),
+                    scored={"rewards": scalars, "scores": scalars},
                     forms=True,
                 )
                 world.sender.send(rank_queue(PEER), command)

@@ -58,7 +58,17 @@ def make_batch(lengths: Sequence[int], num_prompt_tokens: int = 3, seed: int = 0
         mask = np.arange(length) >= num_prompt_tokens
         ids = rng.integers(0, VOCAB, length).astype(np.int32)
         ids[:num_prompt_tokens] = prompts[number % 3, :length]
-        samples.append(Sample(number << 24, ids, mask, zeros, zeros.astype(int), zeros.astype(int), FinishReason.STOP))
+        samples.append(
+            Sample(
+                number << 24,
+                FinishReason.STOP,
+                token_ids=ids,
+                loss_mask=mask,
+                gen_logprobs=zeros,
+                versions=zeros.astype(int),
+                turn_ids=zeros.astype(int),
+            )
+        )
     return batch_from_samples(samples, list(range(len(lengths)))).check()
 
 

@@ -129,7 +129,7 @@ def test_advice_on_what_counts_in_the_split_is_a_setting_that_divides(layers: in
         given["account_for_embedding_in_pipeline_split"] = True
     shape = read_shape(PUBLISHED["Qwen2.5-7B"][0] | {"num_hidden_layers": layers})
     config = run_of(8, **given)
-    (problem,) = check_parallel(config, RoleLayout.from_config(config), shape)
+    (problem,) = check_sizes(config, RoleLayout.from_config(config), shape)
     advice = {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
     said = " ".join(f"{key}={'true' if value else 'false'}" for key, value in advice.items())
     assert problem.text.endswith(f"; {said} divides")

@@ -22,6 +22,7 @@ from tests.dist.conftest import Threads
 from tests.roles.conftest import Stage
 
 SAMPLES = [make_sample_id(uid, 0, member) for uid in range(4) for member in range(2)]
+FIELDS = ["token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "status"]
 LENGTHS = {sample: 2 + i for i, sample in enumerate(SAMPLES)}
 
 
@@ -54,9 +55,9 @@ def workers(threads: Threads, stage: Stage) -> list[Worker]:
 def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, workers: list[Worker]) -> None:
     sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
     rows, exchanges = {0: SAMPLES, 1: [], 2: []}, [Exchange(worker) for worker in workers]
-    scored = dict.fromkeys(SAMPLES, (0.0, 0.0))
+    scored = {sample: {"rewards": 0.0, "scores": 0.0} for sample in SAMPLES}
     between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes)
-    (commands,) = hand_overs(8, "rollout", between, rows, scored, truncated=False)
+    (commands,) = hand_overs(8, "rollout", between, rows, scored, FIELDS)
 
     def carry_out(rank: int) -> str:
         try:
@@ -66,6 +67,12 @@ def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, wo
         return ""
 
     assert threads.every(carry_out) == ["step 8 got a token of weights 6; rollout.max_lag allows 7", "", ""]
+
+
+def test_a_field_that_a_destination_has_not_declared_is_refused(threads: Threads, workers: list[Worker]) -> None:
+    command = HandOver(9, "rollout", [], ["token_ids", "entropies"], {}, False)
+    with pytest.raises(ValueError, match="fields entropies are handed over to a rank that has not declared them"):
+        Exchange(workers[1]).handlers()[HandOver](command, 1)
 
 
 @pytest.mark.parametrize("part_samples", [100, 5], ids=["whole", "in parts"])
@@ -81,7 +88,7 @@ def test_batches_and_fields_arrive(
     monkeypatch.setattr(transfers, "PART_SAMPLES", part_samples)
     rows = {0: SAMPLES, **trained}
     sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
-    scored = {sample: (float(i), i / 2) for i, sample in enumerate(SAMPLES)}
+    scored = {sample: {"rewards": float(i), "scores": i / 2} for i, sample in enumerate(SAMPLES)}
     exchanges = [Exchange(worker) for worker in workers]
 
     def carry_out(parts: Any) -> None:
@@ -91,14 +98,14 @@ def test_batches_and_fields_arrive(
     between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes)
     for worker in workers:
         worker.roles.pop("trainer", None)  # what trainers tell each other needs their default group
-    carry_out(hand_overs(7, "rollout", between, rows, scored, truncated=False))
+    carry_out(hand_overs(7, "rollout", between, rows, scored, FIELDS))
     assert not any(exchange._shares for exchange in exchanges)
     for rank, samples in rows.items():
         batch = workers[rank].batches[7]
         assert batch.sample_ids.tolist() == samples
         assert batch.token_ids.tolist() == [SAMPLES.index(s) for s in samples for _ in range(LENGTHS[s])]
-        assert batch.rewards.tolist() == [scored[s][0] for s in samples]
-        assert batch.scores.tolist() == [scored[s][1] for s in samples]
+        assert batch.rewards.tolist() == [scored[s]["rewards"] for s in samples]
+        assert batch.scores.tolist() == [scored[s]["scores"] for s in samples]
         assert batch.group_ids.tolist() == [SAMPLES.index(s) // 2 for s in samples]
 
     for rank in (1, 2):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hpcrl.control import messages as m
+from hpcrl.engines.gen.base import Output
 from hpcrl.engines.gen.native.weights import read_safetensors
 from hpcrl.roles.generator import GeneratorRole
+from hpcrl.rollout.batch import pack
+from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import make_sample_id
+from hpcrl.trajectory import FIELDS, Field, Level, Origin
 from tests.roles.conftest import Stage
 
 SETTINGS = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 4}, "env": {"max_turns": 2}}
@@ -96,3 +102,31 @@ def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: St
     carry_out(role, m.AbortSamples(SAMPLES))
     assert [(turn.sample, turn.reason) for turn in stage.mail(1, m.Response)] == [(s, "abort") for s in SAMPLES[:2]]
     assert not role.held and not role._prompts and not role._env_of and not role._refused
+
+
+def test_a_field_of_the_engine_is_kept_and_read_again(
+    stage: Stage, role: GeneratorRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Declared once and given in Output.columns: held, padded where the environment speaks, and in a checkpoint."""
+    field = Field("entropies", "float64", Level.TOKEN, Origin.GENERATOR, "of a token", wire="float16", fill=-2)
+    monkeypatch.setitem(FIELDS, "entropies", field)
+    burst, sample = role.engine.step, SAMPLES[0]
+
+    def step(num_tokens: int) -> list[Output]:
+        outputs = burst(num_tokens)
+        return [replace(o, columns={"entropies": np.full(len(o.token_ids), 0.5)}) for o in outputs]
+
+    role.engine.step = step  # type: ignore[method-assign]
+    carry_out(role, m.Burst(8, [1]))
+    stage.send(1, 2, [m.TurnDelta(sample, np.array([9, 9], dtype=np.int32).tobytes())])
+    carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
+    carry_out(role, m.Burst(8, [1]))
+    held = role.held[sample]
+    assert held.entropies.dtype == np.float16
+    assert held.entropies.tolist() == [0.5 if written else -2.0 for written in held.loss_mask]
+    again = read_held(tmp_path, [write_held(tmp_path, 2, [held])], {sample})[sample]
+    assert again.entropies.tolist() == held.entropies.tolist() and again.entropies.dtype == np.float16
+    columns = {name: column[0] for name, column in role.pick([sample]).items()}
+    batch = pack([sample], [len(held.token_ids)], columns)
+    assert batch.entropies.dtype == torch.float64 and batch.entropies.tolist() == held.entropies.tolist()
+    stage.mail(1, m.Response)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields, replace
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -14,8 +17,23 @@ import torch
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.store import DispositionRecord, RolloutReader, main, write_dispositions, write_rollouts
 from hpcrl.rollout.types import Disposition, FinishReason, Sample, make_sample_id
+from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 
+ROOT = Path(__file__).parents[2]
 FACTS = {"run_id": "demo", "weight_version": 2, "temperature": 0.6}
+
+
+@pytest.fixture(autouse=True)
+def own_fields() -> Iterator[None]:
+    """What a test declares ends with it."""
+    built_in = dict(FIELDS)
+    declare(
+        Field("domain", TEXT, Level.ROW, Origin.PACKING, "domain of the row", optional=True),
+        Field("response", TEXT, Level.ROW, Origin.PACKING, "text of the response", optional=True),
+    )
+    yield
+    FIELDS.clear()
+    FIELDS.update(built_in)
 
 
 def make_batch(uids: list[int], seed: int = 0) -> Batch:
@@ -47,7 +65,7 @@ def texts_of(batch: Batch) -> dict[str, list[str]]:
 
 def write(run: Path, step: int, rank: int, num_ranks: int, batch: Batch) -> Path:
     folder = run / f"rollouts/step_{step:06d}"
-    return write_rollouts(folder, rank, num_ranks, batch, texts=texts_of(batch), facts=FACTS)
+    return write_rollouts(folder, rank, num_ranks, replace(batch, texts=texts_of(batch)), facts=FACTS)
 
 
 def commit_up_to(run: Path, step: int) -> None:
@@ -55,11 +73,10 @@ def commit_up_to(run: Path, step: int) -> None:
 
 
 def assert_equal(got: Batch, expected: Batch) -> None:
-    for entry in fields(Batch):
-        left, right = getattr(got, entry.name), getattr(expected, entry.name)
-        assert (left is None) == (right is None), entry.name
-        if left is not None and right is not None:
-            assert left.dtype == right.dtype and torch.equal(left, right), entry.name
+    assert got.columns.keys() == expected.columns.keys() and torch.equal(got.cu_seqlens, expected.cu_seqlens)
+    for name, left in got.columns.items():
+        right = expected.columns[name]
+        assert left.dtype == right.dtype and torch.equal(left, right), name
 
 
 def test_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) -> None:
@@ -109,13 +126,28 @@ def test_equal_batches_give_equal_files(tmp_path: Path) -> None:
 
 def test_the_schema_is_the_documented_one(tmp_path: Path) -> None:
     path = write(tmp_path, 12, 1, 2, make_batch([5]))
-    documented = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
+    documented = (ROOT / "docs/rollouts.md").read_text()
     with h5py.File(path) as file:
         assert file.attrs["schema"] == "hpcrl.rollouts" and file.attrs["step"] == 12 and file.attrs["rank"] == 1
         assert file["cu_seqlens"][:].tolist()[0] == 0 and file["token_ids"].shape == (file.attrs["num_tokens"],)
+        assert file["versions"].attrs["level"] == "token" and "weight version" in file["versions"].attrs["meaning"]
         names = [*file, *file.attrs]
     assert [name for name in names if f"`{name}`" not in documented] == []
-    assert [f.name for f in fields(Batch) if f"`{f.name}`" not in documented] == []
+
+
+def test_the_documented_fields_are_those_of_the_table() -> None:
+    """What hpcrl itself declares, in a process of its own: tests and plugins declare more."""
+    code = "from hpcrl.trajectory import FIELDS; print(*(f for f in FIELDS), sep=chr(10))"
+    built_in = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    size = {Level.TOKEN: "[T]", Level.TURN: "[N]", Level.ROW: "[B]"}
+    expected = [
+        f"| `{f.name}` | {f.dtype} {size[f.level]} | {f.origin} | {'yes' if f.optional else ''} | {f.meaning} |"
+        for f in map(FIELDS.__getitem__, built_in)
+    ]
+    lines = (ROOT / "docs/rollouts.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| Field "))
+    table = lines[start + 2 : lines.index("", start)]
+    assert table == expected
 
 
 def test_dispositions_come_back_and_a_second_ending_is_an_error(tmp_path: Path) -> None:
@@ -153,9 +185,9 @@ def test_files_are_immutable_and_unfinished_ones_invisible(tmp_path: Path, monke
     path.with_name(".rank_00001.h5.tmp").write_bytes(b"half")
     assert RolloutReader(tmp_path, provisional=True).batch(1).group_ids.tolist() == [1, 1]
     with pytest.raises(ValueError, match=r"texts\['domain'\] has 1 strings for 2 rows"):
-        write_rollouts(path.parent, 1, 2, make_batch([1]), texts={"domain": ["x"]}, facts={})
+        write_rollouts(path.parent, 1, 2, replace(make_batch([1]), texts={"domain": ["x"]}), facts={})
     with pytest.raises(TypeError):
-        write_rollouts(path.parent, 2, 3, make_batch([1]), texts={}, facts={"bad": object()})
+        write_rollouts(path.parent, 2, 3, make_batch([1]), facts={"bad": object()})
     assert sorted(p.name for p in path.parent.iterdir()) == [".rank_00001.h5.tmp", "rank_00000.h5"]
 
 
@@ -197,3 +229,72 @@ def test_the_command_line_prints_samples(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--step", "9"])
     assert "has no rollouts of step 9; it has 1 to 2" in capsys.readouterr().err
+
+
+def test_a_field_of_an_algorithm_goes_through_batch_and_store(tmp_path: Path) -> None:
+    """It is declared once, and nothing else is touched: selection, joining, checks, files and reader follow."""
+    declare(Field("surprise", "float32", Level.TOKEN, Origin.TRAINING, "how odd a token is", optional=True))
+    declare(Field("hardness", "int32", Level.ROW, Origin.TRAINING, "of the prompt", optional=True))
+    batch = make_batch([3, 7])
+    batch.surprise, batch.hardness = torch.arange(batch.num_tokens) / 8, torch.arange(4, dtype=torch.int32)
+    chosen = concat([batch.select([2]), batch.select([0])])
+    assert chosen.hardness.tolist() == [2, 0]
+    start, end = batch.cu_seqlens[2:4].tolist()
+    assert chosen.surprise[: end - start].tolist() == batch.surprise[start:end].tolist()
+    write(tmp_path, 1, 0, 1, batch)
+    assert_equal(RolloutReader(tmp_path, provisional=True).batch(1), batch)
+    assert batch.as_generated().surprise is None
+    with pytest.raises(ValueError, match=r"batch\.hardness must be torch\.int32 \[4\], got torch\.int32 \[3\]"):
+        replace(batch, hardness=batch.hardness[:3]).check()
+    with pytest.raises(ValueError, match=r"batch\.surprise holds 1 values that are not finite"):
+        replace(batch, surprise=batch.surprise.clone().index_fill_(0, torch.tensor([1]), float("nan"))).check()
+    with pytest.raises(ValueError, match="'hardness' is declared twice and differently"):
+        declare(Field("hardness", "float32", Level.ROW, Origin.TRAINING, "of the prompt", optional=True))
+    with pytest.raises(AttributeError, match="no field 'hardnes'"):
+        batch.hardnes = batch.hardness
+
+
+def test_a_reader_learns_the_fields_it_does_not_know_from_the_file(tmp_path: Path) -> None:
+    field = Field("novelty", "float32", Level.ROW, Origin.TRAINING, "of the response", optional=True)
+    declare(field)
+    write(tmp_path, 1, 0, 1, replace(make_batch([3]), novelty=torch.tensor([0.5, 2.0])))
+    del FIELDS["novelty"]
+    assert RolloutReader(tmp_path, provisional=True).batch(1).novelty.tolist() == [0.5, 2.0]
+    assert FIELDS["novelty"] == field
+
+
+def write_version_1(path: Path) -> None:
+    """A file of two rows as the first schema had it: no field describes itself."""
+    path.parent.mkdir(parents=True)
+    tokens = {"token_ids": "i8", "loss_mask": "u1", "gen_logprobs": "f4", "versions": "i4", "turn_ids": "i4"}
+    with h5py.File(path, "w") as file:
+        about = {"step": 1, "rank": 0, "num_ranks": 1, "num_sequences": 2, "num_tokens": 5}
+        file.attrs.update({"schema": "hpcrl.rollouts", "schema_version": 1, "hpcrl_version": "0.1", **about})
+        file["cu_seqlens"] = np.array([0, 3, 5])
+        for name, dtype in (tokens | {"position_ids": "i8", "advantages": "f4"}).items():
+            file[name] = np.array([0, 1, 1, 0, 1], dtype)
+        for name, dtype in {"rewards": "f4", "scores": "f4", "weights": "f4", "status": "i1"}.items():
+            file[name] = np.array([1, 0], dtype)
+        for name in ("group_ids", "sample_ids"):
+            file[name] = np.array([3, 4], "i8")
+        file["texts/remark/utf8"] = np.frombuffer(b"a\xc3\xa9", np.uint8)
+        file["texts/remark/offsets"] = np.array([0, 1, 3])
+        file.create_group("facts").attrs["weight_version"] = 0
+
+
+def test_files_of_version_1_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts/step_000001/rank_00000.h5"
+    write_version_1(path)
+    rollouts = RolloutReader(tmp_path, provisional=True).read(1)
+    batch = rollouts.batch.check()
+    assert batch.loss_mask.tolist() == [False, True, True, False, True] and batch.rewards.tolist() == [1.0, 0.0]
+    assert batch.advantages is not None and batch.old_logprobs is None
+    assert rollouts.texts == {"remark": ["a", "é"]} and rollouts.facts == {"weight_version": 0}
+    with h5py.File(path, "a") as file:
+        file["mystery"] = np.zeros(5)
+    with pytest.raises(ValueError, match="the field mystery is unknown and not described"):
+        RolloutReader(tmp_path, provisional=True).read(1)
+    with h5py.File(path, "a") as file:
+        file.attrs["schema_version"] = 3
+    with pytest.raises(ValueError, match=r"schema hpcrl\.rollouts 3, this version reads hpcrl\.rollouts 1 to 2"):
+        RolloutReader(tmp_path, provisional=True).read(1)

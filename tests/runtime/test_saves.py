@@ -205,7 +205,15 @@ def test_responses_of_a_group_whose_replica_is_lost_in_the_save_are_no_part_of_i
 
 def sample_of(sample_id: int, count: int) -> Sample:
     ones = np.ones(count, dtype=np.int32)
-    return Sample(sample_id, ones, ones.astype(bool), -0.5 * ones.astype(np.float32), ones, ones, FinishReason.STOP)
+    return Sample(
+        sample_id,
+        FinishReason.STOP,
+        token_ids=ones,
+        loss_mask=ones.astype(bool),
+        gen_logprobs=-0.5 * ones.astype(np.float32),
+        versions=ones,
+        turn_ids=ones,
+    )
 
 
 def test_a_save_is_committed_within_a_long_step(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

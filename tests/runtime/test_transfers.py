@@ -16,6 +16,7 @@ from hpcrl.runtime.batches import moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
 
 LIMIT = 1 << 20
+FIELDS = ["token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "gen_logprobs_behaviour", "status"]
 
 
 def sizes_of(parts: Iterable[Mapping[int, HandOver | SendTokens]]) -> list[int]:
@@ -32,7 +33,7 @@ def world(num_samples: int, generators: list[int], trainers: list[int]) -> tuple
     for sample, rank in zip(samples, rng.choice(trainers, num_samples).tolist(), strict=True):
         rows[rank].append(sample)
     lengths = dict.fromkeys(samples, Sizes(131_000, 100))
-    return moves(homes, rows, lengths), dict.fromkeys(samples, (0.5, 1.0))
+    return moves(homes, rows, lengths), {sample: {"rewards": 0.5, "scores": 1.0} for sample in samples}
 
 
 @pytest.mark.slow
@@ -41,13 +42,13 @@ def test_no_message_is_large_at_200000_samples(ranks: int) -> None:
     trainers = list(range(1, 1 + max(1, ranks // 2)))
     generators = list(range(1 + ranks // 2, 1 + max(1, ranks)))
     table, scored = world(200_000, generators, trainers)
-    sizes = sizes_of(hand_overs(1, "rollout", table, trainers, scored, truncated=True))
+    sizes = sizes_of(hand_overs(1, "rollout", table, trainers, scored, FIELDS))
     assert max(sizes) < LIMIT
     assert sum(sizes) < 8 << 20  # through rank 0: 2 x 14 + 8 bytes per sample and the moves' heads
     fields = sizes_of(token_transfers(1, "rollout", "ref_logprobs", table, {*trainers, *generators}))
     assert max(fields) < LIMIT and sum(fields) < 8 << 20
     # One message to all, as large as the step, could not even be sent.
-    whole = HandOver(1, "rollout", table, b"\0" * 800_000, b"\0" * 800_000, True, True)
+    whole = HandOver(1, "rollout", table, FIELDS, dict.fromkeys(("rewards", "scores"), b"\0" * 800_000), True)
     assert len(msgspec.msgpack.encode(whole)) > 4 << 20
 
 
@@ -56,8 +57,8 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {1: list(range(30)), 2: [30], 3: []}
     homes = {sample: 4 if sample % 3 else 1 for sample in range(31)}
     table = moves(homes, rows, {sample: Sizes(sample + 1, 1) for sample in range(31)})
-    scored = {sample: (sample / 8, -sample / 8) for sample in range(31)}
-    parts = list(hand_overs(1, "rollout", table, rows.keys(), scored, truncated=False))
+    scored = {sample: {"rewards": sample / 8, "scores": -sample / 8} for sample in range(31)}
+    parts = list(hand_overs(1, "rollout", table, rows.keys(), scored, FIELDS))
     assert len(parts) == 5
     got: dict[int, dict[int, tuple[int, float, float]]] = {rank: {} for rank in rows}
     for part in parts:
@@ -70,14 +71,14 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert move in part[move.source].moves and move in part[move.dest].moves
             own = [move for move in command.moves if move.dest == rank]
             keys = [pair for move in own for pair in zip(move.samples, move.lengths, strict=True)]
-            values = (np.frombuffer(data, dtype=np.float32).tolist() for data in (command.rewards, command.scores))
+            values = (np.frombuffer(data, dtype=np.float32).tolist() for data in command.scored.values())
             for (sample, length), reward, score in zip(keys, *values, strict=True):
                 got[rank][sample] = (length, reward, score)
-    assert got == {rank: {s: (s + 1, *scored[s]) for s in samples} for rank, samples in rows.items()}
+    assert got == {rank: {s: (s + 1, *scored[s].values()) for s in samples} for rank, samples in rows.items()}
 
 
 def test_ranks_without_a_sample_are_told_too() -> None:
-    [part] = hand_overs(1, "rollout", [], [1, 2], {}, truncated=False)
+    [part] = hand_overs(1, "rollout", [], [1, 2], {}, FIELDS)
     assert {rank: (command.moves, command.forms) for rank, command in part.items()} == {1: ([], True), 2: ([], True)}
     [transfer] = token_transfers(1, "rollout", "ref_logprobs", [], [1, 2])
     assert sorted(transfer) == [1, 2]

@@ -5,8 +5,8 @@ One engine serves one replica. Every rank of a replica makes the same calls in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -54,6 +54,7 @@ class Output:
 
     A stop token is part of the output. `gen_logprobs` are log-softmax(logits / temperature) without truncation (for
     greedy sampling: at temperature 1); `gen_logprobs_behaviour` the renormalised ones, None without truncation.
+    `columns`: further fields of tokens, which the engine has declared (hpcrl.trajectory), by name.
     """
 
     id: int
@@ -62,6 +63,7 @@ class Output:
     versions: np.ndarray  # int32 [n]
     finish_reason: FinishReason
     gen_logprobs_behaviour: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class GenEngine(Protocol):

@@ -1,0 +1,130 @@
+"""What a rollout is made of: the one table of its fields.
+
+From it follow what generator ranks keep and hand over, the trainer's Batch and its checks, the HDF5 files and their
+reader, and the table in docs/rollouts.md. It imports neither torch nor anything of hpcrl.
+
+Engines and algorithms add fields of their own with declare(), in a module that every rank which handles the field
+imports: `declare(Field("entropies", "float32", Level.TOKEN, Origin.TRAINING, "entropy of each token"))`. Files describe
+their fields, so that a reader needs no declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+TEXT = "text"
+"""dtype of a field that holds one string per row."""
+
+
+class Level(StrEnum):
+    """What has one value of a field."""
+
+    TOKEN = "token"
+    TURN = "turn"  # of the model, counted from 0 in each row
+    ROW = "row"
+
+
+class Origin(StrEnum):
+    """Where a field is filled."""
+
+    GENERATOR = "generator"  # by the rank that generates the response, which keeps it until the hand-over
+    SCORER = "scorer"  # by rewards and environments; travels through the controller
+    PACKING = "packing"  # follows from the others when a batch is formed
+    TRAINING = "training"  # by a command on a batch; absent until then
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a rollout.
+
+    dtype: numpy's name of it in a Batch, or TEXT. wire: the dtype in which generators keep it and it travels, where
+    that is a smaller one. fill: its value at tokens that the model did not write. optional: a run may go without it.
+    """
+
+    name: str
+    dtype: str
+    level: Level
+    origin: Origin
+    meaning: str
+    optional: bool = False
+    wire: str = ""
+    fill: float = 0
+
+    @property
+    def travels_as(self) -> str:
+        """dtype between ranks."""
+        return self.wire or self.dtype
+
+
+FIELDS: dict[str, Field] = {}
+"""By name, in the order in which they travel and are documented."""
+
+
+def declare(*fields: Field) -> None:
+    """Add fields. ValueError for a name that is no identifier, is taken, or was declared differently before."""
+    for field in fields:
+        known = FIELDS.setdefault(field.name, field)
+        if known != field:
+            raise ValueError(f"field {field.name!r} is declared twice and differently: {known} and {field}")
+        if not field.name.isidentifier() or field.name in _RESERVED:
+            del FIELDS[field.name]
+            raise ValueError(f"field {field.name!r}: this name cannot be used; take another identifier")
+        if field.dtype == TEXT and field.level is not Level.ROW:
+            del FIELDS[field.name]
+            raise ValueError(f"field {field.name!r}: texts are fields of rows, not of a {field.level}")
+
+
+def fields_of(origin: Origin, *levels: Level, without: Iterable[str] = ()) -> list[Field]:
+    """The numeric fields of an origin, of these levels (none: of all), except those named."""
+    left_out = set(without)
+    return [
+        field
+        for field in FIELDS.values()
+        if field.origin is origin
+        and field.dtype != TEXT
+        and (not levels or field.level in levels)
+        and field.name not in left_out
+    ]
+
+
+_RESERVED = {
+    *("cu_seqlens", "cu_turns", "columns", "texts", "facts", "lengths", "row_ids", "num_sequences", "num_tokens"),
+    *("id", "finish_reason", "reward", "score", "error"),
+}
+"""Names that Batch, Sample and the files use for other things."""
+
+declare(
+    Field("token_ids", "int64", Level.TOKEN, Origin.GENERATOR, "prompt and response", wire="int32"),
+    Field("loss_mask", "bool", Level.TOKEN, Origin.GENERATOR, "true: written by the model and trained on"),
+    Field(
+        "gen_logprobs",
+        "float32",
+        Level.TOKEN,
+        Origin.GENERATOR,
+        "the generator's log-softmax(logits / T), without truncation",
+    ),
+    Field("versions", "int32", Level.TOKEN, Origin.GENERATOR, "weight version that wrote the token", fill=-1),
+    Field("turn_ids", "int32", Level.TOKEN, Origin.GENERATOR, "turn of the model, from 0; -1: the prompt", fill=-1),
+    Field(
+        "gen_logprobs_behaviour",
+        "float32",
+        Level.TOKEN,
+        Origin.GENERATOR,
+        "renormalised under top-p, top-k, min-p; only with truncation",
+        optional=True,
+    ),
+    Field("status", "int8", Level.ROW, Origin.GENERATOR, "why the response ended: 0 stop, 1 length, 2 abort"),
+    Field("rewards", "float32", Level.ROW, Origin.SCORER, "what advantages are computed from"),
+    Field("scores", "float32", Level.ROW, Origin.SCORER, "what accuracy is computed from"),
+    Field("position_ids", "int64", Level.TOKEN, Origin.PACKING, "position in the sequence"),
+    Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, which its siblings share"),
+    Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),
+    Field("weights", "float32", Level.ROW, Origin.PACKING, "weight of the row in the loss"),
+    Field("old_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the trainer's log-probs before the step"),
+    Field("ref_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the reference's log-probs"),
+    Field("values", "float32", Level.TOKEN, Origin.TRAINING, "the critic's values"),
+    Field("advantages", "float32", Level.TOKEN, Origin.TRAINING, "credit of each token"),
+    Field("returns", "float32", Level.TOKEN, Origin.TRAINING, "returns of each token"),
+)
