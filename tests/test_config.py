@@ -50,8 +50,8 @@ def test_every_form_of_an_override_sets_the_value(prefix: str) -> None:
 def test_a_deleted_key_has_its_default_again() -> None:
     assert load(["+experiment=demo"]).algorithm.num_mini_batches == 4
     assert load(["+experiment=demo", "~algorithm.num_mini_batches"]).algorithm.num_mini_batches == 1
-    assert load(["env=scripted", "~env"]).env is None
-    assert load(["env=scripted", "env=null"]).env is None
+    assert load(["env=scripted", "~env"]).env == {}
+    assert load(["env=scripted", "env=null"]).env == {}
     assert load(["~trainer.lr"]).trainer.lr == load([]).trainer.lr
 
 
@@ -160,8 +160,12 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["reward.default.name=function"], "reward.default.function: name=function needs"),
         (["reward.a.function=m:f"], "reward.a.function: read with name=function only"),
-        (["env.name=class"], "env.class_path: name=class needs"),
-        (["env.class_path=m:C"], "env.class_path: read with name=class only"),
+        (["env.default.name=class"], "env.default.class_path: name=class needs"),
+        (
+            ["env.name=scripted"],
+            "env.name: an environment belongs to a domain; give env.default.name, or",
+        ),
+        (["env.default.class_path=m:C"], "env.default.class_path: read with name=class only"),
         (["data.domain_interleave_probs={a:.5,b:.4}"], "data.domain_interleave_probs: the shares must add up to 1"),
         (["pipeline=sft", "sft.stop_score=.2"], "sft.stop_score: needs held-out evaluation"),
         (["rollout.max_lag=0.01"], "rollout.max_lag: 0.01 of 64 prompts is less than one, so that nothing can be gen"),
@@ -204,8 +208,8 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "fake.pass_rate: 1 is the mean score of every group, and rollout.filter_mean_high=1 rejects it; use a sha",
         ),
         (
-            ["env=scripted", "env.timeout_s=300", "timeouts.command_s=60"],
-            "env.timeout_s: 300 must be below timeouts.command_s, which is 60",
+            ["env=scripted", "env.default.timeout_s=300", "timeouts.command_s=60"],
+            "env.default.timeout_s: 300 must be below timeouts.command_s, which is 60",
         ),
         (["rollout.extra_members=16384"], "rollout.extra_members: with group_size 8 at most 16376"),
         (
@@ -397,7 +401,7 @@ def test_a_debug_run_has_a_name_of_its_own_so_that_it_does_not_meet_the_folder_o
 def test_the_longest_sequence_counts_evaluation_and_turns() -> None:
     assert parse({"data": {"max_prompt_tokens": 10}, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 15
     evaluated = {"data": {"max_prompt_tokens": 10, "val": "task:add"}, "eval": {"max_new_tokens": 30}}
-    assert parse({**evaluated, "env": {"max_turns": 3}}).max_sequence_tokens == 3 * (10 + 256)
+    assert parse({**evaluated, "env": {"default": {"max_turns": 3}}}).max_sequence_tokens == 3 * (10 + 256)
     assert parse({**evaluated, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 10 + 30
 
 

@@ -13,9 +13,9 @@ from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 NOT_BUILT: dict[Path, tuple[str, ...]] = {
-    ("env", "name"): ("sokoban", "frozen_lake", "webshop"),
+    ("env", "*", "name"): ("sokoban", "frozen_lake", "webshop"),
 }
-"""Values that a configuration may have and a plan is made for, but that cannot run yet."""
+"""Values that a configuration may have and a plan is made for, but that cannot run yet; * stands for any name."""
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling that keeps every token."""
@@ -81,12 +81,20 @@ def check_built(config: Config) -> list[Problem]:
             install = f"pip install 'hpcrl[{','.join(lacking)}]'"
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install}"))
     for path, values in NOT_BUILT.items():
-        value: Any = config
-        for key in path:
-            value = getattr(value, str(key), None)
-        if value in values:
-            problems.append(Problem(path, f"{dotted(path)}: {value} is not built yet"))
+        for at, value in _found(config, path):
+            if value in values:
+                problems.append(Problem(at, f"{dotted(at)}: {value} is not built yet"))
     return problems
+
+
+def _found(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The values at a path, in which * stands for any name, with their own paths."""
+    if not path:
+        yield (), value
+        return
+    for name in value if path[0] == "*" else path[:1]:
+        inner = value.get(name) if isinstance(value, Mapping) else getattr(value, str(name), None)
+        yield from (((name, *at), found) for at, found in _found(inner, path[1:]))
 
 
 def _debug(config: Config) -> Iterator[Problem]:
@@ -187,7 +195,7 @@ def _filters(config: Config) -> Iterator[Problem]:
     if low is not None and high is not None and low >= high:
         text = f"rollout.filter_mean_low: {low:g} must be below rollout.filter_mean_high, which is {high:g}"
         yield Problem(("rollout", "filter_mean_low"), text, (("rollout", "filter_mean_high"),))
-    elif config.env is None and all(reward.name != "function" for reward in config.reward.values()):
+    elif not config.envs and all(reward.name != "function" for reward in config.reward.values()):
         scores = "scores are between 0 and 1, so that every group would be rejected"
         if low is not None and low >= 1:
             yield Problem(
@@ -225,7 +233,7 @@ def _filters(config: Config) -> Iterator[Problem]:
 def _fake(config: Config) -> Iterator[Problem]:
     """Rewards by lot that no group survives; an environment gives its own."""
     rollout, rate, at = config.rollout, config.fake.pass_rate, ("fake", "pass_rate")
-    if not config.reinforces or config.debug != "fake" or config.env is not None or rate not in (0, 1):
+    if not config.reinforces or config.debug != "fake" or config.envs or rate not in (0, 1):
         return
     way_out = "use a share between 0 and 1, or rollout"
     if rollout.filter_std:
@@ -369,7 +377,7 @@ def _model(config: Config) -> Iterator[Problem]:
 def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
     """Whether the longest sequence fits into the model's `limit` positions, which are called `name`."""
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
-    turns = config.env.max_turns if config.env is not None else 1
+    turns = config.max_turns
     total = config.max_sequence_tokens
     if total > limit:
         sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns of {prompt} + {response}"
@@ -395,19 +403,20 @@ def _user_code(config: Config) -> Iterator[Problem]:
         elif reward.name != "function" and reward.function is not None:
             text = f"reward.{domain}.function: read with name=function only, and name is {reward.name}"
             yield Problem((*at, "function"), text, ((*at, "name"),))
-    if config.env is not None:
-        if config.env.name == "class" and config.env.class_path is None:
-            text = "env.class_path: name=class needs an import path, package.module:Class"
-            yield Problem(("env", "class_path"), text, (("env", "name"),))
-        elif config.env.name != "class" and config.env.class_path is not None:
-            text = f"env.class_path: read with name=class only, and name is {config.env.name}"
-            yield Problem(("env", "class_path"), text, (("env", "name"),))
-        if config.turn_timeout_s >= config.timeouts.command_s:
+    for domain, env in config.envs.items():
+        at, name = ("env", domain), f"env.{domain}"
+        if env.name == "class" and env.class_path is None:
+            text = f"{name}.class_path: name=class needs an import path, package.module:Class"
+            yield Problem((*at, "class_path"), text, ((*at, "name"),))
+        elif env.name != "class" and env.class_path is not None:
+            text = f"{name}.class_path: read with name=class only, and name is {env.name}"
+            yield Problem((*at, "class_path"), text, ((*at, "name"),))
+        if config.turn_timeout_s(env) >= config.timeouts.command_s:
             text = (
-                f"env.timeout_s: {config.turn_timeout_s:g} must be below timeouts.command_s, which is "
+                f"{name}.timeout_s: {config.turn_timeout_s(env):g} must be below timeouts.command_s, which is "
                 f"{config.timeouts.command_s:g}: after that the whole rank is given up"
             )
-            yield Problem(("env", "timeout_s"), text, (("timeouts", "command_s"),))
+            yield Problem((*at, "timeout_s"), text, (("timeouts", "command_s"),))
 
 
 def _components(config: Config) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
-from hpcrl.config.schema import Config, Named, config_class
+from hpcrl.config.schema import Config, EnvConfig, Named, config_class
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
 from hpcrl.spec.tables import PIPELINES
@@ -143,6 +143,9 @@ def _explain(path: Path, detail: Any) -> str:
     name, kind = dotted(path) or "configuration", detail["type"]
     if kind == "extra_forbidden" and path in SPLIT:
         return f"{name}: {SPLIT[path]}"
+    if path[:1] == ("env",) and len(path) == 2 and path[1] in EnvConfig.model_fields:
+        key = path[1]
+        return f"{name}: an environment belongs to a domain; give env.default.{key}, or env.DOMAIN.{key} for one domain"
     if kind == "extra_forbidden":
         if readers := [
             name for name, model in _algorithms().items() if path[0] == "algorithm" and path[1] in model.model_fields

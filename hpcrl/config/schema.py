@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
 from hpcrl.config.data import DataConfig
@@ -241,7 +241,8 @@ class RewardConfig(Section):
 
 
 class EnvConfig(Section):
-    """The environment of multi-turn rollouts: built in by name, or `class_path`, an import path."""
+    """The environment of one domain's prompts: built in by name, or `class_path`, an import path. Key default: of every
+    domain that is not named; null: none, so that one response is all."""
 
     name: Literal["scripted", "sokoban", "frozen_lake", "webshop", "class"] = "scripted"
     """Built-in environment, or class."""
@@ -249,6 +250,8 @@ class EnvConfig(Section):
     """package.module:Class, with name=class."""
     max_turns: Positive = 2
     """Model turns of an episode."""
+    add_reward: bool = False
+    """Score each episode with the domain's reward too and add that to the environment's own rewards."""
     num_threads: Positive = 1
     """Environments of an env rank that step at once; more than 1 for those that wait (a network, a process), whose
     code must be fit for threads."""
@@ -389,8 +392,8 @@ class Config(Section):
     """Advantages and policy loss."""
     reward: dict[str, RewardConfig] = {}
     """Domain -> reward; empty: the source's own, key default: every other domain."""
-    env: EnvConfig | None = None
-    """Environment of multi-turn rollouts; null: single turn."""
+    env: dict[str, EnvConfig | None] = {}
+    """Domain -> environment of its prompts; empty: every rollout is one response."""
     trainer: TrainerConfig = TrainerConfig()
     """Training engine."""
     generator: GeneratorConfig = GeneratorConfig()
@@ -405,6 +408,12 @@ class Config(Section):
     """Deadlines."""
     cluster: ClusterConfig = ClusterConfig()
     """Where it runs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_by_domain(cls, data: Any) -> Any:
+        """null, as ~env leaves it, is none."""
+        return data | {"env": {}} if isinstance(data, dict) and data.get("env", {}) is None else data
 
     @property
     def pipeline_spec(self) -> PipelineSpec:
@@ -445,17 +454,28 @@ class Config(Section):
         """Whether the run evaluates on held-out prompts."""
         return self.data.val is not None and self.eval_every > 0
 
+    def env_of(self, domain: str) -> EnvConfig | None:
+        """The environment that the prompts of a domain have; None: one response is all."""
+        return self.env[domain] if domain in self.env else self.env.get("default")
+
     @property
-    def turn_timeout_s(self) -> float:
+    def envs(self) -> dict[str, EnvConfig]:
+        """Every environment by the name of its section."""
+        return {name: env for name, env in self.env.items() if env is not None}
+
+    def turn_timeout_s(self, env: EnvConfig) -> float:
         """Longest turn of an environment."""
-        given = self.env.timeout_s if self.env is not None else None
-        return given or self.timeouts.command_s / 2
+        return env.timeout_s or self.timeouts.command_s / 2
+
+    @property
+    def max_turns(self) -> int:
+        """Most model turns of a rollout."""
+        return max((env.max_turns for env in self.envs.values()), default=1)
 
     @property
     def max_sequence_tokens(self) -> int:
         """Longest sequence in training or evaluation: every turn may have a full prompt and a full response."""
-        turns = self.env.max_turns if self.env is not None else 1
-        return turns * (self.data.max_prompt_tokens + self.max_response_tokens)
+        return self.max_turns * (self.data.max_prompt_tokens + self.max_response_tokens)
 
     @property
     def max_response_tokens(self) -> int:

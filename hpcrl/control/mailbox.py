@@ -13,11 +13,11 @@ from torch.distributed import DistStoreError, TCPStore
 
 from hpcrl.control import queues
 from hpcrl.control.listener import Listener
-from hpcrl.control.messages import Post, Response, TurnDelta
+from hpcrl.control.messages import Post, Response, Turn, TurnDelta
 
 CHUNK_BYTES = 1 << 20
-Item = Response | TurnDelta
-Kind = TypeVar("Kind", Response, TurnDelta)
+Item = Response | Turn | TurnDelta
+Kind = TypeVar("Kind", Response, Turn, TurnDelta)
 
 
 def _mail_queue(rank: int) -> str:
@@ -34,7 +34,7 @@ class Mailbox:
         self.news = threading.Event()  # set when a message comes
         self._senders: dict[int, queues.Sender] = {}
         self._lost: set[int] = set()
-        self._arrived: dict[type, list[Item]] = {Response: [], TurnDelta: []}
+        self._arrived: dict[type, list[Item]] = {Response: [], Turn: [], TurnDelta: []}
 
     def open(self) -> None:
         """Start to receive (idempotent); publishes the address in the control store."""
@@ -71,7 +71,7 @@ class Mailbox:
     def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
         """All items of a kind that have arrived, in order per sender; waits up to timeout_s for the first message.
 
-        Those of the other kind are kept: roles that share a rank share its mailbox, and each takes what is its own.
+        Those of other kinds are kept: roles that share a rank share its mailbox, and each takes what is its own.
         """
         while self._inbox is not None:
             post = self._inbox.get(0.0 if self._arrived[kind] else timeout_s)
@@ -91,7 +91,10 @@ def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
     chunk: list[Item] = []
     size = 0
     for item in items:
-        weight = len(item.text) * 4 + len(item.meta) if isinstance(item, Response) else len(item.token_ids)
+        if isinstance(item, TurnDelta):
+            weight = len(item.token_ids) + len(item.messages)
+        else:
+            weight = len(item.text) * 4 + len(item.meta)
         if chunk and size + weight > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

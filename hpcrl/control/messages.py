@@ -71,7 +71,8 @@ class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admit(Message):
-    """Start samples (id, seed) of the given prompts; a sample that is already held continues with its next turn."""
+    """Start samples (id, seed) of the given prompts; a sample that is already held continues with its next turn. One
+    with an environment begins with that: its first prompt is to come."""
 
     prompts: list[PromptPayload]
     samples: list[tuple[int, int]]
@@ -79,11 +80,13 @@ class Admit(Message):
 
 
 class Burst(Message):
-    """Decode `num_tokens` iterations; answered by BurstDone. Finished samples, or turns where the world has env ranks,
-    go to receiver_of() them (hpcrl.rollout.types), of which `receivers` are alive."""
+    """Decode `num_tokens` iterations; answered by BurstDone. Finished samples go to receiver_of() the reward ranks
+    (hpcrl.rollout.types), turns of samples with an environment to that of the env ranks; `receivers` and `envs` are
+    those that are alive."""
 
     num_tokens: int
     receivers: list[int]
+    envs: list[int] = []
 
 
 class AbortSamples(Message):
@@ -93,7 +96,7 @@ class AbortSamples(Message):
 
 
 class Rescore(Message):
-    """Send held, finished samples to a scorer again (their scorer was lost)."""
+    """Send held, finished samples to a scorer: again, where theirs was lost, or after their environment's end."""
 
     samples: list[int]
     receivers: list[int]
@@ -394,12 +397,13 @@ class Scored(Message):
 class Observed(Message):
     """An environment answered the turn of a sample; the tokens went to its generator rank.
 
-    `ended`: the episode is over, reward and score in `result`.
+    `ended`: the episode is over, reward and score in `result`; add_reward: a reward rank scores it too.
     """
 
     sample: int
     ended: bool
     result: ScoredSample
+    add_reward: bool = False
 
 
 class Lost(Message):
@@ -417,10 +421,20 @@ Event = Joined | Done | Failed | BurstDone | Scored | Observed | Lost
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A finished response (or turn) on its way to a reward or env rank; `meta` is the prompt's JSON.
+    """A finished response on its way to a reward rank; `meta` is the prompt's JSON."""
 
-    For environments: the last token of the turn, and the room that an observation has so that another turn fits, in
-    tokens. With reason "abort" the sample was dropped: no answer is wanted any more.
+    sample: int
+    domain: str
+    text: str
+    meta: bytes
+    reason: str
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """What the environment of a sample is to answer: a turn of the model or, with begins, the start of the episode.
+
+    meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: the tokens that the
+    observation may have so that another turn fits. With reason "abort" the sample was dropped: no answer is wanted any more.
     """
 
     sample: int
@@ -431,16 +445,19 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
     reply_to: int
     last_token: int = -1
     room: int = 0
+    begins: bool = False
 
 
 class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """An observation as int32 token ids on its way to the generator rank that holds the sample."""
+    """An observation on its way to the generator rank that holds the sample: int32 token ids, and as JSON the messages
+    in chat form that they stand for. The first one is the whole prompt; without tokens the row's own stays."""
 
     sample: int
     token_ids: bytes
+    messages: bytes = b"[]"
 
 
 class Post(Message):
     """A batch of mailbox items."""
 
-    items: list[Response | TurnDelta]
+    items: list[Response | Turn | TurnDelta]

@@ -116,7 +116,7 @@ class PromptSource:
             text, token_ids = self._tokens(parsed, row)
             if len(token_ids) <= self._config.max_prompt_tokens:
                 self._num_given += 1
-                return Prompt(uid, parsed.domain, epoch, row, tuple(token_ids), text, parsed.answer, parsed.extra)
+                return _prompt(uid, epoch, row, parsed, text, token_ids)
             reason = f"{len(token_ids)} tokens"
             self._dropped.append(self.dispositions.settle(uid, Disposition.TOO_LONG, reason))
         raise ValueError(self._all_too_long(stream))
@@ -131,7 +131,7 @@ class PromptSource:
         epoch, row = self.dispositions.origin(uid)
         parsed = self._rows.row(row)
         text, token_ids = self._tokens(parsed, row)
-        return Prompt(uid, parsed.domain, epoch, row, tuple(token_ids), text, parsed.answer, parsed.extra)
+        return _prompt(uid, epoch, row, parsed, text, token_ids)
 
     def head(self, count: int) -> list[Prompt]:
         """The first `count` rows that are not over-long, in the order of the data, with the row as uid; for evaluation.
@@ -145,8 +145,7 @@ class PromptSource:
             parsed = self._rows.row(row)
             text, token_ids = self._tokens(parsed, row)
             if len(token_ids) <= self._config.max_prompt_tokens:
-                answer, extra = parsed.answer, parsed.extra
-                found.append(Prompt(row, parsed.domain, 0, row, tuple(token_ids), text, answer, extra))
+                found.append(_prompt(row, 0, row, parsed, text, token_ids))
         return found
 
     def _advance(self, stream: _Stream) -> tuple[int, int]:
@@ -202,3 +201,18 @@ class PromptSource:
             "mix": ", ".join(f"{stream.name} {stream.share}" for stream in self._streams) if mixed else "none",
             **self._rows.fingerprint(),
         }
+
+
+def _prompt(uid: int, epoch: int, row: int, parsed: Row, text: str, token_ids: list[int]) -> Prompt:
+    return Prompt(
+        uid,
+        parsed.domain,
+        epoch,
+        row,
+        tuple(token_ids),
+        text,
+        parsed.answer,
+        parsed.extra,
+        parsed.messages,
+        parsed.tools,
+    )

@@ -1,4 +1,5 @@
-"""Environments by name. Add your own by import path: env.name=class env.class_path=package.module:Class."""
+"""Environments by name. Add your own by import path: env.default.name=class
+env.default.class_path=package.module:Class."""
 
 from __future__ import annotations
 
@@ -14,28 +15,34 @@ from hpcrl.envs.scripted import ScriptedEnv
 ENVS = {"scripted": ScriptedEnv}
 
 
-def env_class(config: EnvConfig) -> Callable[..., Env]:
+def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]:
     """What makes an environment of this section. ValueError names a path that leads to none or odd options."""
-    found = ENVS[config.name] if config.name != "class" else _imported(config)
+    found = ENVS[config.name] if config.name != "class" else _imported(config, section)
     try:
-        inspect.signature(found).bind(answer="", **config.options)
+        inspect.signature(found).bind_partial(**config.options)
     except TypeError as error:
-        raise ValueError(f"env.options: {found.__name__} is made with answer and these options: {error}") from error
+        raise ValueError(f"env.{section}.options: {found.__name__} is made with these options: {error}") from error
     return found
 
 
-def _imported(config: EnvConfig) -> Callable[..., Env]:
+def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
     module, _, name = (config.class_path or "").partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything
         text = f"{type(error).__name__}: {error}"
-        raise ValueError(f"env.class_path: {config.class_path!r} leads to no class: {text}") from error
+        raise ValueError(f"env.{section}.class_path: {config.class_path!r} leads to no class: {text}") from error
     if not callable(found):
-        raise ValueError(f"env.class_path: {config.class_path!r} is no class but {found!r}")
+        raise ValueError(f"env.{section}.class_path: {config.class_path!r} is no class but {found!r}")
     return found
 
 
 def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
-    """A new environment for one sample of a prompt whose data row is {prompt, answer, extra}."""
-    return env_class(config)(answer=row["answer"], **config.options)
+    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}."""
+    made = env_class(config)
+    known = {**row["extra"], **{name: row.get(name) for name in ("prompt", "answer", "messages")}}
+    parameters = inspect.signature(made).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+        known = {name: value for name, value in known.items() if name in names}
+    return made(**(known | config.options))

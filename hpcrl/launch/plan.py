@@ -44,8 +44,9 @@ def _inputs(
 ) -> Iterator[tuple[str, str]]:
     yield "model", _model(config, model, shape)
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
-    if config.pipeline == "agentic" and config.env is not None:
-        yield "data", f"environment {config.env.name}, episodes of up to {config.env.max_turns} turns"
+    if config.pipeline == "agentic" and config.envs:
+        names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
+        yield "data", f"environment {names}, episodes of up to {config.max_turns} turns"
     elif not config.generates and config.reinforces:
         yield "data", f"train rollouts of {config.rollouts}"
     else:

@@ -86,7 +86,7 @@ def validate_rewards(config: Config) -> list[str]:
             problem = None  # hpcrl.config tells the user
         if problem:
             problems.append(f"reward.{name}: {problem}")
-    if config.reinforces and config.env is None:
+    if config.reinforces:
         problems += _check_domains(config, Router(config))
     return problems
 
@@ -104,6 +104,9 @@ def _check_domains(config: Config, router: Router) -> list[str]:
             continue
         domains |= dict.fromkeys(rows.domain_names if rows is not None else [])
         for domain in rows.domain_names if rows is not None else []:
+            env = config.env_of(domain)
+            if env is not None and not env.add_reward:
+                continue
             try:
                 name = router.of(domain).name
             except ValueError as error:

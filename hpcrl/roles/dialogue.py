@@ -1,4 +1,4 @@
-"""The tokens between two turns of a model: what closes the first, the observation, and the model's next word."""
+"""What an environment says as tokens: the first prompt, and what stands between two turns of the model."""
 
 from __future__ import annotations
 
@@ -6,30 +6,52 @@ from typing import Any
 
 import numpy as np
 
+from hpcrl.data.chat import encode, render
+from hpcrl.data.rows import Messages
+
 CONTENT = "0CONTENT0"
 """Stands for what the model said; letters and digits, which no template trims or escapes."""
 
 
-def observation_ids(tokenizer: Any, observation: str, last_token: int) -> np.ndarray:
+def as_messages(observation: Any) -> Messages:
+    """An observation in chat form. TypeError for one that is neither text nor messages."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if not isinstance(observation, list):
+        raise TypeError(f"the observation is no text but {type(observation).__name__}")
+    for message in observation:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise TypeError("a message of the observation has no role or content that is text")
+        if not all(isinstance(image, str) for image in message.get("images", [])):
+            raise TypeError("images of an observation are given by reference, as text")
+    return observation
+
+
+def first_prompt(tokenizer: Any, row: dict[str, Any], observation: Any) -> tuple[Messages, np.ndarray]:
+    """(messages, int32 token ids) of the prompt that an episode begins with; no tokens where the observation is empty
+    and the row's own prompt stays. row: {messages, tools, ...}. TypeError as in as_messages()."""
+    said = as_messages(observation)
+    if not observation:
+        return row["messages"], np.empty(0, dtype=np.int32)
+    messages = [*row["messages"][:-1], *said] if isinstance(observation, str) else said
+    return messages, np.array(encode(tokenizer, render(tokenizer, messages, row["tools"])), dtype=np.int32)
+
+
+def observation_ids(tokenizer: Any, observation: Messages, last_token: int) -> np.ndarray:
     """int32 [n]: what follows a model turn that ends with `last_token`, up to where the model goes on.
 
-    Exactly what the chat template puts between the content of a model turn and that of the next, the observation being
-    a user turn; the token that ends a model turn is left out where the model has generated it. Without a template: the
-    observation alone. TypeError for an observation that is no text; ValueError where the template shows no model turn.
+    Exactly what the chat template puts between the content of a model turn and that of the next, the messages of the
+    observation being in between; the token that ends a model turn is left out where the model has generated it. Without
+    a template: their contents alone. ValueError where the template shows no model turn.
     """
-    if not isinstance(observation, str):
-        raise TypeError(f"the observation is no text but {type(observation).__name__}")
     if not getattr(tokenizer, "chat_template", None):
-        return np.array(tokenizer.encode(observation, add_special_tokens=False), dtype=np.int32)
-    dialogue = [
-        {"role": "user", "content": "0"},
-        {"role": "assistant", "content": CONTENT},
-        {"role": "user", "content": observation},
-    ]
+        text = render(tokenizer, observation, None)
+        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    dialogue = [{"role": "user", "content": "0"}, {"role": "assistant", "content": CONTENT}, *observation]
     text = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
     _, found, following = text.partition(CONTENT)
     if not found:
-        raise ValueError("the chat template does not show an assistant turn that a user turn follows")
+        raise ValueError("the chat template does not show an assistant turn that an observation follows")
     ids = tokenizer.encode(following, add_special_tokens=False)
     # Only an added token ends a turn: a newline that the model wrote is content, even if the template adds another.
     if ids and ids[0] == last_token and last_token in tokenizer.added_tokens_decoder:

@@ -6,54 +6,64 @@ import contextlib
 import json
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from hpcrl.control.messages import Observed, Response, ScoredSample, TurnDelta
+from hpcrl.config import EnvConfig
+from hpcrl.control.messages import Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
 from hpcrl.envs import env_class, make_env
 from hpcrl.envs.base import Env
-from hpcrl.roles.dialogue import observation_ids
+from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
 from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
 
 ERROR_CHARS = 2000
-NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 @dataclass
 class _Episode:
     env: Env
-    reward: float = 0.0
-    num_turns: int = 0
+    row: dict[str, Any]
+    rewards: list[float] = field(default_factory=list)  # of its turns
+
+
+@dataclass
+class _Played:
+    """What came of a turn: the observation as the environment gave it, the result so far, whether that is all."""
+
+    observation: Any
+    result: ScoredSample
+    ended: bool
 
 
 class _TooLate(Exception):
-    """A turn took longer than env.timeout_s."""
+    """A turn took longer than env.<domain>.timeout_s."""
 
 
-class _Turn:
+class _Playing:
     """A turn that an environment plays, in a thread of its own."""
 
-    def __init__(self, response: Response):
-        self.response, self._began = response, time.monotonic()
-        self.played: Future[tuple[str, ScoredSample, bool]] = Future()
+    def __init__(self, turn: Turn, section: str, timeout_s: float):
+        self.turn, self.section, self._timeout_s, self._began = turn, section, timeout_s, time.monotonic()
+        self.played: Future[_Played] = Future()
 
-    def is_over(self, now: float, timeout_s: float) -> bool:
-        """Whether it has ended; one that takes longer than timeout_s does now, with _TooLate."""
-        if not self.played.done() and now - self._began > timeout_s:
-            self.end(_TooLate(f"step() did not return within {timeout_s:g} s (env.timeout_s)"))
+    def is_over(self, now: float) -> bool:
+        """Whether it has ended; one that takes longer than its time does now, with _TooLate."""
+        if not self.played.done() and now - self._began > self._timeout_s:
+            call = "reset()" if self.turn.begins else "step()"
+            text = f"{call} did not return within {self._timeout_s:g} s (env.{self.section}.timeout_s)"
+            self.end(_TooLate(text))
         return self.played.done()
 
-    def end(self, result: tuple[str, ScoredSample, bool] | BaseException) -> bool:
+    def end(self, result: _Played | BaseException) -> bool:
         """Set what came of it, unless it has ended before; whether it had not."""
         try:
             if isinstance(result, BaseException):
@@ -66,23 +76,25 @@ class _Turn:
 
 
 class EnvRole:
-    """Has no commands of its own: a turn comes by mail, the observation goes back to the sample's generator rank.
+    """Has no commands of its own: a turn comes by mail, the observation goes back to the sample's generator rank. The
+    first turn of an episode has no text and is answered with the first prompt.
 
-    env.num_threads turns are played at once, so that environments that wait for something do not wait for each other.
-    Siblings of a group get the same seed. An environment that raises, or gives what is no number or no text, costs its
-    sample reward 0 and ends the episode; an observation that leaves no room for another turn ends it with the reward so
-    far. Both are errors of the sample. A generator rank says which samples it has dropped.
+    Of each environment of the configuration num_threads turns are played at once, so that environments that wait for
+    something do not wait for each other. Siblings of a group get the same seed. An environment that raises, or gives
+    what is no number or no text, costs its sample reward 0 and ends the episode; an observation that leaves no room for
+    another turn ends it with the reward so far. Both are errors of the sample. A generator rank says which samples it
+    has dropped.
     """
 
     def __init__(self, worker: Worker):
-        """ValueError when the section leads to no environment."""
-        assert worker.config.env is not None, "a run with env ranks has an environment"
-        self._config = worker.config.env
-        env_class(self._config)
+        """ValueError when a section leads to no environment."""
+        self._config = worker.config
+        for section, config in self._config.envs.items():
+            env_class(config, section)
         self._worker = worker
         self._episodes: dict[int, _Episode] = {}
-        self._waiting: deque[Response] = deque()  # turns without a thread, in order
-        self._playing: dict[int, _Turn] = {}
+        self._waiting: deque[Turn] = deque()  # turns without a thread, in order
+        self._playing: dict[int, _Playing] = {}
         self._at_work: set[int] = set()  # samples that wait or play
         self._hanging: set[int] = set()  # samples that were given up and whose environment is at work
         self._dropped: set[int] = set()  # of these, the ones whose episode nobody wants any more
@@ -96,22 +108,21 @@ class EnvRole:
         return bool(self._playing)
 
     def look_after(self) -> bool:
-        arrived = self._worker.world.mailbox.receive(Response)
-        for response in arrived:
-            if response.reason != FinishReason.ABORT:
-                self._waiting.append(response)
-                self._at_work.add(response.sample)
-            elif response.sample in self._at_work:
-                self._dropped.add(response.sample)
+        arrived = self._worker.world.mailbox.receive(Turn)
+        for turn in arrived:
+            if turn.reason != FinishReason.ABORT:
+                self._waiting.append(turn)
+                self._at_work.add(turn.sample)
+            elif turn.sample in self._at_work:
+                self._dropped.add(turn.sample)
             else:
-                self._end(response.sample)
-        now, timeout_s = time.monotonic(), self._worker.config.turn_timeout_s
-        over = [sample for sample, turn in self._playing.items() if turn.is_over(now, timeout_s)]
+                self._end(turn.sample)
+        now = time.monotonic()
+        over = [sample for sample, playing in self._playing.items() if playing.is_over(now)]
         for sample in over:
-            turn = self._playing.pop(sample)
-            self._answer(turn.response, turn.played)
-        while self._waiting and len(self._playing) < self._config.num_threads:
-            self._begin(self._waiting.popleft())
+            playing = self._playing.pop(sample)
+            self._answer(playing.turn, playing.played)
+        self._begin_waiting()
         if over and not self._playing:
             self._worker.world.trace.enter("idle")
         return bool(arrived or over)
@@ -120,65 +131,95 @@ class EnvRole:
         for sample in [sample for sample in self._episodes if sample not in self._hanging]:
             self._end(sample)
 
-    def _begin(self, response: Response) -> None:
-        self._worker.world.trace.enter(f"environment {self._config.name}")
-        turn = self._playing[response.sample] = _Turn(response)
-        turn.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
-        # A daemon, and one of its own: an environment that hangs keeps it for ever, and no other may wait behind it.
-        threading.Thread(target=self._run, args=(turn,), name="environment", daemon=True).start()
+    def _env(self, turn: Turn) -> EnvConfig:
+        config = self._config.env_of(turn.domain)
+        assert config is not None, "generators send turns of samples with an environment"
+        return config
 
-    def _run(self, turn: _Turn) -> None:
-        result: tuple[str, ScoredSample, bool] | BaseException
+    def _begin_waiting(self) -> None:
+        """Begin the turns that wait, in order, as far as their environments have threads."""
+        at_once = Counter(playing.section for playing in self._playing.values())
+        later: deque[Turn] = deque()
+        for turn in self._waiting:
+            config = self._env(turn)
+            section = turn.domain if turn.domain in self._config.env else "default"
+            if at_once[section] == config.num_threads:
+                later.append(turn)
+                continue
+            at_once[section] += 1
+            self._worker.world.trace.enter(f"environment {config.name}")
+            playing = _Playing(turn, section, self._config.turn_timeout_s(config))
+            self._playing[turn.sample] = playing
+            playing.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
+            # A daemon, and one of its own: an environment that hangs keeps it for ever, and no other may wait behind.
+            threading.Thread(target=self._run, args=(playing,), name="environment", daemon=True).start()
+        self._waiting = later
+
+    def _run(self, playing: _Playing) -> None:
+        result: _Played | BaseException
         try:
-            result = self._play(turn.response)
+            result = self._play(playing.turn)
         except BaseException as error:  # told by _answer; a user's code may call sys.exit
             result = error
-        if not turn.end(result):  # it was given up
-            self._end(turn.response.sample)
+        if not playing.end(result):  # it was given up
+            self._end(playing.turn.sample)
 
-    def _answer(self, turn: Response, played: Future) -> None:
+    def _answer(self, turn: Turn, future: Future[_Played]) -> None:
         """Tell what came of a turn: its observation to the generator rank, what became of the sample to the
         controller."""
-        worker, name = self._worker, self._config.name
-        token_ids = NO_TOKENS
+        worker, config = self._worker, self._env(turn)
+        reply = TurnDelta(turn.sample, b"")
         try:
-            observation, result, ended = played.result()
+            played = future.result()
+            result, ended = played.result, played.ended
             if not ended:
-                token_ids = observation_ids(worker.tokenizer, observation, turn.last_token)
-                if len(token_ids) > turn.room:
-                    text = f"an observation of {len(token_ids)} tokens is too long, there is room for {turn.room}"
-                    result, ended = msgspec.structs.replace(result, error=_text(name, text)), True
+                reply = self._reply(turn, played.observation)
+                if (count := len(reply.token_ids) // 4) > turn.room:
+                    text = f"an observation of {count} tokens is too long, there is room for {turn.room}"
+                    result, ended = msgspec.structs.replace(result, error=_text(config.name, text)), True
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
-            error = _text(name, f"{type(failure).__name__}: {failure}")
+            error = _text(config.name, f"{type(failure).__name__}: {failure}")
             result, ended = ScoredSample(turn.sample, 0.0, 0.0, error), True
         dropped = turn.sample in self._dropped
         self._dropped.discard(turn.sample)
         self._at_work.discard(turn.sample)
-        if isinstance(played.exception(), _TooLate):
+        if isinstance(future.exception(), _TooLate):
             self._hanging.add(turn.sample)  # its thread closes the environment, should that ever return
         elif ended or dropped:
             self._end(turn.sample)
         else:
             # A generator that is gone: the controller learns of it from its agent and starts the sample anew.
             with contextlib.suppress(StoreLost):
-                worker.world.mailbox.send(turn.reply_to, [TurnDelta(turn.sample, token_ids.tobytes())])
-        worker.emit(Observed(turn.sample, ended, result))
+                worker.world.mailbox.send(turn.reply_to, [reply])
+        worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error))
 
-    def _play(self, turn: Response) -> tuple[str, ScoredSample, bool]:
-        """(observation, result so far, whether the episode is over). Raises whatever the environment raises."""
-        config = self._config
-        episode = self._episodes.get(turn.sample)
-        if episode is None:
-            episode = self._episodes[turn.sample] = _Episode(make_env(config, json.loads(turn.meta)))
-            episode.env.reset(episode_seed(self._worker.config.seed, split_sample_id(turn.sample)[0]))
+    def _reply(self, turn: Turn, observation: Any) -> TurnDelta:
+        """An observation as tokens and messages. TypeError for one that is neither text nor messages."""
+        if turn.begins:
+            row = self._episodes[turn.sample].row
+            messages, token_ids = first_prompt(self._worker.tokenizer, row, observation)
+        else:
+            messages = as_messages(observation)
+            token_ids = observation_ids(self._worker.tokenizer, messages, turn.last_token)
+        return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
+
+    def _play(self, turn: Turn) -> _Played:
+        """Raises whatever the environment raises."""
+        config = self._env(turn)
+        if turn.begins:
+            row = json.loads(turn.meta)
+            episode = self._episodes[turn.sample] = _Episode(make_env(config, row), row)
+            observation, _ = episode.env.reset(episode_seed(self._config.seed, split_sample_id(turn.sample)[0]))
+            return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
+        episode = self._episodes[turn.sample]
         observation, gained, terminated, truncated, info = episode.env.step(turn.text)
         # float and str, since numpy's and torch's numbers do not travel
-        episode.reward += float(gained)
-        episode.num_turns += 1
+        episode.rewards.append(float(gained))
         metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
-        result = ScoredSample(turn.sample, episode.reward, metrics.get("success", episode.reward), "", metrics)
-        over = bool(terminated or truncated) or episode.num_turns >= config.max_turns
-        return observation, result, over or turn.reason == FinishReason.LENGTH
+        total = sum(episode.rewards)
+        result = ScoredSample(turn.sample, total, metrics.get("success", total), "", metrics)
+        over = bool(terminated or truncated) or len(episode.rewards) >= config.max_turns
+        return _Played(observation, result, over or turn.reason == FinishReason.LENGTH)
 
     def _end(self, sample: int) -> None:
         """Forget an episode; its environment may have something to close."""

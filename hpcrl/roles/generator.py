@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from hpcrl.control.messages import (
     SaveHeld,
     Scored,
     ScoredSample,
+    Turn,
     TurnDelta,
 )
 from hpcrl.control.queues import StoreLost
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 
 
 class GeneratorRole:
-    """`held` keeps every response from its first finished turn until it is forgotten or handed over."""
+    """`held` keeps every response from its first finished turn, or the beginning of its episode, until it is forgotten
+    or handed over."""
 
     busy = False
 
@@ -55,6 +58,7 @@ class GeneratorRole:
         self.held: dict[int, Sample] = {}
         self._prompts: dict[int, PromptPayload] = {}
         self._admitted: dict[int, int] = {}  # sample -> most tokens of one of its turns
+        self._beginning: list[int] = []  # held samples whose environment is to be told in the next burst
         self._env_of: dict[int, int] = {}  # sample -> rank of its environment
         self._observed: set[int] = set()  # held samples with an observation that no turn has followed yet
         self._refused: dict[int, Ended] = {}  # samples that end in the next burst without another token
@@ -93,6 +97,11 @@ class GeneratorRole:
         shared: dict[int, list[int]] = {}  # siblings get the same list: the engine prefills it once
         requests = []
         for sample, seed in command.samples:
+            if sample not in going_on and self._has_env(sample):
+                self._hold(sample, s.truncates)
+                self._admitted[sample] = s.max_new_tokens
+                self._beginning.append(sample)
+                continue
             if sample in going_on:
                 ids, turn = self.held[sample].token_ids.tolist(), int(self.held[sample].turn_ids[-1]) + 1
             else:
@@ -113,7 +122,11 @@ class GeneratorRole:
         """End a sample that the engine does not take, with an error and without the observation it came with."""
         total, model, held = len(request.prompt_ids), 0, self.held.get(request.id)
         if held is not None:
-            total, model = int(held.loss_mask.nonzero()[0][-1]) + 1, int(held.loss_mask.sum())
+            model = int(held.loss_mask.sum())
+            if model:
+                total = int(held.loss_mask.nonzero()[0][-1]) + 1
+                while held.messages[-1]["role"] != "assistant":
+                    held.messages.pop()
             for field in _token_fields(held):
                 held.columns[field.name] = held.columns[field.name][:total]
         self._refused[request.id] = Ended(request.id, total, model, str(FinishReason.STOP))
@@ -133,9 +146,16 @@ class GeneratorRole:
         """Append the observations that have come, waiting up to timeout_s for the first; whether any has."""
         arrived = self._worker.world.mailbox.receive(TurnDelta, timeout_s)
         for item in arrived:
-            if item.sample in self.held:  # else it was dropped meanwhile
-                self._append(self.held[item.sample], np.frombuffer(item.token_ids, dtype=np.int32), None)
-                self._observed.add(item.sample)
+            held = self.held.get(item.sample)
+            if held is None:  # it was dropped meanwhile
+                continue
+            token_ids, messages = np.frombuffer(item.token_ids, dtype=np.int32), json.loads(item.messages)
+            if held.turn_ids[-1] >= 0:
+                self._append(held, token_ids, None)
+                held.messages += messages
+            elif len(token_ids):  # the first prompt, in place of the row's
+                self._hold(item.sample, "gen_logprobs_behaviour" in held.columns, token_ids, messages)
+            self._observed.add(item.sample)
         return bool(arrived)
 
     def _append(self, sample: Sample, token_ids: np.ndarray, output: Output | None) -> None:
@@ -154,74 +174,105 @@ class GeneratorRole:
 
     def _burst(self, command: Burst, seq: int) -> BurstDone:
         started = time.perf_counter()
+        beginning, self._beginning = self._beginning, []
+        self._env_of |= {sample: self._receiver("env", sample, command.envs) for sample in beginning}
+        self._play(beginning)
         before = sum(self.engine.progress().values())
         with torch.no_grad():
             outputs = self.engine.step(command.num_tokens)
         progress = self.engine.progress()
         decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
-        ended = [self._take_in(output) for output in outputs]
-        multi_turn = bool(self._worker.layout.ranks["env"])
-        if multi_turn:
-            self._env_of |= {e.sample: self._receiver(e.sample, command.receivers) for e in ended}
-        self._post([e.sample for e in ended], command.receivers, outputs)
-        ended += self._refused.values()
+        decode = self._worker.tokenizer.batch_decode  # makes one text of no sequences
+        texts = decode([o.token_ids for o in outputs], skip_special_tokens=True) if outputs else []
+        ended = [self._take_in(output, text) for output, text in zip(outputs, texts, strict=True)]
+        turns = [end for end in ended if end.sample in self._env_of]
+        finished = [end for end in ended if end.sample not in self._env_of]
+        self._play([end.sample for end in turns])
+        self._post([end.sample for end in finished], command.receivers)
+        begun = [Ended(sample, len(self.held[sample].token_ids), 0, str(FinishReason.STOP)) for sample in beginning]
+        for end in self._refused.values():
+            (turns if end.sample in self._env_of else finished).append(end)
         self._refused = {}
         return BurstDone(
-            seq,
-            finished=[] if multi_turn else ended,
-            turns=ended if multi_turn else [],
-            tokens=decoded,
-            seconds=time.perf_counter() - started,
+            seq, finished=finished, turns=begun + turns, tokens=decoded, seconds=time.perf_counter() - started
         )
 
-    def _take_in(self, output: Output) -> Ended:
-        sample = self.held.get(output.id)
-        if sample is None:
-            payload = self._prompts[split_sample_id(output.id)[0]]
-            prompt = np.frombuffer(payload.token_ids, dtype=np.int32)
-            sample = self.held[output.id] = _empty_response(output.id, prompt, output)
+    def _take_in(self, output: Output, text: str) -> Ended:
+        sample = self.held.get(output.id) or self._hold(output.id, output.gen_logprobs_behaviour is not None)
         self._append(sample, output.token_ids, output)
+        sample.messages.append({"role": "assistant", "content": text})
         sample.finish_reason = output.finish_reason
         return Ended(output.id, len(sample.token_ids), int(sample.loss_mask.sum()), str(output.finish_reason))
 
-    def _post(self, samples: Sequence[int], receivers: Sequence[int], outputs: Sequence[Output] | None = None) -> None:
-        """Send the text of each sample's last turn to the rank that scores it or plays its environment."""
-        if not samples or not receivers:
-            return
-        turns = [o.token_ids for o in outputs] if outputs is not None else [self._last_turn(s) for s in samples]
-        texts = self._worker.tokenizer.batch_decode(turns, skip_special_tokens=True)
-        posts: dict[int, list[Response]] = defaultdict(list)
-        for sample, text in zip(samples, texts, strict=True):
+    def _hold(
+        self,
+        sample: int,
+        truncated: bool,
+        token_ids: np.ndarray | None = None,
+        messages: list[dict[str, Any]] | None = None,
+    ) -> Sample:
+        """Hold a prompt alone, the row's own where no other is given. truncated: with the optional fields."""
+        if token_ids is None or messages is None:
+            payload = self._prompts[split_sample_id(sample)[0]]
+            token_ids = np.frombuffer(payload.token_ids, dtype=np.int32)
+            messages = json.loads(payload.meta).get("messages", [])
+        columns = {
+            field.name: np.full(len(token_ids), field.fill, dtype=field.travels_as)
+            for field in fields_of(Origin.GENERATOR, Level.TOKEN)
+            if truncated or not field.optional
+        }
+        held = self.held[sample] = Sample(sample, messages=messages, **(columns | {"token_ids": token_ids}))
+        return held
+
+    def _has_env(self, sample: int) -> bool:
+        prompt = self._prompts[split_sample_id(sample)[0]]
+        return self._worker.config.env_of(prompt.domain) is not None
+
+    def _play(self, samples: Sequence[int]) -> None:
+        """Send the last turn of each sample to its environment; of one without a turn, that the episode begins."""
+        posts: dict[int, list[Turn]] = defaultdict(list)
+        for sample in samples:
             prompt, held = self._prompts[split_sample_id(sample)[0]], self.held[sample]
-            room = self._worker.config.max_sequence_tokens - len(held.token_ids) - self._admitted[sample]
-            posts[self._receiver(sample, receivers)].append(
-                Response(
+            begins = bool(held.turn_ids[-1] < 0)
+            filled = 0 if begins else len(held.token_ids)
+            posts[self._env_of[sample]].append(
+                Turn(
                     sample,
                     prompt.domain,
-                    text,
-                    prompt.meta,
+                    "" if begins else held.messages[-1]["content"],
+                    prompt.meta if begins else b"",
                     str(held.finish_reason),
                     self._worker.world.rank,
                     int(held.token_ids[-1]),
-                    room,
+                    self._worker.config.max_sequence_tokens - filled - self._admitted[sample],
+                    begins,
                 )
             )
         self._mail(posts)
 
-    def _receiver(self, sample: int, alive: Sequence[int]) -> int:
-        ranks = self._worker.layout.ranks
-        return receiver_of(sample, ranks["env"] or ranks["reward"], alive)
+    def _post(self, samples: Sequence[int], receivers: Sequence[int]) -> None:
+        """Send each sample's last turn to the rank that scores it; after an episode with its messages."""
+        posts: dict[int, list[Response]] = defaultdict(list)
+        for sample in samples if receivers else ():
+            prompt, held = self._prompts[split_sample_id(sample)[0]], self.held[sample]
+            meta = prompt.meta
+            if sample in self._env_of:
+                row = json.loads(meta)
+                meta = json.dumps(row | {"extra": row["extra"] | {"messages": held.messages}}).encode()
+            text = held.messages[-1]["content"]
+            response = Response(sample, prompt.domain, text, meta, str(held.finish_reason))
+            posts[self._receiver("reward", sample, receivers)].append(response)
+        self._mail(posts)
 
-    def _mail(self, posts: Mapping[int, Sequence[Response]]) -> None:
+    def _receiver(self, role: Literal["env", "reward"], sample: int, alive: Sequence[int]) -> int:
+        return receiver_of(sample, self._worker.layout.ranks[role], alive)
+
+    def _mail(self, posts: Mapping[int, Sequence[Response | Turn]]) -> None:
         for rank, items in posts.items():
             try:
                 self._worker.world.mailbox.send(rank, items)
             except StoreLost as error:  # the controller learns of the loss from the agent and has them sent elsewhere
                 print(f"hpcrl: {len(items)} responses did not reach rank {rank}: {error}", file=sys.stderr, flush=True)
-
-    def _last_turn(self, sample: int) -> np.ndarray:
-        held = self.held[sample]
-        return held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
 
     def _rescore(self, command: Rescore, seq: int) -> None:
         self._post(command.samples, command.receivers)
@@ -230,12 +281,12 @@ class GeneratorRole:
         outputs = self.engine.abort(command.samples)
         turns = {i: int(self.held[i].loss_mask.sum()) if i in self.held else 0 for i in command.samples}
         counts = {o.id: turns[o.id] + len(o.token_ids) for o in outputs}  # earlier turns with it
-        counts |= {i: turns[i] for i in command.samples if i in self._refused}
+        counts |= {i: turns[i] for i in command.samples if i in self._refused or i in self._beginning}
         ended = [Ended(sample, 0, count, str(FinishReason.ABORT)) for sample, count in counts.items()]
-        posts: dict[int, list[Response]] = defaultdict(list)
+        posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in command.samples:
             if sample in self._env_of:  # it keeps an environment for this one
-                abort = Response(sample, "", "", b"", str(FinishReason.ABORT), self._worker.world.rank)
+                abort = Turn(sample, "", "", b"", str(FinishReason.ABORT), self._worker.world.rank)
                 posts[self._env_of[sample]].append(abort)
         self._mail(posts)
         self._drop(command.samples)
@@ -259,6 +310,7 @@ class GeneratorRole:
             for table in known:
                 table.pop(sample, None)
         self._observed.difference_update(samples)
+        self._beginning = [sample for sample in self._beginning if sample in self.held]
         live = {split_sample_id(sample)[0] for sample in self._admitted}
         self._prompts = {uid: prompt for uid, prompt in self._prompts.items() if uid in live}
 
@@ -273,14 +325,3 @@ class GeneratorRole:
 def _token_fields(sample: Sample) -> list[Field]:
     """The fields of tokens that a sample has."""
     return [field for field in fields_of(Origin.GENERATOR, Level.TOKEN) if field.name in sample.columns]
-
-
-def _empty_response(sample: int, prompt: np.ndarray, output: Output) -> Sample:
-    """The prompt, with the fields that the engine gives."""
-    fields = [
-        field
-        for field in fields_of(Origin.GENERATOR, Level.TOKEN)
-        if field.name in output.columns or not (field.optional and getattr(output, field.name, None) is None)
-    ]
-    columns = {field.name: np.full(len(prompt), field.fill, dtype=field.travels_as) for field in fields}
-    return Sample(sample, **(columns | {"token_ids": prompt}))

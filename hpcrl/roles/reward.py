@@ -30,8 +30,7 @@ class RewardRole:
         return self._pool.pending > 0
 
     def look_after(self) -> bool:
-        # In a run with environments they give the rewards, and an env role on this rank owns the mail.
-        arrived = [] if self._worker.layout.ranks["env"] else self._worker.world.mailbox.receive(Response)
+        arrived = self._worker.world.mailbox.receive(Response)
         if arrived:
             self._pool.submit([_item(response) for response in arrived])
         scores = self._pool.poll()

@@ -28,12 +28,21 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample's reward and score; `error` says why there is none. Of an ACTING sample: its episode is over."""
+    """A sample's reward and score; `error` says why there is none. Of an ACTING sample: its episode is over. What its
+    environment gave before (Played) is added to the reward."""
 
     sample_id: int
     reward: float
     score: float
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A sample's episode is over with this reward of its environment; a scorer is to add its own."""
+
+    sample_id: int
+    reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ class Paced:
     speed: float
 
 
-Event = BurstDone | Answered | Scored | Aborted | Failed | ReplicaLost | ScorerLost | Paced
+Event = BurstDone | Answered | Scored | Played | Aborted | Failed | ReplicaLost | ScorerLost | Paced
 
 
 def only(event: Event, mine: Callable[[int], bool]) -> Event | None:
@@ -91,7 +100,7 @@ def only(event: Event, mine: Callable[[int], bool]) -> Event | None:
         case Aborted():
             lengths = tuple(length for length in event.lengths if mine(length[0]))
             return Aborted(lengths) if lengths else None
-        case Scored():
+        case Scored() | Played():
             return event if mine(event.sample_id) else None
         case Answered() | Failed() | ScorerLost():
             ids = tuple(filter(mine, event.sample_ids))
@@ -118,7 +127,7 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class Rescore:
-    """Send these finished samples to a living scorer again."""
+    """Send these finished samples to a living scorer."""
 
     replica: int
     sample_ids: tuple[int, ...]

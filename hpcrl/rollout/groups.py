@@ -7,7 +7,7 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
-from hpcrl.rollout.events import Answered, DoneSample, Group, Scored
+from hpcrl.rollout.events import Answered, DoneSample, Group, Played, Scored
 from hpcrl.rollout.types import FinishReason, make_sample_id, split_sample_id
 
 
@@ -30,7 +30,7 @@ class LiveSample:
     def __init__(self, sample_id: int, group: LiveGroup):
         self.id, self.group, self.state, self.replica = sample_id, group, State.WAITING, -1
         self.weight = 1.0  # of its expected length, in units of the mean
-        self.early: Scored | Answered | None = None  # arrived before the BurstDone it belongs to
+        self.early: Scored | Answered | Played | None = None  # arrived before the BurstDone it belongs to
         self.done = DoneSample(sample_id, -1, 0, FinishReason.STOP, 0.0, 0.0)
 
 

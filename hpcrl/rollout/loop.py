@@ -47,6 +47,15 @@ class _Stream:
     stats: list[Stats] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Reached:
+    """Where a sample is that has left its replica for an answer; acting: with its environment, else with a scorer."""
+
+    receiver: int
+    replica: int
+    acting: bool
+
+
 @dataclass
 class Harvest:
     """What a drive gave: the scheduler's groups, the sizes of their samples, and statistics."""
@@ -79,15 +88,13 @@ class RolloutLoop:
         self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
         self._deterministic, self._free = deterministic, frozenset(free)
         self._needed_elsewhere = frozenset(replicas) - self._free  # in the background
-        self._replicas, self._envs = dict(replicas), list(envs)
-        self._answerers = list(envs or scorers)  # the ranks that responses go to
-        self._all_generate = self._replicas.keys() >= set(self._answerers)
+        self._replicas, self._scorers, self._envs = dict(replicas), list(scorers), list(envs)
         self._live: Counter[int] = Counter()  # samples a replica decodes or queues
         self._bursts: Counter[int] = Counter()  # bursts on their way
-        self._reached: dict[int, tuple[int, int]] = {}  # sample with a scorer or environment -> that rank, replica
+        self._reached: dict[int, _Reached] = {}  # samples that are with a scorer or environment
         self._waiting: Counter[int] = Counter()  # of these, the number per rank
         self._early: set[int] = set()  # samples whose answer overtook the BurstDone they ended in
-        self._receivers: dict[tuple[int, int], list[int]] = {}  # (replica, burst) -> whom it was told to send to
+        self._told: dict[tuple[int, int], messages.Burst] = {}  # (replica, burst) -> whom it was told to send to
         self._dropped: dict[tuple[int, int], list[int]] = {}  # (replica, abort) -> samples it was told to drop
         self._pace = Pace()
         self._clock = AwakeClock(controller.command_s)
@@ -205,8 +212,8 @@ class RolloutLoop:
                 for message in _admissions(samples, {} if known else prompts, sampling, self._seed):
                     self._controller.send(replica, message)
             case events.Rescore():
-                receivers = self._receivers_of(replica)
-                self._reach(replica, samples, receivers)
+                receivers = self._alive(self._scorers, replica)
+                self._reach(replica, samples, receivers, acting=False)
                 self._controller.send(replica, messages.Rescore(samples, receivers))
             case events.Drop():
                 self._bursts[replica] += 1  # answered like a burst
@@ -217,9 +224,9 @@ class RolloutLoop:
         ahead = 1 if self._deterministic else BURSTS_AHEAD
         for replica in replicas:
             while self._live[replica] > 0 and self._bursts[replica] < ahead and replica not in self._controller.lost:
-                receivers = self._receivers_of(replica)
-                seq = self._controller.send(replica, messages.Burst(self._burst_tokens, receivers))
-                self._receivers[replica, seq] = receivers
+                receivers, envs = self._alive(self._scorers, replica), self._alive(self._envs, replica)
+                burst = messages.Burst(self._burst_tokens, receivers, envs)
+                self._told[replica, self._controller.send(replica, burst)] = burst
                 self._bursts[replica] += 1
 
     def _settle_down(self, going_on: Collection[int]) -> None:
@@ -229,17 +236,17 @@ class RolloutLoop:
         while any(self._bursts[replica] > 0 for replica in pausing if replica not in self._controller.lost):
             self._take_in(self._controller.events())
 
-    def _receivers_of(self, replica: int) -> list[int]:
+    def _alive(self, ranks: Sequence[int], replica: int) -> list[int]:
         """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
         would only cost time and each has as many."""
-        if self._all_generate and replica in self._answerers:
+        if replica in ranks and self._replicas.keys() >= set(ranks):
             return [replica]
-        return [rank for rank in self._answerers if rank not in self._controller.lost]
+        return [rank for rank in ranks if rank not in self._controller.lost]
 
-    def _reach(self, replica: int, samples: Sequence[int], receivers: Sequence[int]) -> None:
+    def _reach(self, replica: int, samples: Sequence[int], alive: Sequence[int], acting: bool) -> None:
         for sample in samples:
-            receiver = receiver_of(sample, self._answerers, receivers)
-            self._reached[sample] = receiver, replica
+            receiver = receiver_of(sample, self._envs if acting else self._scorers, alive)
+            self._reached[sample] = _Reached(receiver, replica, acting)
             if not self._waiting[receiver]:
                 self._heard[receiver] = self._clock.now()
             self._waiting[receiver] += 1
@@ -248,7 +255,7 @@ class RolloutLoop:
         """The sample is with its scorer or environment no more; whether it was."""
         reached = self._reached.pop(sample, None)
         if reached is not None:
-            self._waiting[reached[0]] -= 1
+            self._waiting[reached.receiver] -= 1
         return reached is not None
 
     def _lose(self, replica: int) -> None:
@@ -257,7 +264,7 @@ class RolloutLoop:
         self._live.pop(replica, None)
         self._sizes.pop(replica, None)
         self._pace.forget(replica)
-        for sample in [sample for sample, (_, home) in self._reached.items() if home == replica]:
+        for sample in [sample for sample, reached in self._reached.items() if reached.replica == replica]:
             self._leave(sample)
 
     def _check_receivers(self) -> None:
@@ -310,7 +317,11 @@ class RolloutLoop:
             case messages.Scored():
                 yield from (self._scored(result) for result in event.samples)
             case messages.Observed():
-                if event.ended:
+                if event.ended and event.add_reward:
+                    self._answered(event.sample)
+                    self._note(event.result)
+                    yield events.Played(event.sample, event.result.reward)
+                elif event.ended:
                     yield self._scored(event.result)
                 else:
                     self._answered(event.sample)
@@ -319,12 +330,12 @@ class RolloutLoop:
                 if rank in self._replicas:
                     self._lose(rank)
                     yield events.ReplicaLost(rank)
-                yield from self._stranded(tuple(s for s, (receiver, _) in self._reached.items() if receiver == rank))
+                yield from self._stranded([s for s, reached in self._reached.items() if reached.receiver == rank])
 
     def _burst_done(self, rank: int, event: messages.BurstDone) -> Iterator[events.Event]:
         self._bursts[rank] -= 1
         self._live[rank] -= len(event.finished) + len(event.turns)
-        receivers = self._receivers.pop((rank, event.seq), [])
+        told = self._told.pop((rank, event.seq), None)
         for sample in self._dropped.pop((rank, event.seq), []):
             self._sizes.get(rank, {}).pop(sample, None)
         aborted = tuple((e.sample, e.model_tokens) for e in event.finished if e.reason == FinishReason.ABORT)
@@ -338,38 +349,48 @@ class RolloutLoop:
             yield from self._pace.learn(rank, event.tokens, event.seconds)
         if not ended:
             return
+        assert told is not None, "responses end in bursts"
         sizes = self._sizes.setdefault(rank, {})
         sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens) for e in ended}
+        for some, alive, acting in ((finished, told.receivers, False), (event.turns, told.envs, True)):
+            self._reach(rank, [e.sample for e in some if e.sample not in self._early], alive, acting)
         waiting = [e.sample for e in ended if e.sample not in self._early]
         self._early.difference_update(e.sample for e in ended)
-        self._reach(rank, waiting, receivers)
         yield events.BurstDone(
             rank,
             finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in finished),
             turns=tuple((e.sample, e.model_tokens) for e in event.turns),
         )
-        yield from self._stranded(tuple(s for s in waiting if self._reached[s][0] in self._controller.lost))
+        yield from self._stranded([s for s in waiting if self._reached[s].receiver in self._controller.lost])
 
     def _answered(self, sample: int) -> None:
         """Its scorer or environment has answered, maybe before the replica's BurstDone came."""
         if not self._leave(sample) and any(split_sample_id(sample)[0] in stream.prompts for stream in self._streams):
             self._early.add(sample)
 
-    def _stranded(self, samples: tuple[int, ...]) -> Iterator[events.Event]:
+    def _stranded(self, samples: Sequence[int]) -> Iterator[events.Event]:
         """Samples whose scorer or environment is gone: score again, or start the group anew."""
-        if samples:
-            for sample in samples:
-                self._leave(sample)
-            yield events.Failed(samples, events.ENV_LOST) if self._envs else events.ScorerLost(samples)
+        acting = tuple(sample for sample in samples if self._reached[sample].acting)
+        scoring = tuple(sample for sample in samples if not self._reached[sample].acting)
+        for sample in samples:
+            self._leave(sample)
+        if acting:
+            yield events.Failed(acting, events.ENV_LOST)
+        if scoring:
+            yield events.ScorerLost(scoring)
 
     def _scored(self, result: messages.ScoredSample) -> events.Event:
         self._answered(result.sample)
+        self._note(result, scored=True)
+        return events.Scored(result.sample, result.reward, result.score, result.error)
+
+    def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
+        """Keep the statistics of a result."""
         stream = self._stream_of(result.sample)
         prompt = stream.prompts.get(split_sample_id(result.sample)[0]) if stream is not None else None
         if stream is not None and prompt is not None:
             stats = {f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()}
-            stream.stats.append(stats | {f"{prompt.domain}/score": scalar(result.score)})
-        return events.Scored(result.sample, result.reward, result.score, result.error)
+            stream.stats.append(stats | ({f"{prompt.domain}/score": scalar(result.score)} if scored else {}))
 
 
 def _order(event: events.Event) -> tuple:
@@ -381,6 +402,8 @@ def _order(event: events.Event) -> tuple:
             return (1, event.lengths)
         case events.Answered():
             return (2, event.sample_ids)
+        case events.Played():
+            return (2, (event.sample_id,))
         case events.Scored():
             return (3, event.sample_id)
         case _:
@@ -410,6 +433,7 @@ def _admissions(
 
 def _payload(prompt: Prompt) -> messages.PromptPayload:
     told = {"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra}
+    told |= {"messages": prompt.messages, "tools": prompt.tools}
     meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # as small as hpcrl.data.rows reckons
     return messages.PromptPayload(
         prompt.uid, prompt.domain, np.array(prompt.token_ids, dtype=np.int32).tobytes(), meta.encode()

@@ -18,7 +18,10 @@ A pure state machine: no torch, no torch.distributed, no clock, no randomness. T
 A prompt is known by its uid, a response by its sample id (hpcrl.rollout.types); the loop keeps prompts by uid until
 they are settled. A sample is WAITING for room, RUNNING on a replica, SCORING, then DONE; one with an environment
 alternates between RUNNING, ACTING (its environment has it, its slot is free) and ANSWERED (waiting for a slot of its
-replica). Dropped samples leave the tables; what arrives about them later is counted as stale and ignored.
+replica), and begins with its environment: it is ACTING before it has a token. After its episode it is DONE, or SCORING
+where a reward is added.
+
+Dropped samples leave the tables; what arrives about them later is counted as stale and ignored.
 
 `capacity` is the number of requests a replica is given at once: its slots, plus as many as may wait there for the next
 slot. Commands to one replica are carried out in the order given, so the room freed by a Drop is used by the Admit
@@ -63,6 +66,7 @@ from hpcrl.rollout.events import (
     Failed,
     Group,
     Paced,
+    Played,
     ReplicaLost,
     Rescore,
     Scored,
@@ -309,6 +313,12 @@ class RolloutScheduler:
                 self._burst_done(event)
             case Scored():
                 self._scored(event)
+            case Played():
+                for sample in self._live((event.sample_id,), State.RUNNING, State.ACTING):
+                    if not self._early(sample, event):
+                        self._move(sample, State.SCORING)
+                        sample.done = replace(sample.done, reward=event.reward)
+                        self._out.put(Rescore, sample.replica, sample.id)
             case Answered():
                 for sample in self._live(event.sample_ids, State.RUNNING, State.ACTING):
                     if not self._early(sample, event):
@@ -337,13 +347,11 @@ class RolloutScheduler:
             for sample in self._live((sample_id,), State.RUNNING):
                 self._move(sample, state)
                 sample.done = DoneSample(sample_id, sample.replica, num_tokens, reason, 0.0, 0.0)
-                if isinstance(sample.early, Scored):
-                    self._scored(sample.early)
-                elif sample.early is not None:
-                    self._observe(Answered((sample_id,)))
-                sample.early = None
+                early, sample.early = sample.early, None
+                if early is not None:
+                    self._observe(early)
 
-    def _early(self, sample: LiveSample, event: Scored | Answered) -> bool:
+    def _early(self, sample: LiveSample, event: Scored | Answered | Played) -> bool:
         """Keep an answer that overtook the BurstDone it belongs to: they come from different ranks."""
         if sample.state is State.RUNNING:
             sample.early = event
@@ -354,7 +362,7 @@ class RolloutScheduler:
             if self._early(sample, event):
                 continue
             self._move(sample, State.DONE)
-            reward, score, error = event.reward, event.score, event.error
+            reward, score, error = sample.done.reward + event.reward, event.score, event.error
             if not (math.isfinite(reward) and math.isfinite(score)):
                 reward, score, error = 0.0, 0.0, error or f"reward {reward} and score {score} are not both finite"
             sample.done = replace(sample.done, reward=reward, score=score, error=error)

@@ -6,7 +6,7 @@ Plain data without torch.distributed, clocks or engines, so that the scheduler a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -104,7 +104,8 @@ class Prompt:
     """One prompt as drawn from the data.
 
     `uid` counts draws over the whole run (the n-th prompt drawn), so it is unique over epochs and domains.
-    `answer` is what the reward compares with (any JSON value); `extra` holds the row's other columns.
+    `answer` is what the reward compares with (any JSON value); `extra` holds the row's other columns; `messages` and
+    `tools` are what `text` was rendered from.
     """
 
     uid: int
@@ -115,16 +116,19 @@ class Prompt:
     text: str
     answer: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
 
 
 class Sample:
     """One response (of one or more turns) as it is held by the rank that generated it.
 
     columns: the generator's fields of hpcrl.trajectory by name, in the dtypes in which they travel; those of tokens
-    have one entry per token of prompt and response. Each is an attribute too, None where the sample lacks it.
+    have one entry per token of prompt and response. Each is an attribute too, None where the sample lacks it. messages:
+    prompt, turns and observations in chat form.
     """
 
-    __slots__ = ("columns", "error", "id", "reward", "score")
+    __slots__ = ("columns", "error", "id", "messages", "reward", "score")
 
     def __init__(
         self,
@@ -133,9 +137,11 @@ class Sample:
         reward: float = 0.0,
         score: float = 0.0,
         error: str = "",
+        messages: Iterable[dict[str, Any]] = (),
         **columns: np.ndarray | None,
     ):
         self.id, self.reward, self.score, self.error = id, reward, score, error
+        self.messages = list(messages)
         self.columns = {name: column for name, column in columns.items() if column is not None}
         self.finish_reason = finish_reason
 

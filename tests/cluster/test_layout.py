@@ -152,7 +152,7 @@ def test_every_layout_is_either_refused_or_sound(roles: dict, has_env: bool, has
     config: Config = parse(
         {
             "layout": roles,
-            "env": {"name": "scripted"} if has_env else None,
+            "env": {"default": {"name": "scripted"}} if has_env else None,
             "algorithm": {"name": "grpo", "kl_loss_coef": 0.1 if has_kl else 0.0},
         }
     )

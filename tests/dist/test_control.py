@@ -52,7 +52,7 @@ COMMANDS: list[Any] = [
     m.BuildGroup("fabric", [0, 1, 2], 3),
     m.Leave(),
     m.Admit([m.PromptPayload(1, "maths", b"\x01\0", b"{}")], [(5, 6)], m.Sampling(8, 0.6, 0.9, 0, 0.1, ["\n", "é"])),
-    m.Burst(16, [1]),
+    m.Burst(16, [1], [2]),
     m.AbortSamples([1, 2]),
     m.Rescore([1], [2]),
     m.Forget([]),
@@ -86,7 +86,10 @@ EVENTS: list[Any] = [
     m.Observed(5, True, SCORED),
     m.Lost(2, "was killed"),
 ]
-POSTS: list[Any] = [m.Post([m.Response(5, "maths", "4", b"{}", "stop", 1), m.TurnDelta(5, b"\0\0\0\0")])]
+POSTS: list[Any] = [
+    m.Post([m.Response(5, "maths", "4", b"{}", "stop"), m.TurnDelta(5, b"\0\0\0\0", b"[]")]),
+    m.Post([m.Turn(5, "maths", "", b"{}", "stop", 2, 3, 4, begins=True)]),
+]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ KEY = b"k" * 32
 
 
 def response(sample: int, text: str = "4", meta: bytes = b"{}") -> Response:
-    return Response(sample, "maths", text, meta, "stop", 1)
+    return Response(sample, "maths", text, meta, "stop")
 
 
 @pytest.fixture(scope="module")

@@ -185,13 +185,13 @@ SEEN_LATER: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a torn tokenizer": (write("tokenizer.json", b'{"version": "1.0"'), [], "config and tokenizer of .* be loaded"),
     "an environment that is not there": (
         lambda folder: None,
-        ["env=scripted", "env.name=class", "env.class_path=tests.e2e.user_code:NoSuchEnv"],
-        "env.class_path: 'tests.e2e.user_code:NoSuchEnv' leads to no class",
+        ["env=scripted", "env.default.name=class", "env.default.class_path=tests.e2e.user_code:NoSuchEnv"],
+        "env.default.class_path: 'tests.e2e.user_code:NoSuchEnv' leads to no class",
     ),
     "an option the environment has not": (
         lambda folder: None,
-        ["env=scripted", "+env.options.colour=red"],
-        "env.options: ScriptedEnv .*'colour'",
+        ["env=scripted", "+env.default.options.colour=red"],
+        "env.default.options: ScriptedEnv .*'colour'",
     ),
 }
 

@@ -35,7 +35,7 @@ timeouts.store_s=6 timeouts.start_s=200
 APART = "layout.trainer.num_ranks=1 layout.{0}.num_ranks=2 layout.{0}.colocate_with=null"
 """One rank trains and generates, two of their own play the role {0}: ranks 2 and 3."""
 REWARD = f"reward.default.name=function reward.default.function={ROOT}/tests/e2e/user_code.py:"
-ENV = "env=scripted env.name=class env.class_path=tests.e2e.user_code:RoughEnv"
+ENV = "env=scripted env.default.name=class env.default.class_path=tests.e2e.user_code:RoughEnv"
 
 
 class Runs:
@@ -212,7 +212,10 @@ def forge(store: TCPStore, key: bytes, queue: str, message: messages.Message, se
 
 
 def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_without(runs: Runs) -> None:
-    run_dir, sleeps = runs.folder / "run", "+env.options.how=sleep +env.options.after=40 +env.options.rank=2"
+    run_dir, sleeps = (
+        runs.folder / "run",
+        "+env.default.options.how=sleep +env.default.options.after=40 +env.default.options.rank=2",
+    )
     start = runs.running("run", APART.format("env"), ENV, sleeps)
     start.wait_until(
         lambda: any(row.get("scheduler/score_errors") for row in read_metrics(run_dir)), COMMAND_S + SLACK_S
@@ -229,12 +232,12 @@ def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_wi
 
 ENDS = {
     "an environment that ends its process": (
-        [ENV, "+env.options.how=exit", "+env.options.after=20"],
+        [ENV, "+env.default.options.how=exit", "+env.default.options.after=20"],
         ExitCode.RANK_KILLED,
         r"rank 0 \(controller, trainer, .*env\) is lost: process \d+ on \S+ exited with code 0 in environment class",
     ),
     "an environment that always raises": (
-        [ENV, "+env.options.how=sys.exit", "rollout.max_attempts=1"],
+        [ENV, "+env.default.options.how=sys.exit", "rollout.max_attempts=1"],
         ExitCode.STARVED,
         r"of 4 can still come .*failed \d+, the last by environment class: SystemExit: 0",
     ),

@@ -49,8 +49,8 @@ algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 reward.default.name=exact_match rewar
 
 VARIANTS = {
     "one_turn": ["deterministic=true"],
-    "two_turns": ["deterministic=true", "env.name=scripted"],
-    "disaggregated": ["deterministic=true", "env.name=scripted", "layout=disaggregated"],
+    "two_turns": ["deterministic=true", "env.default.name=scripted"],
+    "disaggregated": ["deterministic=true", "env.default.name=scripted", "layout=disaggregated"],
     "default": [],
     "ahead": ["layout=disaggregated", "rollout.max_lag=1", "rollout.on_new_weights=recompute"],
     "carried_over": ["rollout.max_lag=1", "generator.burst_tokens=1"],

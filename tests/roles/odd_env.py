@@ -16,10 +16,10 @@ SEEDS: list[int] = []
 
 
 class OddEnv:
-    """`how` is the prompt's answer, so that each sample chooses."""
+    """`how` is the prompt's answer, so that each sample chooses; `hint` is a column of its row."""
 
-    def __init__(self, answer: Any = ""):
-        self._how, self._turn = answer, 0
+    def __init__(self, answer: Any = "", hint: str = ""):
+        self._how, self._turn, self._hint = answer, 0, hint
         if answer == "is made slowly":
             RELEASE.wait(60)
             MADE_LATE.append("made")
@@ -27,6 +27,13 @@ class OddEnv:
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         SEEDS.append(int(np.random.RandomState(seed).randint(1 << 30)))
+        match self._how:
+            case "board":
+                return f"go {self._hint}", {}
+            case "does not begin":
+                raise OSError("no game")
+            case "long board":
+                return "again " * 1000, {}
         return "", {}
 
     def close(self) -> None:

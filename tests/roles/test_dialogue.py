@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.roles.dialogue import observation_ids
+from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
 
 LLAMA3 = """\
 {{- '<|endoftext|>' }}
@@ -55,7 +55,7 @@ def test_prompt_turn_and_observation_are_the_rendered_dialogue(
     render = tokenizer.apply_chat_template
     prompt = ids_of(tokenizer, render(dialogue("add: 12 + 7"), tokenize=False, add_generation_prompt=True))
     turn = ids_of(tokenizer, "The answer is 20" + ("<|im_end|>" if ended else ""))
-    between = observation_ids(tokenizer, "not right", turn[-1]).tolist()
+    between = observation_ids(tokenizer, as_messages("not right"), turn[-1]).tolist()
     whole = dialogue("add: 12 + 7", "The answer is 20", "not right")
     assert prompt + turn + between == ids_of(tokenizer, render(whole, tokenize=False, add_generation_prompt=True))
 
@@ -65,17 +65,48 @@ def test_a_template_without_tokens_of_its_own_keeps_what_the_model_wrote(tokeniz
     expected = ids_of(tokenizer, "\n### user\nno\n### assistant\n")
     newline = ids_of(tokenizer, "\n")[-1]
     for last_token in (tokenizer.eos_token_id, newline):
-        assert observation_ids(tokenizer, "no", last_token).tolist() == expected
+        assert observation_ids(tokenizer, as_messages("no"), last_token).tolist() == expected
 
 
 def test_without_a_template_the_observation_stands_alone(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    assert observation_ids(tokenizer, " 2 + 2", tokenizer.eos_token_id).tolist() == ids_of(tokenizer, " 2 + 2")
+    assert observation_ids(tokenizer, as_messages(" 2 + 2"), tokenizer.eos_token_id).tolist() == ids_of(
+        tokenizer, " 2 + 2"
+    )
 
 
 def test_what_is_no_observation_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(TypeError, match="no text but int"):
-        observation_ids(tokenizer, 3, 2)  # type: ignore[arg-type]
+    for observation, why in (
+        (3, "no text but int"),
+        ([{"role": "tool", "content": 3}], "no role or content that is text"),
+        ([{"role": "user", "content": "look", "images": [b"png"]}], "images .* by reference"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            as_messages(observation)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="does not show an assistant turn"):
-        observation_ids(tokenizer, "no", 2)
+        observation_ids(tokenizer, as_messages("no"), 2)
+
+
+def test_a_tool_speaks_in_its_own_role_and_images_do_not_disturb(tokenizer: Any) -> None:
+    said = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["map.png"]}]
+    ids = observation_ids(tokenizer, as_messages(said), tokenizer.eos_token_id).tolist()
+    expected = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == ids_of(tokenizer, expected)
+
+
+SYSTEM = {"role": "system", "content": "You play."}
+BOARD = {"role": "user", "content": "P _ G"}
+
+
+@pytest.mark.parametrize(
+    ("observation", "messages"),
+    [("P _ G", [SYSTEM, BOARD]), ([BOARD], [BOARD]), ("", None), ([], None)],
+    ids=["text", "messages", "empty text", "no messages"],
+)
+def test_the_first_observation_is_the_prompt(tokenizer: Any, observation: Any, messages: Any) -> None:
+    row = {"messages": [SYSTEM, {"role": "user", "content": "start"}], "tools": None}
+    found, ids = first_prompt(tokenizer, row, observation)
+    assert found == (messages or row["messages"])
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if messages else ""
+    assert ids.tolist() == ids_of(tokenizer, text)

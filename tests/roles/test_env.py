@@ -10,19 +10,23 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hpcrl.control.messages import Observed, Response, TurnDelta
+from hpcrl.control.messages import Observed, Turn, TurnDelta
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import held_out_uid, make_sample_id
 from tests.roles import odd_env
 from tests.roles.conftest import Stage
 
-SETTINGS = {"env": {"name": "class", "class_path": "tests.roles.odd_env:OddEnv", "max_turns": 3}}
+ODD = {"name": "class", "class_path": "tests.roles.odd_env:OddEnv", "max_turns": 3}
+SETTINGS = {"env": {"default": ODD}}
 UIDS = iter(range(1, 1000))
 
 
-def response(sample: int, how: str, room: int = 100, reason: str = "stop") -> Response:
-    meta = json.dumps({"prompt": "?", "answer": how, "extra": {}}).encode()
-    return Response(sample, "maths", "4", meta, reason, 2, 2, room)
+def turn(sample: int, how: str = "", room: int = 100, reason: str = "stop", domain: str = "maths") -> Turn:
+    """A turn of the model; with `how` the beginning of an episode."""
+    columns = {"hint": "left"}
+    row = {"prompt": "?", "answer": how, "messages": [{"role": "user", "content": "?"}], "tools": None}
+    meta = json.dumps(row | {"extra": columns}).encode()
+    return Turn(sample, domain, "" if how else "4", meta, reason, 2, 2, room, bool(how))
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def settle(role: EnvRole) -> None:
         time.sleep(0.001)
 
 
-def play(stage: Stage, role: EnvRole, sent: Response) -> Observed:
+def play(stage: Stage, role: EnvRole, sent: Turn) -> Observed:
     stage.send(1, 1, [sent])
     settle(role)
     [observed] = stage.heard()
@@ -52,12 +56,21 @@ def play(stage: Stage, role: EnvRole, sent: Response) -> Observed:
     return observed
 
 
+def first_turn(stage: Stage, role: EnvRole, how: str, room: int = 100, reason: str = "stop") -> Observed:
+    """What comes of the first turn of an episode."""
+    sample = make_sample_id(next(UIDS), 0, 0)
+    begun = play(stage, role, turn(sample, how))
+    assert not begun.ended and not begun.result.error
+    stage.mail(2, TurnDelta)
+    return play(stage, role, turn(sample, room=room, reason=reason))
+
+
 def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: Stage, role: EnvRole) -> None:
     """And its seed is one that numpy's older generators take."""
     odd_env.SEEDS.clear()
     for uid in (3, 4, held_out_uid(0, 3), held_out_uid(7, 3), held_out_uid(7, 4)):
         for member in range(2):
-            assert not play(stage, role, response(make_sample_id(uid, 0, member), "plain")).result.error
+            assert not play(stage, role, turn(make_sample_id(uid, 0, member), "plain")).result.error
     one, other, held_out, later, next_row = odd_env.SEEDS[::2]
     assert odd_env.SEEDS[1::2] == [one, other, held_out, later, next_row], "siblings share theirs"
     assert held_out == later and len({one, other, held_out, next_row}) == 4
@@ -66,11 +79,13 @@ def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: S
 
 def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     sample = make_sample_id(next(UIDS), 0, 0)
-    first = play(stage, role, response(sample, "plain"))
+    play(stage, role, turn(sample, "plain"))
+    stage.mail(2, TurnDelta)
+    first = play(stage, role, turn(sample))
     assert (first.ended, first.result.reward, first.result.error) == (False, 0.25, "")
     [delta] = stage.mail(2, TurnDelta)
     assert delta.sample == sample and len(delta.token_ids) > 4
-    second = play(stage, role, response(sample, "plain"))
+    second = play(stage, role, turn(sample))
     assert (second.ended, second.result.reward, second.result.score) == (True, 0.5, 1.0)
     assert second.result.metrics == {"success": 1.0, "n": 1.0}
 
@@ -85,55 +100,57 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     ],
 )
 def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
-    observed = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), how))
+    observed = first_turn(stage, role, how)
     assert observed.ended and observed.result.reward == 0.0
     assert observed.result.error.startswith(error) and len(observed.result.error) < 3000
-    other = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "plain"))
+    other = first_turn(stage, role, "plain")
     assert not other.ended and not other.result.error
 
 
 def test_an_observation_without_room_ends_the_episode_with_the_reward_so_far(stage: Stage, role: EnvRole) -> None:
-    observed = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "long"))
+    observed = first_turn(stage, role, "long")
     assert observed.ended and observed.result.reward == 0.25
     assert "tokens is too long, there is room for 100" in observed.result.error
-    roomy = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "long", room=10_000))
+    roomy = first_turn(stage, role, "long", room=10_000)
     assert not roomy.ended and not roomy.result.error
 
 
 def test_a_response_cut_by_its_length_ends_the_episode(stage: Stage, role: EnvRole) -> None:
-    observed = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "plain", reason="length"))
+    observed = first_turn(stage, role, "plain", reason="length")
     assert observed.ended and not observed.result.error
 
 
 @pytest.mark.parametrize("how", ["plain", "close"])
 def test_episodes_of_dropped_samples_are_closed(stage: Stage, role: EnvRole, how: str) -> None:
     samples = [make_sample_id(next(UIDS), 0, member) for member in range(3)]
-    stage.send(1, 1, [response(sample, how) for sample in samples])
+    stage.send(1, 1, [turn(sample, how) for sample in samples])
     settle(role)
     assert len(odd_env.OPEN) == 3
     stage.heard()
     # In order of the mail: the last turn of the first sample is played and answered before it is dropped.
-    stage.send(1, 1, [response(samples[0], how), *(response(s, how, reason="abort") for s in samples[:2])])
+    stage.send(1, 1, [turn(samples[0]), *(turn(s, reason="abort") for s in samples[:2])])
     settle(role)
     assert len(odd_env.OPEN) == 1
     assert [event.sample for event in stage.heard()] == [samples[0]]
-    stage.send(1, 1, [response(make_sample_id(next(UIDS), 0, 0), how, reason="abort")])  # one that it never had
+    stage.send(1, 1, [turn(make_sample_id(next(UIDS), 0, 0), reason="abort")])  # one that it never had
     assert role.look_after() and not stage.heard()
 
 
 def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sample(stage: Stage) -> None:
-    settings = {"env": {**SETTINGS["env"], "num_threads": 3, "timeout_s": 1.0}}
+    settings = {"env": {"default": {**ODD, "num_threads": 3, "timeout_s": 1.0}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
     together, hangs = [make_sample_id(next(UIDS), 0, 0) for _ in range(2)], make_sample_id(next(UIDS), 0, 0)
     later = make_sample_id(next(UIDS), 0, 0)
-    stage.send(1, 1, [response(hangs, "hangs"), *(response(sample, "meets") for sample in together)])
-    stage.send(1, 1, [response(later, "plain")])
+    stage.send(1, 1, [turn(hangs, "hangs"), turn(later, "plain"), *(turn(sample, "meets") for sample in together)])
+    settle(role)
+    assert not any(event.ended for event in stage.heard())
+    stage.send(1, 1, [turn(sample) for sample in (hangs, *together, later)])
     settle(role)
     heard = {event.sample: event for event in stage.heard()}
     assert all(not heard[sample].ended for sample in (*together, later))  # each of the two waited for the other
     assert heard[hangs].ended and heard[hangs].result.reward == 0.0
-    assert "step() did not return within 1 s (env.timeout_s)" in heard[hangs].result.error
-    stage.send(1, 1, [response(sample, "meets") for sample in together])  # the thread that hangs takes no place
+    assert "step() did not return within 1 s (env.default.timeout_s)" in heard[hangs].result.error
+    stage.send(1, 1, [turn(sample) for sample in together])  # the thread that hangs takes no place
     settle(role)
     assert [event.ended for event in stage.heard()] == [True, True]
     odd_env.RELEASE.set()
@@ -146,12 +163,12 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
 
 
 def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_too_late_too(stage: Stage) -> None:
-    settings = {"env": {**SETTINGS["env"], "timeout_s": 1.0}}
+    settings = {"env": {"default": {**ODD, "timeout_s": 1.0}}}
     role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
-    own = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "times out"))
+    own = first_turn(stage, role, "times out")
     assert own.ended and "TimeoutError: the server" in own.result.error and not odd_env.OPEN
-    late = play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "is made slowly"))
-    assert late.ended and "env.timeout_s" in late.result.error and not odd_env.OPEN
+    late = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "is made slowly"))
+    assert late.ended and "env.default.timeout_s" in late.result.error and not odd_env.OPEN
     odd_env.RELEASE.set()
     deadline = time.monotonic() + 20
     while odd_env.MADE_LATE != ["made", "closed"]:
@@ -163,7 +180,52 @@ def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_t
 def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) -> None:
     tokenizer = stage.worker(1, SETTINGS).tokenizer
     stage.mail(2, TurnDelta)
-    play(stage, role, response(make_sample_id(next(UIDS), 0, 0), "plain"))
+    first_turn(stage, role, "plain")
     [delta] = stage.mail(2, TurnDelta)
     text = tokenizer.decode(np.frombuffer(delta.token_ids, dtype=np.int32))
     assert text == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_environment(
+    stage: Stage, role: EnvRole
+) -> None:
+    sample = make_sample_id(next(UIDS), 0, 0)
+    begun = play(stage, role, turn(sample, "board"))
+    assert not begun.ended and not begun.result.error
+    [delta] = stage.mail(2, TurnDelta)
+    assert json.loads(delta.messages) == [{"role": "user", "content": "go left"}]
+    tokenizer = stage.worker(1, SETTINGS).tokenizer
+    text = tokenizer.decode(np.frombuffer(delta.token_ids, dtype=np.int32))
+    assert text == "<|im_start|>user\ngo left<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("does not begin", "OSError: no game"), ("long board", "tokens is too long, there is room for 100")],
+)
+def test_an_episode_that_cannot_begin_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
+    begun = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), how))
+    assert begun.ended and begun.result.reward == 0.0 and error in begun.result.error
+
+
+def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> None:
+    """One is full and does not hold the other up; an episode to which a reward is added says so at its end."""
+    envs = {"maths": {**ODD, "max_turns": 1, "add_reward": True}, "default": {**ODD, "timeout_s": 1.0}}
+    role, odd_env.RELEASE = EnvRole(stage.worker(1, {"env": envs})), threading.Event()
+    hangs, waits, scored = (make_sample_id(next(UIDS), 0, 0) for _ in range(3))
+    for sample, how, domain in ((hangs, "hangs", "code"), (waits, "plain", "code"), (scored, "plain", "maths")):
+        assert not play(stage, role, turn(sample, how, domain=domain)).ended
+    stage.send(1, 1, [turn(hangs, domain="code"), turn(waits, domain="code"), turn(scored, domain="maths")])
+    settle(role)
+    first, second, third = stage.heard()
+    assert (first.sample, first.ended, first.add_reward, first.result.reward) == (scored, True, True, 0.25)
+    assert (second.sample, second.ended, second.add_reward) == (hangs, True, False)
+    assert "env.default.timeout_s" in second.result.error
+    assert (third.sample, third.ended) == (waits, False)
+    odd_env.RELEASE.set()
+    role.close()
+    stage.mail(2, TurnDelta)
+    deadline = time.monotonic() + 20
+    while odd_env.OPEN:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

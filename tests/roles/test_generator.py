@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,13 @@ from hpcrl.rollout.types import make_sample_id
 from hpcrl.trajectory import FIELDS, Field, Level, Origin
 from tests.roles.conftest import Stage
 
-SETTINGS = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 4}, "env": {"max_turns": 2}}
+ENVS = {"default": {"max_turns": 2}, "plain": None}
+SETTINGS = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 4}, "env": ENVS}
 LENGTH = 2 * (8 + 4)
 SAMPLING = m.Sampling(4, 1.0, 1.0, 0, 0.0, [])
 PROMPTS = {1: [5, 6, 7], 2: [5, 10**6], 3: [5] * LENGTH}
+QUESTION = [{"role": "user", "content": "?"}]
+META = json.dumps({"prompt": "?", "answer": "4", "extra": {"level": 2}, "messages": QUESTION, "tools": None}).encode()
 SAMPLES = [make_sample_id(uid, 0, member) for uid in PROMPTS for member in range(2)]
 
 
@@ -30,12 +34,23 @@ SAMPLES = [make_sample_id(uid, 0, member) for uid in PROMPTS for member in range
 def role(stage: Stage, model_folder: Path) -> GeneratorRole:
     role = GeneratorRole(stage.worker(2, SETTINGS))
     role.engine.load_weights(read_safetensors(model_folder), version=0)
-    stage.mail(1, m.Response)
-    payloads = [
-        m.PromptPayload(uid, "d", np.array(ids, dtype=np.int32).tobytes(), b"{}") for uid, ids in PROMPTS.items()
-    ]
-    carry_out(role, m.Admit(payloads, [(sample, 3) for sample in SAMPLES], SAMPLING))
+    for kind in (m.Turn, m.Response):
+        stage.mail(1, kind)
+    admit(role, {uid: ("d", ids) for uid, ids in PROMPTS.items()}, SAMPLES)
+    begun = carry_out(role, m.Burst(8, [2], [1]))
+    assert [(e.sample, e.model_tokens) for e in begun.turns] == [(sample, 0) for sample in SAMPLES]
+    assert [(turn.sample, turn.begins) for turn in stage.mail(1, m.Turn)] == [(sample, True) for sample in SAMPLES]
+    stage.send(1, 2, [m.TurnDelta(sample, b"") for sample in SAMPLES])  # each begins with the prompt of its row
+    carry_out(role, m.Admit([], [(sample, 3) for sample in SAMPLES], SAMPLING))
     return role
+
+
+def admit(role: GeneratorRole, prompts: dict[int, tuple[str, list[int]]], samples: list[int]) -> None:
+    payloads = [
+        m.PromptPayload(uid, domain, np.array(ids, dtype=np.int32).tobytes(), META)
+        for uid, (domain, ids) in prompts.items()
+    ]
+    carry_out(role, m.Admit(payloads, [(sample, 3) for sample in samples], SAMPLING))
 
 
 def carry_out(role: GeneratorRole, command: m.Command) -> m.BurstDone:
@@ -47,30 +62,30 @@ def test_a_refused_prompt_ends_its_samples_and_no_others(stage: Stage, role: Gen
     assert [result.sample for result in scored] == SAMPLES[2:]
     assert all("outside the vocabulary" in result.error for result in scored[:2])
     assert all("exceed the engine's max_length" in result.error for result in scored[2:])
-    done = carry_out(role, m.Burst(8, [1]))
+    done = carry_out(role, m.Burst(8, [2], [1]))
     assert sorted(e.sample for e in done.turns) == SAMPLES
     tokens = {e.sample: e.model_tokens for e in done.turns}
     assert all(tokens[sample] > 0 for sample in SAMPLES[:2]) and not any(tokens[sample] for sample in SAMPLES[2:])
-    assert not carry_out(role, m.Burst(8, [1])).turns
+    assert not carry_out(role, m.Burst(8, [2], [1])).turns
 
 
 def test_a_refused_sample_that_is_dropped_first_is_answered_for(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     aborted = carry_out(role, m.AbortSamples(SAMPLES[1:3]))
     assert [(e.sample, e.reason) for e in aborted.finished] == [(sample, "abort") for sample in SAMPLES[1:3]]
-    assert sorted(e.sample for e in carry_out(role, m.Burst(8, [1])).turns) == [SAMPLES[0], *SAMPLES[3:]]
+    assert sorted(e.sample for e in carry_out(role, m.Burst(8, [2], [1])).turns) == [SAMPLES[0], *SAMPLES[3:]]
 
 
 def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
-    before = {e.sample: e for e in carry_out(role, m.Burst(8, [1])).turns}
+    before = {e.sample: e for e in carry_out(role, m.Burst(8, [2], [1])).turns}
     good, bad = SAMPLES[:2]
     for sample, ids in ((good, [9, 9]), (bad, [9, 10**6])):
         stage.send(1, 2, [m.TurnDelta(sample, np.array(ids, dtype=np.int32).tobytes())])
     carry_out(role, m.Admit([], [(good, 3), (bad, 3)], SAMPLING))
     [scored] = stage.heard()
     assert scored.samples[0].sample == bad and "outside the vocabulary" in scored.samples[0].error
-    after = {e.sample: e for e in carry_out(role, m.Burst(8, [1])).turns}
+    after = {e.sample: e for e in carry_out(role, m.Burst(8, [2], [1])).turns}
     assert after[bad].total_tokens == before[bad].total_tokens == len(role.held[bad].token_ids)
     assert after[bad].model_tokens == before[bad].model_tokens
     assert after[good].total_tokens > before[good].total_tokens + 2
@@ -82,25 +97,25 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
 
 def test_a_dropped_turn_counts_with_those_before_it(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
-    before = {e.sample: e.model_tokens for e in carry_out(role, m.Burst(8, [1])).turns}
+    before = {e.sample: e.model_tokens for e in carry_out(role, m.Burst(8, [2], [1])).turns}
     stage.send(1, 2, [m.TurnDelta(SAMPLES[0], np.array([9], dtype=np.int32).tobytes())])
     carry_out(role, m.Admit([], [(SAMPLES[0], 3)], SAMPLING))
-    carry_out(role, m.Burst(1, [1]))
+    carry_out(role, m.Burst(1, [2], [1]))
     aborted = carry_out(role, m.AbortSamples(SAMPLES[:2]))
     assert [(e.sample, e.model_tokens) for e in aborted.finished] == [(SAMPLES[0], before[SAMPLES[0]] + 1)]
 
 
 def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
-    done = carry_out(role, m.Burst(8, [1]))
+    done = carry_out(role, m.Burst(8, [2], [1]))
     total = {e.sample: e.total_tokens for e in done.turns}
-    turns = stage.mail(1, m.Response)
+    turns = stage.mail(1, m.Turn)
     assert sorted(turn.sample for turn in turns) == SAMPLES[:2]
     for turn in turns:
         assert turn.room == LENGTH - total[turn.sample] - SAMPLING.max_new_tokens
         assert turn.last_token == role.held[turn.sample].token_ids[-1]
     carry_out(role, m.AbortSamples(SAMPLES))
-    assert [(turn.sample, turn.reason) for turn in stage.mail(1, m.Response)] == [(s, "abort") for s in SAMPLES[:2]]
+    assert [(turn.sample, turn.reason) for turn in stage.mail(1, m.Turn)] == [(s, "abort") for s in SAMPLES]
     assert not role.held and not role._prompts and not role._env_of and not role._refused
 
 
@@ -110,17 +125,20 @@ def test_a_field_of_the_engine_is_kept_and_read_again(
     """Declared once and given in Output.columns: held, padded where the environment speaks, and in a checkpoint."""
     field = Field("entropies", "float64", Level.TOKEN, Origin.GENERATOR, "of a token", wire="float16", fill=-2)
     monkeypatch.setitem(FIELDS, "entropies", field)
-    burst, sample = role.engine.step, SAMPLES[0]
+    burst, sample = role.engine.step, make_sample_id(9, 0, 0)
 
     def step(num_tokens: int) -> list[Output]:
         outputs = burst(num_tokens)
         return [replace(o, columns={"entropies": np.full(len(o.token_ids), 0.5)}) for o in outputs]
 
     role.engine.step = step  # type: ignore[method-assign]
-    carry_out(role, m.Burst(8, [1]))
-    stage.send(1, 2, [m.TurnDelta(sample, np.array([9, 9], dtype=np.int32).tobytes())])
-    carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
-    carry_out(role, m.Burst(8, [1]))
+    carry_out(role, m.AbortSamples(SAMPLES))
+    admit(role, {9: ("d", [5, 6])}, [sample])
+    for observation in ([], [9, 9]):
+        carry_out(role, m.Burst(8, [2], [1]))
+        stage.send(1, 2, [m.TurnDelta(sample, np.array(observation, dtype=np.int32).tobytes())])
+        carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
+    carry_out(role, m.Burst(8, [2], [1]))
     held = role.held[sample]
     assert held.entropies.dtype == np.float16
     assert held.entropies.tolist() == [0.5 if written else -2.0 for written in held.loss_mask]
@@ -129,4 +147,43 @@ def test_a_field_of_the_engine_is_kept_and_read_again(
     columns = {name: column[0] for name, column in role.pick([sample]).items()}
     batch = pack([sample], [len(held.token_ids)], columns)
     assert batch.entropies.dtype == torch.float64 and batch.entropies.tolist() == held.entropies.tolist()
-    stage.mail(1, m.Response)
+    stage.mail(1, m.Turn)
+
+
+def test_domains_with_and_without_environments_share_a_burst(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    single = [make_sample_id(9, 0, member) for member in range(2)]
+    admit(role, {9: ("plain", [5, 6])}, single)
+    done = carry_out(role, m.Burst(8, [2], [1]))
+    assert sorted(e.sample for e in done.turns) == SAMPLES and sorted(e.sample for e in done.finished) == single
+    assert {turn.sample for turn in stage.mail(1, m.Turn)} == set(SAMPLES[:2])
+    responses = stage.mail(2, m.Response)
+    assert {response.sample for response in responses} == set(single)
+    assert all(response.meta == META for response in responses)
+    for response in responses:
+        assert role.held[response.sample].messages == [*QUESTION, {"role": "assistant", "content": response.text}]
+    # After its episode a sample is scored with all that was said.
+    carry_out(role, m.Rescore(SAMPLES[:1], [2]))
+    [response] = stage.mail(2, m.Response)
+    assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.held[SAMPLES[0]].messages}
+
+
+def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    sample, said = make_sample_id(9, 0, 0), [{"role": "user", "content": "a board"}]
+    admit(role, {9: ("d", [5, 6])}, [sample])
+    carry_out(role, m.Burst(8, [2], [1]))
+    stage.send(1, 2, [m.TurnDelta(sample, np.array([7, 8, 9], dtype=np.int32).tobytes(), json.dumps(said).encode())])
+    carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
+    [end] = carry_out(role, m.Burst(8, [2], [1])).turns
+    held = role.held[sample]
+    assert held.token_ids[:3].tolist() == [7, 8, 9] and len(held.token_ids) == end.total_tokens > 3
+    assert held.turn_ids.tolist() == [-1] * 3 + [0] * end.model_tokens
+    assert [message["role"] for message in held.messages] == ["user", "assistant"] and held.messages[0] == said[0]
+    # One that is dropped before its environment was told of is answered for, and forgotten.
+    other = make_sample_id(10, 0, 0)
+    admit(role, {10: ("d", [5, 6])}, [other])
+    aborted = carry_out(role, m.AbortSamples([other]))
+    assert [(e.sample, e.model_tokens, e.reason) for e in aborted.finished] == [(other, 0, "abort")]
+    assert not carry_out(role, m.Burst(8, [2], [1])).turns and other not in role.held
+    stage.mail(1, m.Turn)

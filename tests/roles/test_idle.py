@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.control.messages import BuildRole, Done, Leave, Observed, Response
+from hpcrl.control.messages import BuildRole, Done, Leave, Observed, Turn
 from hpcrl.control.world import rank_queue
 from tests.dist.conftest import Threads
 from tests.roles.conftest import Stage
@@ -44,7 +44,7 @@ def test_an_idle_rank_asks_nobody_and_answers_at_once(threads: Threads, stage: S
     rank = {"env": 1, "reward": 2}[role]
     world, sender = threads.worlds[rank], threads.worlds[0].sender
     world.commands._store = store = CountingStore(world.commands._store)
-    worker = stage.worker(rank, {"env": {"name": "scripted"}})
+    worker = stage.worker(rank, {"env": {"default": {"name": "scripted"}}})
     serving = threading.Thread(target=worker.serve)
     serving.start()
     try:
@@ -56,8 +56,8 @@ def test_an_idle_rank_asks_nobody_and_answers_at_once(threads: Threads, stage: S
         time.sleep(2)
         assert store.num_calls - before <= 2  # 20 with a look every 100 ms, thousands with the back-off there once was
         if role == "env":
-            meta = json.dumps({"prompt": "?", "answer": "4", "extra": {}}).encode()
-            stage.send(2, 1, [Response(5, "maths", "4", meta, "stop", 2, 2, 100)])
+            meta = json.dumps({"prompt": "?", "answer": "4", "messages": [], "tools": None, "extra": {}}).encode()
+            stage.send(2, 1, [Turn(5, "maths", "", meta, "stop", 2, 2, 100, begins=True)])
             event, seconds = answer(threads)
             assert isinstance(event, Observed) and seconds < AT_ONCE_S
             time.sleep(1.5)

@@ -15,7 +15,7 @@ SCORER = 2
 class Ranks:
     """Generators and a reward rank behind the controller's face. A response takes as many bursts as `bursts` says;
     `score` gives (reward, error), later than all bursts. Asked for events while nothing is on its way, they would be
-    waited for without end.
+    waited for without end. With env ranks prompts of even uids are not scored at their end.
     """
 
     def __init__(self, bursts: Callable[[int], int] = lambda uid: 1, score: Callable[[int], Any] = lambda _: (1.0, "")):
@@ -40,7 +40,7 @@ class Ranks:
                     running[sample] -= 1
                 ended = [sample for sample, left in running.items() if left <= 0]
                 self._done(rank, ended, "stop")
-                if ended:
+                if ended := [sample for sample in ended if not command.envs or split_sample_id(sample)[0] % 2]:
                     scored = [m.ScoredSample(i, *(2 * (self._score(i)[:1])), self._score(i)[1]) for i in ended]
                     self._scores.append((SCORER, m.Scored(scored)))
             case m.AbortSamples():

@@ -133,10 +133,10 @@ def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_los
     """Not moved to the replica itself, though all that are left are replicas."""
     ranks = Ranks()
     loop = RolloutLoop(ranks, {1: 8, 3: 8}, [], [1, 3, 4], seed=0, burst_tokens=4, deterministic=False)
-    before = {uid: receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._receivers_of(1)) for uid in range(12)}
+    before = {uid: receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._alive([1, 3, 4], 1)) for uid in range(12)}
     ranks.lost.add(4)
     for uid, place in before.items():
-        assert place in (4, receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._receivers_of(1)))
+        assert place in (4, receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._alive([1, 3, 4], 1)))
 
 
 def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
@@ -177,7 +177,7 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
 def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
     ranks = Ranks()
     loop = make_loop(ranks)
-    loop._reach(GENERATOR, [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER])
+    loop._reach(GENERATOR, [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER], acting=False)
     ranks.lost.add(GENERATOR)
     loop.tell_lost()
     assert not loop._reached and loop._waiting[SCORER] == 0
@@ -187,13 +187,57 @@ def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
     def cost(outstanding: int) -> float:
         """CPU-seconds of 500 bursts with one answer each while so many other responses wait at the scorer."""
         loop = make_loop(Ranks())
-        loop._reach(GENERATOR, [make_sample_id(HELD_OUT + uid, 0, 0) for uid in range(outstanding)], [SCORER])
+        samples = [make_sample_id(HELD_OUT + uid, 0, 0) for uid in range(outstanding)]
+        loop._reach(GENERATOR, samples, [SCORER], acting=False)
         before = time.thread_time()
         for uid in range(500):
-            loop._reach(GENERATOR, [make_sample_id(uid, 0, 0)], [SCORER])
+            loop._reach(GENERATOR, [make_sample_id(uid, 0, 0)], [SCORER], acting=False)
             loop._check_receivers()
             loop._answered(make_sample_id(uid, 0, 0))
         return time.thread_time() - before
 
     cost(0)
     assert cost(20_000) < 4 * cost(0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> None:
+    """Samples of even prompts are played by rank 3 and scored by rank 2 afterwards; the others are scored alone."""
+    ranks = PlayedRanks()
+    loop = RolloutLoop(ranks, {GENERATOR: 8}, [SCORER], [3], seed=0, burst_tokens=4, deterministic=deterministic)
+    (harvest,) = steps(loop, SchedulerConfig(2, deterministic=deterministic), [4], prompts(0, 4))
+    rewards = {group.uid: [sample.reward for sample in group.samples] for group in harvest.groups}
+    assert rewards == {uid: [1.5, 1.5] if uid % 2 == 0 else [1.0, 1.0] for uid in range(4)}
+    assert [sample.score for group in harvest.groups for sample in group.samples] == [1.0] * 8
+    assert harvest.stats["maths/score"].count == 8 and harvest.stats["env/maths/success"].count == 4
+    rescored = {sample for _, command in ranks.sent if isinstance(command, m.Rescore) for sample in command.samples}
+    assert {split_sample_id(sample)[0] for sample in rescored} == {0, 2}
+    assert not loop._reached and not loop._early and not +loop._waiting
+
+
+class PlayedRanks(Ranks):
+    """Episodes of one turn of prompts with even uids: begun, answered, played, and scored when they are sent on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: set[int] = set()
+
+    def send(self, rank: int, command: m.Command) -> int:
+        if isinstance(command, m.Rescore):
+            self.sent.append((rank, command))
+            self._scores.append((SCORER, m.Scored([m.ScoredSample(sample, 1.0, 1.0) for sample in command.samples])))
+            return 0
+        return super().send(rank, command)
+
+    def _done(self, rank: int, samples: list[int], reason: str) -> None:
+        ended = [m.Ended(sample, 10, 4, reason) for sample in samples]
+        for sample in samples:
+            del self._running[rank][sample]
+        turns = [end for end in ended if split_sample_id(end.sample)[0] % 2 == 0 and reason != "abort"]
+        finished = [end for end in ended if end not in turns]
+        for end in turns:
+            over = end.sample in self._begun
+            result = m.ScoredSample(end.sample, 0.5 * over, 0.0, "", {"success": 1.0} if over else {})
+            self.say(3, m.Observed(end.sample, over, result, add_reward=True))  # before the burst is told of
+            self._begun.add(end.sample)
+        self.say(rank, m.BurstDone(self._seq, finished, turns, 4, 0.1))
