@@ -91,7 +91,7 @@ def fields_of(origin: Origin, *levels: Level, without: Iterable[str] = ()) -> li
 
 _RESERVED = {
     *("cu_seqlens", "cu_turns", "columns", "texts", "facts", "lengths", "row_ids", "num_sequences", "num_tokens"),
-    *("id", "finish_reason", "reward", "score", "error"),
+    *("id", "finish_reason", "reward", "score", "error", "text"),
 }
 """Names that Batch, Sample and the files use for other things."""
 
@@ -116,8 +116,24 @@ declare(
         optional=True,
     ),
     Field("status", "int8", Level.ROW, Origin.GENERATOR, "why the response ended: 0 stop, 1 length, 2 abort"),
+    Field(
+        "messages",
+        TEXT,
+        Level.ROW,
+        Origin.GENERATOR,
+        "prompt, turns and what environments and tools said, in chat form as JSON",
+        optional=True,
+    ),
     Field("rewards", "float32", Level.ROW, Origin.SCORER, "what advantages are computed from"),
     Field("scores", "float32", Level.ROW, Origin.SCORER, "what accuracy is computed from"),
+    Field(
+        "turn_rewards",
+        "float32",
+        Level.TURN,
+        Origin.SCORER,
+        "reward of each turn, which add up to the row's",
+        optional=True,
+    ),
     Field("position_ids", "int64", Level.TOKEN, Origin.PACKING, "position in the sequence"),
     Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, which its siblings share"),
     Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),

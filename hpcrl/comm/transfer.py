@@ -47,8 +47,10 @@ class Fabric:
         token_fields: Fields,
         row_fields: Fields,
         pick: Pick,
+        text: str = "",
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
-        """Carry out the moves that touch `rank`; returns what it gets, in the order of the moves.
+        """Carry out the moves that touch `rank`; returns what it gets, in the order of the moves. text: name of a field
+        of UTF-8 texts, which goes with the moves that have text_bytes.
 
         pick(sample ids) gives for every field one array per sample; ValueError where they are not as long as the move
         says. Called by every source and destination of a move with the same list; at most one move per pair. Waits
@@ -56,9 +58,9 @@ class Fabric:
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
         parcels = [
-            _gather(move, token_fields, row_fields, pick)
+            _gather(move, token_fields, row_fields, pick, text)
             if move.source == rank
-            else _buffer(move, token_fields, row_fields)
+            else _buffer(move, token_fields, row_fields, text)
             for move in own
         ]
         # Two ranks that talk for the first time connect here, and one of them waits for the other. Nobody waits for
@@ -87,10 +89,14 @@ def _noting(peer: int, errors: list[PeerLost]) -> Iterator[None]:
         errors.append(PeerLost(peer, str(error)))
 
 
-def _buffer(move: Move, token_fields: Fields, row_fields: Fields) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _buffer(
+    move: Move, token_fields: Fields, row_fields: Fields, text: str
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Room for a move as bytes, and the fields as views into it in the order in which they travel."""
     tokens, rows = sum(move.lengths), len(move.samples)
     sizes = [*((name, d, tokens) for name, d in token_fields), *((name, d, rows) for name, d in row_fields)]
+    if text and move.text_bytes:
+        sizes.append((text, np.dtype(np.uint8), sum(move.text_bytes)))
     buffer = np.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), np.uint8)
     fields, at = {}, 0
     for name, dtype, count in sizes:
@@ -100,11 +106,11 @@ def _buffer(move: Move, token_fields: Fields, row_fields: Fields) -> tuple[np.nd
 
 
 def _gather(
-    move: Move, token_fields: Fields, row_fields: Fields, pick: Pick
+    move: Move, token_fields: Fields, row_fields: Fields, pick: Pick, text: str
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """A move filled on the rank that holds its samples; straight into the buffer, since an array per field in between
     would cost more than sending it."""
-    buffer, fields = _buffer(move, token_fields, row_fields)
+    buffer, fields = _buffer(move, token_fields, row_fields, text)
     arrays = pick(move.samples) if move.samples else {}
     for name, field in fields.items() if move.samples else ():
         count = sum(map(len, arrays[name]))
@@ -115,3 +121,16 @@ def _gather(
             )
         np.concatenate(arrays[name], out=field, casting="same_kind")
     return buffer, fields
+
+
+def ragged(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
+    """Rows of different numbers of values as bytes: the numbers as uint16, then the values."""
+    counts = np.array([len(row) for row in rows], dtype=np.uint16)
+    return counts.tobytes() + np.array([value for row in rows for value in row], dtype=dtype).tobytes()
+
+
+def from_ragged(data: bytes, num_rows: int, dtype: str) -> list[np.ndarray]:
+    """What ragged() packed."""
+    counts = np.frombuffer(data, np.uint16, num_rows)
+    values = np.frombuffer(data, dtype, offset=counts.nbytes)
+    return np.split(values, np.cumsum(counts, dtype=np.int64)[:-1]) if num_rows else []

@@ -133,19 +133,22 @@ class Peek(Message):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that rank `source` holds and rank `dest` gets, in this order."""
+    """Samples that rank `source` holds and rank `dest` gets, in this order; lengths in tokens. text_bytes: of their
+    messages, empty where these stay."""
 
     source: int
     dest: int
     samples: list[int]
     lengths: list[int]
+    text_bytes: list[int] = []
 
 
 class HandOver(Message):
     """Carry out the moves that touch this rank; `fields`: names of the generator's fields that travel
     (hpcrl.trajectory).
 
-    scored: the scorer's fields of the samples that this rank gets, as bytes in the order of its moves. A large transfer
+    scored: the scorer's fields of the samples that this rank gets, as bytes in the order of its moves; those of turns
+    with counts (hpcrl.comm.transfer.ragged). A large transfer
     comes in several commands. After the last one, marked `forms`, every destination forms batch `batch`, even if it
     received nothing.
     """
@@ -360,12 +363,13 @@ class Failed(Message):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """A finished response: its number of tokens with the prompt, of model tokens, the reason."""
+    """A finished response: its number of tokens with the prompt, of model tokens, the reason, bytes of its messages."""
 
     sample: int
     total_tokens: int
     model_tokens: int
     reason: str
+    text_bytes: int = 0
 
 
 class BurstDone(Message):
@@ -379,13 +383,15 @@ class BurstDone(Message):
 
 
 class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
-    """Reward and score of a sample; `error` says why it has none."""
+    """Reward and score of a sample; `error` says why it has none. turn_rewards: what its turns were given, which add up
+    to the reward; none: all of it is the last turn's."""
 
     sample: int
     reward: float
     score: float
     error: str = ""
     metrics: dict[str, float] = {}
+    turn_rewards: list[float] = []
 
 
 class Scored(Message):

@@ -217,7 +217,8 @@ class EnvRole:
         episode.rewards.append(float(gained))
         metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
         total = sum(episode.rewards)
-        result = ScoredSample(turn.sample, total, metrics.get("success", total), "", metrics)
+        score = metrics.get("success", total)
+        result = ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards))
         over = bool(terminated or truncated) or len(episode.rewards) >= config.max_turns
         return _Played(observation, result, over or turn.reason == FinishReason.LENGTH)
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from hpcrl.comm.transfer import PeerLost, blames_peer
+from hpcrl.comm.transfer import PeerLost, blames_peer, from_ragged
 from hpcrl.comm.weights import Bucket, receive_buckets, send_buckets
 from hpcrl.control.messages import Done, DropBatch, HandOver, Logprobs, Move, Pull, SendTokens
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import ReferenceRole, TrainerRole
 from hpcrl.rollout.batch import Batch, pack
-from hpcrl.trajectory import FIELDS, Level
+from hpcrl.trajectory import FIELDS, TEXT, Level
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -29,7 +29,18 @@ class _Share:
     """What this rank has of a batch that is being handed over."""
 
     received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
-    scored: list[dict[str, bytes]] = field(default_factory=list)
+    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of rows in parts, of turns row by row
+
+    def add(self, received: list[tuple[Move, dict[str, np.ndarray]]], scored: Mapping[str, bytes]) -> None:
+        """Take in what came with one command."""
+        self.received += received
+        count = sum(len(move.samples) for move, _ in received)
+        for name, data in scored.items():
+            dtype = FIELDS[name].travels_as
+            whole = FIELDS[name].level is Level.ROW
+            self.scored.setdefault(name, []).extend(
+                [np.frombuffer(data, dtype)] if whole else from_ragged(data, count, dtype)
+            )
 
 
 class Exchange:
@@ -57,14 +68,13 @@ class Exchange:
 
         exchange = worker.fabrics[command.group].exchange
         try:
-            received = exchange(worker.world.rank, command.moves, fields[Level.TOKEN], fields[Level.ROW], pick)
+            received = exchange(worker.world.rank, command.moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT)
         except PeerLost as lost:
             return self._without((lost.peer,), seq, lost)
         if not received and not command.forms:
             return Done(seq)
         share = self._shares.setdefault(command.batch, _Share())
-        share.received += received
-        share.scored.append(command.scored)
+        share.add(received, command.scored)
         if not command.forms:
             return Done(seq)
         batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
@@ -148,7 +158,12 @@ def _formed(share: _Share, fields: Sequence[str]) -> Batch:
     ids = [sample for move, _ in share.received for sample in move.samples]
     lengths = [length for move, _ in share.received for length in move.lengths]
     columns = {name: [values[name] for _, values in share.received] for name in fields}
-    for name in share.scored[0]:
-        columns[name] = [np.frombuffer(part[name], FIELDS[name].travels_as) for part in share.scored]
+    columns |= {name: parts for name, parts in share.scored.items() if FIELDS[name].level is Level.ROW}
     flat = {name: np.concatenate(parts or [np.empty(0)]) for name, parts in columns.items()}
-    return pack(ids, lengths, flat).select(sorted(range(len(ids)), key=ids.__getitem__)).check()
+    messages: list[str] = []
+    for move, values in share.received:
+        ends = np.cumsum(move.text_bytes, dtype=np.int64)[:-1]
+        messages += [part.tobytes().decode() for part in np.split(values[TEXT], ends)] if TEXT in values else []
+    texts = {"messages": messages} if len(messages) == len(ids) else {}
+    batch = pack(ids, lengths, flat, texts, turn_rewards=share.scored.get("turn_rewards"))
+    return batch.select(sorted(range(len(ids)), key=ids.__getitem__)).check()

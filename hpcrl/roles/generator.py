@@ -39,7 +39,7 @@ from hpcrl.engines.gen.base import GenEngine, Output, PromptRefused, Request, Sa
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
 from hpcrl.spec.tables import GEN_ENGINES
-from hpcrl.trajectory import Field, Level, Origin, fields_of
+from hpcrl.trajectory import TEXT, Field, Level, Origin, fields_of
 
 if TYPE_CHECKING:
     from hpcrl.roles.worker import Worker
@@ -83,9 +83,11 @@ class GeneratorRole:
         self.engine.close()
 
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Fields of held samples, one array per sample (hpcrl.comm.transfer.Fabric.exchange)."""
+        """Fields of held samples, one array per sample, and their messages as bytes under the name TEXT
+        (hpcrl.comm.transfer.Fabric.exchange)."""
         held = [self.held[sample] for sample in samples]
-        return {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
+        picked = {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
+        return picked | {TEXT: [np.frombuffer(sample.text(), np.uint8) for sample in held]}
 
     def _admit(self, command: Admit, seq: int) -> None:
         self._prompts |= {prompt.uid: prompt for prompt in command.prompts}
@@ -120,16 +122,19 @@ class GeneratorRole:
 
     def _refuse(self, request: Request, error: str) -> None:
         """End a sample that the engine does not take, with an error and without the observation it came with."""
-        total, model, held = len(request.prompt_ids), 0, self.held.get(request.id)
-        if held is not None:
-            model = int(held.loss_mask.sum())
-            if model:
-                total = int(held.loss_mask.nonzero()[0][-1]) + 1
-                while held.messages[-1]["role"] != "assistant":
-                    held.messages.pop()
+        held = self.held.get(request.id)
+        if held is None:
+            ended = Ended(request.id, len(request.prompt_ids), 0, str(FinishReason.STOP))
+        else:
+            written = held.loss_mask.nonzero()[0]
+            total = int(written[-1]) + 1 if len(written) else len(held.token_ids)
             for field in _token_fields(held):
                 held.columns[field.name] = held.columns[field.name][:total]
-        self._refused[request.id] = Ended(request.id, total, model, str(FinishReason.STOP))
+            while len(written) and held.messages[-1]["role"] != "assistant":
+                held.messages.pop()
+            held.finish_reason = FinishReason.STOP
+            ended = self._ended(held)
+        self._refused[request.id] = ended
         self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
     def _extend(self, samples: set[int]) -> None:
@@ -189,7 +194,7 @@ class GeneratorRole:
         finished = [end for end in ended if end.sample not in self._env_of]
         self._play([end.sample for end in turns])
         self._post([end.sample for end in finished], command.receivers)
-        begun = [Ended(sample, len(self.held[sample].token_ids), 0, str(FinishReason.STOP)) for sample in beginning]
+        begun = [self._ended(self.held[sample]) for sample in beginning]
         for end in self._refused.values():
             (turns if end.sample in self._env_of else finished).append(end)
         self._refused = {}
@@ -202,7 +207,12 @@ class GeneratorRole:
         self._append(sample, output.token_ids, output)
         sample.messages.append({"role": "assistant", "content": text})
         sample.finish_reason = output.finish_reason
-        return Ended(output.id, len(sample.token_ids), int(sample.loss_mask.sum()), str(output.finish_reason))
+        return self._ended(sample)
+
+    def _ended(self, held: Sample) -> Ended:
+        text_bytes = len(held.text()) if self._worker.config.rollout.save_rollouts else 0
+        model = int(held.loss_mask.sum())
+        return Ended(held.id, len(held.token_ids), model, str(held.finish_reason), text_bytes)
 
     def _hold(
         self,

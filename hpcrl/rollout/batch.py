@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,21 @@ class Batch:
         turns = self.columns["turn_ids"].long() + 1
         counts = turns.new_zeros(self.num_sequences).scatter_reduce(0, self.row_ids, turns, "amax")
         return _offsets(counts)
+
+    def token_rewards(self) -> Tensor:
+        """float32 [T]: the reward of each turn at the last token that the model wrote in it, 0 elsewhere. A row without
+        rewards of turns has its reward at its last one."""
+        written, cu_turns = self.loss_mask.nonzero()[:, 0], self.cu_turns
+        turns = cu_turns[self.row_ids[written]] + self.turn_ids[written].long()
+        last = written.new_full((int(cu_turns[-1]),), -1).scatter_reduce(0, turns, written, "amax")
+        rewards = self.turn_rewards
+        if rewards is None:
+            rewards = self.rewards.new_zeros(len(last))
+            has_turns = cu_turns.diff() > 0
+            rewards[cu_turns[1:][has_turns] - 1] = self.rewards[has_turns]
+        placed = self.rewards.new_zeros(self.num_tokens)
+        placed[last[last >= 0]] = rewards[last >= 0]
+        return placed
 
     def prefix_lengths(self) -> Tensor:
         """int64 [B]: tokens of each row before the first that is trained on; all of them where none is."""
@@ -190,9 +206,13 @@ def pack(
     lengths: Sequence[int],
     columns: Mapping[str, np.ndarray],
     texts: Mapping[str, list[str]] | None = None,
+    turn_rewards: Sequence[Sequence[float] | np.ndarray] | None = None,
 ) -> Batch:
     """A batch of rows of these lengths in the given order from flat arrays of its fields, as they travel; what follows
-    from these is filled in. Siblings are samples of one prompt; weights are 1; position_ids restart per sequence."""
+    from these is filled in. Siblings are samples of one prompt; weights are 1; position_ids restart per sequence.
+
+    turn_rewards: of each row, those of its first turns; where there are none, the last turn has all of its reward.
+    """
     ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
     filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
     filled |= {
@@ -201,7 +221,22 @@ def pack(
         "sample_ids": ids,
         "weights": torch.ones(len(ids)),
     }
-    return Batch(_offsets(counts), filled, texts)
+    batch = Batch(_offsets(counts), filled, texts)
+    if turn_rewards is not None:
+        batch.turn_rewards = _spread(turn_rewards, batch)
+    return batch
+
+
+def _spread(given: Sequence[Sequence[float] | np.ndarray], batch: Batch) -> Tensor:
+    """float32 [N]: the rewards of all turns."""
+    rewards = torch.zeros(int(batch.cu_turns[-1]))
+    for row, (start, end) in enumerate(pairwise(batch.cu_turns.tolist())):
+        if len(given[row]):
+            known = torch.tensor(given[row][: end - start], dtype=torch.float32)
+            rewards[start : start + len(known)] = known
+        elif end > start:
+            rewards[end - 1] = batch.rewards[row]
+    return rewards
 
 
 def _tensor(field: Field, column: np.ndarray) -> Tensor:

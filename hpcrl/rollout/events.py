@@ -35,6 +35,7 @@ class Scored:
     reward: float
     score: float
     error: str = ""
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Played:
 
     sample_id: int
     reward: float
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,8 @@ Command = Admit | Continue | Rescore | Drop
 
 @dataclass(frozen=True, slots=True)
 class DoneSample:
-    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens."""
+    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards: add up
+    to the reward; none: all of it is the last turn's."""
 
     id: int
     replica: int
@@ -155,6 +158,7 @@ class DoneSample:
     reward: float
     score: float
     error: str = ""
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

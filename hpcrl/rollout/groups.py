@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 from hpcrl.rollout.events import Answered, DoneSample, Group, Played, Scored
@@ -80,5 +82,18 @@ class LiveGroup:
             sample.id, sample.state = done["id"], State.DONE
             sample.replica = done["replica"] if done["replica"] in homes else homes[group.uid % len(homes)]
             reason = FinishReason(done["finish_reason"])
-            sample.done = DoneSample(**(done | {"replica": sample.replica, "finish_reason": reason}))
+            typed = {"replica": sample.replica, "finish_reason": reason}
+            sample.done = DoneSample(**(done | typed | {"turn_rewards": tuple(done.get("turn_rewards", ()))}))
         return group
+
+
+def with_score(done: DoneSample, event: Scored) -> DoneSample:
+    """The sample with a scorer's reward, added to what its environment gave; numbers that are not finite are errors."""
+    reward, score, error, turns = done.reward + event.reward, event.score, event.error, event.turn_rewards
+    if done.turn_rewards and not turns:
+        turns = (*[0.0] * (len(done.turn_rewards) - 1), event.reward)
+    turns = tuple(sum(pair) for pair in zip_longest(done.turn_rewards, turns, fillvalue=0.0))
+    if not all(math.isfinite(number) for number in (reward, score, *turns)):
+        error = error or f"reward {reward} and score {score} are not both finite"
+        reward, score, turns = 0.0, 0.0, ()
+    return replace(done, reward=reward, score=score, error=error, turn_rewards=turns)

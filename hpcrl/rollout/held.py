@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,6 +21,9 @@ PATTERN = "held_rank*.safetensors"
 def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
     """Write a rank's responses, of which there is at least one; returns the file's name."""
     columns = {name: np.concatenate([sample.columns[name] for sample in samples]) for name in samples[0].columns}
+    texts = [sample.text() for sample in samples]
+    columns["messages"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
+    columns["message_offsets"] = np.cumsum([0, *map(len, texts)], dtype=np.int64)
     columns["ids"] = np.array([sample.id for sample in samples], dtype=np.int64)
     columns["offsets"] = np.cumsum([0, *(len(sample.token_ids) for sample in samples)], dtype=np.int64)
     name = PATTERN.replace("*", f"{rank:04d}")
@@ -43,13 +47,14 @@ def read_held(folder: Path, names: Iterable[str], wanted: Collection[int]) -> di
         try:
             columns = load_file(path)
             ids, offsets = columns.pop("ids").tolist(), columns.pop("offsets").tolist()
+            messages, parts = columns.pop("messages").tobytes(), columns.pop("message_offsets").tolist()
             fields = {FIELDS[name]: column for name, column in columns.items()}
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         for i, sample_id in enumerate(ids):
             if sample_id in wanted:
                 at = {Level.TOKEN: slice(offsets[i], offsets[i + 1]), Level.ROW: slice(i, i + 1)}
-                sample = found[sample_id] = Sample(sample_id)
+                sample = found[sample_id] = Sample(sample_id, messages=json.loads(messages[parts[i] : parts[i + 1]]))
                 sample.columns = {field.name: column[at[field.level]].copy() for field, column in fields.items()}
     if missing := sorted(set(wanted) - found.keys()):
         raise ValueError(f"{folder} lacks {len(missing)} responses that its state has, e.g. sample {missing[0]}")

@@ -25,10 +25,11 @@ PAYLOAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a finished sample: with its prompt and observations, and of the model alone."""
+    """Tokens of a finished sample: with its prompt and observations, and of the model alone; bytes of its messages."""
 
     total: int
     model: int
+    text: int = 0
 
 
 class BackgroundError(RuntimeError):
@@ -320,7 +321,7 @@ class RolloutLoop:
                 if event.ended and event.add_reward:
                     self._answered(event.sample)
                     self._note(event.result)
-                    yield events.Played(event.sample, event.result.reward)
+                    yield events.Played(event.sample, event.result.reward, tuple(event.result.turn_rewards))
                 elif event.ended:
                     yield self._scored(event.result)
                 else:
@@ -351,7 +352,7 @@ class RolloutLoop:
             return
         assert told is not None, "responses end in bursts"
         sizes = self._sizes.setdefault(rank, {})
-        sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens) for e in ended}
+        sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens, e.text_bytes) for e in ended}
         for some, alive, acting in ((finished, told.receivers, False), (event.turns, told.envs, True)):
             self._reach(rank, [e.sample for e in some if e.sample not in self._early], alive, acting)
         waiting = [e.sample for e in ended if e.sample not in self._early]
@@ -382,7 +383,8 @@ class RolloutLoop:
     def _scored(self, result: messages.ScoredSample) -> events.Event:
         self._answered(result.sample)
         self._note(result, scored=True)
-        return events.Scored(result.sample, result.reward, result.score, result.error)
+        turns = tuple(result.turn_rewards)
+        return events.Scored(result.sample, result.reward, result.score, result.error, turns)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Keep the statistics of a result."""

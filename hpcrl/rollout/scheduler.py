@@ -45,7 +45,6 @@ nothing ahead.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -74,7 +73,7 @@ from hpcrl.rollout.events import (
     Settled,
 )
 from hpcrl.rollout.freshness import Due, Freshness
-from hpcrl.rollout.groups import LiveGroup, LiveSample, State
+from hpcrl.rollout.groups import LiveGroup, LiveSample, State, with_score
 from hpcrl.rollout.outbox import Outbox
 from hpcrl.rollout.policies import Lengths, SchedulerConfig, rejecting_filter
 from hpcrl.rollout.prompt_queue import PromptQueue
@@ -317,7 +316,7 @@ class RolloutScheduler:
                 for sample in self._live((event.sample_id,), State.RUNNING, State.ACTING):
                     if not self._early(sample, event):
                         self._move(sample, State.SCORING)
-                        sample.done = replace(sample.done, reward=event.reward)
+                        sample.done = replace(sample.done, reward=event.reward, turn_rewards=event.turn_rewards)
                         self._out.put(Rescore, sample.replica, sample.id)
             case Answered():
                 for sample in self._live(event.sample_ids, State.RUNNING, State.ACTING):
@@ -362,11 +361,8 @@ class RolloutScheduler:
             if self._early(sample, event):
                 continue
             self._move(sample, State.DONE)
-            reward, score, error = sample.done.reward + event.reward, event.score, event.error
-            if not (math.isfinite(reward) and math.isfinite(score)):
-                reward, score, error = 0.0, 0.0, error or f"reward {reward} and score {score} are not both finite"
-            sample.done = replace(sample.done, reward=reward, score=score, error=error)
-            self._tally.count("score_errors", bool(error))
+            sample.done = with_score(sample.done, event)
+            self._tally.count("score_errors", bool(sample.done.error))
             self._lengths.learn(self._kind_of(sample.group.uid), sample.done.num_tokens)
             sample.group.num_done += 1
             if sample.group.num_done == sample.group.keep and not self.config.deterministic:

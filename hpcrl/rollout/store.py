@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -56,6 +57,12 @@ class Rollouts:
     step: int
     batch: Batch
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def messages(self, row: int) -> list[dict[str, Any]]:
+        """What was said in a row in chat form: its prompt, then turn by turn the model's answer and what its
+        environment or a tool said. Empty where the file has none."""
+        stored = self.texts.get("messages")
+        return json.loads(stored[row]) if stored else []
 
     @property
     def texts(self) -> dict[str, list[str]]:
@@ -305,11 +312,12 @@ def describe(rollouts: Rollouts, row: int, decode: Callable[[list[int]], str] | 
             f"  prompt:   {decode(ids[:num_prompt].tolist())!r}",
             f"  response: {decode(ids[num_prompt:].tolist())!r}",
         ]
+    elif messages := rollouts.messages(row):
+        lines += [f"  {message['role']}: {message['content']!r}" for message in messages]
     elif "response" not in rollouts.texts:
         lines += [f"  prompt:   {ids[:num_prompt].tolist()}", f"  response: {ids[num_prompt:].tolist()}"]
-    return "\n".join(
-        lines + [f"  {name}: {strings[row]!r}" for name, strings in rollouts.texts.items() if strings[row]]
-    )
+    others = {name: strings[row] for name, strings in rollouts.texts.items() if strings[row] and name != "messages"}
+    return "\n".join(lines + [f"  {name}: {text!r}" for name, text in others.items()])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ Plain data without torch.distributed, clocks or engines, so that the scheduler a
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -149,6 +150,10 @@ class Sample:
         if name in FIELDS:
             return self.columns.get(name)
         raise AttributeError(f"a sample has no field {name!r}")
+
+    def text(self) -> bytes:
+        """The messages as they travel and are stored."""
+        return json.dumps(self.messages, ensure_ascii=False).encode(errors="replace")
 
     @property
     def finish_reason(self) -> FinishReason:

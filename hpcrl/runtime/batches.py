@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpcrl.cluster.layout import RoleLayout
@@ -101,13 +101,25 @@ def assign_rows(
     return {rank: sorted(samples) for rank, samples in rows.items()}
 
 
-def moves(homes: Mapping[int, int], rows: Mapping[int, Sequence[int]], sizes: Mapping[int, Sizes]) -> list[Move]:
-    """One Move per pair of ranks: from where samples are (homes) to where they are wanted (rows)."""
+def moves(
+    homes: Mapping[int, int],
+    rows: Mapping[int, Sequence[int]],
+    sizes: Mapping[int, Sizes],
+    readers: Collection[int] = (),
+) -> list[Move]:
+    """One Move per pair of ranks: from where samples are (homes) to where they are wanted (rows); with their messages
+    to `readers`."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for dest, samples in rows.items():
         for sample in samples:
             pairs.setdefault((homes[sample], dest), []).append(sample)
     return [
-        Move(source, dest, samples, [sizes[sample].total for sample in samples])
+        Move(
+            source,
+            dest,
+            samples,
+            [sizes[sample].total for sample in samples],
+            [sizes[sample].text for sample in samples] if dest in readers else [],
+        )
         for (source, dest), samples in sorted(pairs.items())
     ]

@@ -186,10 +186,14 @@ class Fabric:
             return None
         handle = lay_out(config, self._layout, step, sizes)
         wanted = handle.rows | handle.reference_rows
-        scored = {sample.id: {"rewards": sample.reward, "scores": sample.score} for sample in done.values()}
+        scored = {
+            sample.id: {"rewards": sample.reward, "scores": sample.score, "turn_rewards": sample.turn_rewards}
+            for sample in done.values()
+        }
         fields = [field.name for field in fields_of(Origin.GENERATOR) if truncated or not field.optional]
+        between = moves(homes, wanted, sizes, readers=handle.rows if config.rollout.save_rollouts else ())
         answers: list[messages.Done] = []
-        for part in hand_overs(handle.id, self.NAME, moves(homes, wanted, sizes), wanted.keys(), scored, fields):
+        for part in hand_overs(handle.id, self.NAME, between, wanted.keys(), scored, fields):
             answers += self._controller.call(part).values()
             if lose_unreached(self._controller, answers):
                 _drop(self._controller, handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Rollouts:
         """Cursor, ledger of prompts and scheduler; JSON-able. What lay on a lost replica is to be generated again."""
         self._loop.tell_lost()
         sizes = self._loop.sizes(self.scheduler.finished())
-        waiting = {"sizes": [[sample, size.total, size.model] for sample, size in sizes.items()]}
+        waiting = {"sizes": [[sample, *astuple(size)] for sample, size in sizes.items()]}
         return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
 
     def held(self) -> dict[int, list[int]]:
@@ -101,7 +102,7 @@ class Rollouts:
         """Restore. The open prompts, those of finished groups too, are read again from their rows."""
         self.source.load_state_dict(state["cursor"])
         self.scheduler.load_state_dict(state["scheduler"])
-        sizes = {sample: Sizes(total, model) for sample, total, model in state["scheduler"].get("sizes", [])}
+        sizes = {sample: Sizes(*size) for sample, *size in state["scheduler"].get("sizes", [])}
         self._loop.restore_sizes(self.scheduler.finished(), sizes)
         self._prompts = {uid: self.source.prompt(uid) for uid in self.source.dispositions.open_uids}
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from hpcrl.comm.transfer import ragged
 from hpcrl.control.messages import HandOver, Move, SendTokens
-from hpcrl.trajectory import Origin, fields_of
+from hpcrl.trajectory import Level, Origin, fields_of
 
 PART_SAMPLES = 32_768
-"""Most samples that one message names: id, length, reward and score take 26 bytes at most, together less than 1 MiB."""
+"""Most samples that one message names: id, length, bytes of messages, reward, score and the number of rewards of turns
+take 31 bytes at most, together less than 1 MiB. Rewards of turns take 4 more each."""
 
 
 def hand_overs(
@@ -19,13 +22,15 @@ def hand_overs(
     group: str,
     moves: Sequence[Move],
     dests: Collection[int],
-    scored: Mapping[int, Mapping[str, float]],
+    scored: Mapping[int, Mapping[str, Any]],
     fields: Sequence[str],
 ) -> Iterator[dict[int, HandOver]]:
     """The commands that form a batch on `dests`, part by part, by rank. scored: the scorer's fields of each sample by
     name. fields: names of the generator's fields that travel."""
-    by_scorers = fields_of(Origin.SCORER)
-    parts = _parts(moves, {*dests, *(move.source for move in moves)})
+    of_rows, of_turns = fields_of(Origin.SCORER, Level.ROW), fields_of(Origin.SCORER, Level.TURN)
+    most_turns = max((len(s[f.name]) for s in scored.values() for f in of_turns), default=0)
+    most = max(1, PART_SAMPLES * 31 // (31 + 4 * most_turns))
+    parts = _parts(moves, {*dests, *(move.source for move in moves)}, most)
     for number, part in enumerate(parts, 1):
         commands = {}
         for rank, own in part.items():
@@ -35,7 +40,10 @@ def hand_overs(
                 group=group,
                 moves=own,
                 fields=list(fields),
-                scored={f.name: np.array([s[f.name] for s in gets], f.travels_as).tobytes() for f in by_scorers},
+                scored={
+                    **{f.name: np.array([s[f.name] for s in gets], f.travels_as).tobytes() for f in of_rows},
+                    **{f.name: ragged([s[f.name] for s in gets], f.travels_as) for f in of_turns},
+                },
                 forms=number == len(parts) and rank in dests,
             )
         yield commands
@@ -46,17 +54,18 @@ def token_transfers(
 ) -> Iterator[dict[int, SendTokens]]:
     """The commands that bring a token field to the ranks that train on it, part by part, by rank; `ranks` are all of
     both sides."""
-    for part in _parts(moves, ranks):
+    for part in _parts(moves, ranks, PART_SAMPLES):
         yield {rank: SendTokens(batch, group, field, own) for rank, own in part.items()}
 
 
-def _parts(moves: Sequence[Move], ranks: Collection[int]) -> list[dict[int, list[Move]]]:
-    """The moves that touch each rank, cut into as many parts as the rank with the most samples needs."""
+def _parts(moves: Sequence[Move], ranks: Collection[int], most: int) -> list[dict[int, list[Move]]]:
+    """The moves that touch each rank, cut into as many parts as the rank with the most samples needs, where a part has
+    at most so many."""
     touched: Counter[int] = Counter()
     for move in moves:
         for rank in {move.source, move.dest}:
             touched[rank] += len(move.samples)
-    count = max(1, -(-max(touched.values(), default=0) // PART_SAMPLES))
+    count = max(1, -(-max(touched.values(), default=0) // most))
     parts: list[dict[int, list[Move]]] = []
     for number in range(count):
         part: dict[int, list[Move]] = {rank: [] for rank in sorted(ranks)}
@@ -64,7 +73,8 @@ def _parts(moves: Sequence[Move], ranks: Collection[int]) -> list[dict[int, list
             start, end = (len(move.samples) * at // count for at in (number, number + 1))
             if start == end:
                 continue
-            piece = Move(move.source, move.dest, move.samples[start:end], move.lengths[start:end])
+            columns = (column[start:end] for column in (move.samples, move.lengths, move.text_bytes))
+            piece = Move(move.source, move.dest, *columns)
             for rank in {move.source, move.dest}:
                 part[rank].append(piece)
         parts.append(part)

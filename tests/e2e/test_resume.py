@@ -49,7 +49,7 @@ algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 reward.default.name=exact_match rewar
 
 VARIANTS = {
     "one_turn": ["deterministic=true"],
-    "two_turns": ["deterministic=true", "env.default.name=scripted"],
+    "two_turns": ["deterministic=true", "env.played.name=scripted", "env.played.add_reward=true"],
     "disaggregated": ["deterministic=true", "env.default.name=scripted", "layout=disaggregated"],
     "default": [],
     "ahead": ["layout=disaggregated", "rollout.max_lag=1", "rollout.on_new_weights=recompute"],
@@ -93,7 +93,9 @@ def variants(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_
     few.write_text("".join(digit_data.read_text().splitlines(keepends=True)[:10]))
     made = {}
     for name, more in VARIANTS.items():
-        train = digit_data if "deterministic=true" in more else few
+        train: Any = digit_data if "deterministic=true" in more else few
+        if name == "two_turns":  # a domain with an environment and one without, in every batch
+            train = f"[{{path:{digit_data},tag:played}},{{path:{digit_data},tag:plain}}]"
         inputs = [f"model.path={digit_model}", f"data.train={train}", f"data.val={digit_data}"]
         made[name] = Runs(tmp_path_factory.mktemp(name), [*inputs, *WORDS, *more])
     return made
@@ -103,6 +105,30 @@ def variants(tmp_path_factory: pytest.TempPathFactory, digit_model: Path, digit_
 def runs(variants: dict[str, Runs]) -> Runs:
     """Deterministic mode, colocated, rewards without an environment."""
     return variants["one_turn"]
+
+
+def test_domains_with_and_without_an_environment_mix_in_a_batch(variants: dict[str, Runs]) -> None:
+    runs = variants["two_turns"]
+    assert runs.undisturbed
+    domains, both = set(), 0
+    reader = RolloutReader(runs.folder / "undisturbed")
+    named = {record.uid: record.domain for record in reader.dispositions()}
+    for step in reader.steps():
+        rollouts = reader.read(step)
+        batch = rollouts.batch.check()
+        here = [named[uid] for uid in batch.group_ids.tolist()]
+        domains |= set(here)
+        both += len(set(here)) == 2
+        turns = batch.turn_rewards.split(batch.cu_turns.diff().tolist())
+        for row, domain in enumerate(here):
+            roles = [message["role"] for message in rollouts.messages(row)]
+            assert sum(turns[row].tolist()) == batch.rewards[row]
+            if domain == "plain":
+                assert roles == ["user", "assistant"] and len(turns[row]) == 1
+            elif batch.turn_ids[batch.cu_seqlens[row + 1] - 1] == 1:
+                assert roles == ["user", "assistant", "user", "assistant"] and turns[row][0] == 0
+                assert rollouts.messages(row)[2]["content"] == "check it and answer again"
+    assert domains == {"played", "plain"} and both > 0
 
 
 def remains(run_dir: Path) -> dict[str, Any]:

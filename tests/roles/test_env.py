@@ -87,7 +87,7 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     assert delta.sample == sample and len(delta.token_ids) > 4
     second = play(stage, role, turn(sample))
     assert (second.ended, second.result.reward, second.result.score) == (True, 0.5, 1.0)
-    assert second.result.metrics == {"success": 1.0, "n": 1.0}
+    assert second.result.metrics == {"success": 1.0, "n": 1.0} and second.result.turn_rewards == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hpcrl.rollout.types import make_sample_id
 from hpcrl.runtime import transfers
 from hpcrl.runtime.batches import moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
+from hpcrl.trajectory import TEXT
 from tests.dist.conftest import Threads
 from tests.roles.conftest import Stage
 
@@ -26,8 +27,14 @@ FIELDS = ["token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "sta
 LENGTHS = {sample: 2 + i for i, sample in enumerate(SAMPLES)}
 
 
+def said(sample: int) -> str:
+    return "é" * (SAMPLES.index(sample) % 3)
+
+
 def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
     """Values that tell where they belong."""
+
+    texts = [said(sample).encode() for sample in samples]
 
     def fill(value: Any, dtype: str) -> list[np.ndarray]:
         return [np.full(LENGTHS[s], value(s), dtype=dtype) for s in samples]
@@ -37,7 +44,8 @@ def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
         "loss_mask": [np.arange(LENGTHS[s]) > 0 for s in samples],
         "gen_logprobs": fill(lambda s: -SAMPLES.index(s), "f4"),
         "versions": fill(lambda s: 6, "i4"),
-        "turn_ids": fill(lambda s: 0, "i4"),
+        "turn_ids": [np.arange(LENGTHS[s], dtype="i4") > 1 for s in samples],  # two turns, from the third token on
+        TEXT: [np.frombuffer(text, np.uint8) for text in texts],
         "status": [np.zeros(1, dtype=np.int8) for _ in samples],
     }
 
@@ -55,7 +63,7 @@ def workers(threads: Threads, stage: Stage) -> list[Worker]:
 def test_tokens_of_weights_that_max_lag_forbids_are_refused(threads: Threads, workers: list[Worker]) -> None:
     sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
     rows, exchanges = {0: SAMPLES, 1: [], 2: []}, [Exchange(worker) for worker in workers]
-    scored = {sample: {"rewards": 0.0, "scores": 0.0} for sample in SAMPLES}
+    scored = {sample: {"rewards": 0.0, "scores": 0.0, "turn_rewards": ()} for sample in SAMPLES}
     between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes)
     (commands,) = hand_overs(8, "rollout", between, rows, scored, FIELDS)
 
@@ -88,14 +96,18 @@ def test_batches_and_fields_arrive(
     monkeypatch.setattr(transfers, "PART_SAMPLES", part_samples)
     rows = {0: SAMPLES, **trained}
     sizes = {sample: Sizes(length, length - 1) for sample, length in LENGTHS.items()}
-    scored = {sample: {"rewards": float(i), "scores": i / 2} for i, sample in enumerate(SAMPLES)}
+    scored = {
+        sample: {"rewards": float(i), "scores": i / 2, "turn_rewards": (0.5, i - 0.5) if i % 2 else ()}
+        for i, sample in enumerate(SAMPLES)
+    }
     exchanges = [Exchange(worker) for worker in workers]
 
     def carry_out(parts: Any) -> None:
         for part in parts:
             threads.every(lambda rank, part=part: exchanges[rank].handlers()[type(part[rank])](part[rank], 1))
 
-    between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes)
+    sizes = {sample: Sizes(length, length - 1, len(said(sample).encode())) for sample, length in LENGTHS.items()}
+    between = moves(dict.fromkeys(SAMPLES, 0), rows, sizes, readers=trained)
     for worker in workers:
         worker.roles.pop("trainer", None)  # what trainers tell each other needs their default group
     carry_out(hand_overs(7, "rollout", between, rows, scored, FIELDS))
@@ -106,6 +118,12 @@ def test_batches_and_fields_arrive(
         assert batch.token_ids.tolist() == [SAMPLES.index(s) for s in samples for _ in range(LENGTHS[s])]
         assert batch.rewards.tolist() == [scored[s]["rewards"] for s in samples]
         assert batch.scores.tolist() == [scored[s]["scores"] for s in samples]
+        assert batch.texts == ({"messages": [said(s) for s in samples]} if rank in trained or not samples else {})
+        rewards = batch.turn_rewards.split(batch.cu_turns.diff().tolist())
+        for sample, turns in zip(samples, rewards, strict=True):
+            place, count = SAMPLES.index(sample), 2 if LENGTHS[sample] > 2 else 1
+            given = [0.5, place - 0.5] if place % 2 else [0.0] * (count - 1) + [place]
+            assert turns.tolist() == given[:count]
         assert batch.group_ids.tolist() == [SAMPLES.index(s) // 2 for s in samples]
 
     for rank in (1, 2):

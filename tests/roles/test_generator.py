@@ -17,7 +17,7 @@ from hpcrl.roles.generator import GeneratorRole
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import make_sample_id
-from hpcrl.trajectory import FIELDS, Field, Level, Origin
+from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin
 from tests.roles.conftest import Stage
 
 ENVS = {"default": {"max_turns": 2}, "plain": None}
@@ -81,7 +81,8 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
     before = {e.sample: e for e in carry_out(role, m.Burst(8, [2], [1])).turns}
     good, bad = SAMPLES[:2]
     for sample, ids in ((good, [9, 9]), (bad, [9, 10**6])):
-        stage.send(1, 2, [m.TurnDelta(sample, np.array(ids, dtype=np.int32).tobytes())])
+        said = b'[{"role": "user", "content": "again"}]'
+        stage.send(1, 2, [m.TurnDelta(sample, np.array(ids, dtype=np.int32).tobytes(), said)])
     carry_out(role, m.Admit([], [(good, 3), (bad, 3)], SAMPLING))
     [scored] = stage.heard()
     assert scored.samples[0].sample == bad and "outside the vocabulary" in scored.samples[0].error
@@ -91,7 +92,9 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
     assert after[good].total_tokens > before[good].total_tokens + 2
     for sample in (good, bad):
         columns = role.pick([sample])
-        assert {len(column[0]) for name, column in columns.items() if name != "status"} == {after[sample].total_tokens}
+        tokens = {len(column[0]) for name, column in columns.items() if name not in ("status", TEXT)}
+        assert tokens == {after[sample].total_tokens} and len(columns[TEXT][0]) == after[sample].text_bytes
+        assert json.loads(columns[TEXT][0].tobytes())[-1]["role"] == "assistant"
         assert columns["loss_mask"][0][-1]
 
 
@@ -144,7 +147,7 @@ def test_a_field_of_the_engine_is_kept_and_read_again(
     assert held.entropies.tolist() == [0.5 if written else -2.0 for written in held.loss_mask]
     again = read_held(tmp_path, [write_held(tmp_path, 2, [held])], {sample})[sample]
     assert again.entropies.tolist() == held.entropies.tolist() and again.entropies.dtype == np.float16
-    columns = {name: column[0] for name, column in role.pick([sample]).items()}
+    columns = {name: column[0] for name, column in role.pick([sample]).items() if name != TEXT}
     batch = pack([sample], [len(held.token_ids)], columns)
     assert batch.entropies.dtype == torch.float64 and batch.entropies.tolist() == held.entropies.tolist()
     stage.mail(1, m.Turn)

@@ -21,6 +21,7 @@ def sample(sample_id: int, count: int, reason: FinishReason, truncated: bool = F
         versions=rng.integers(-1, 9, count).astype(np.int32),
         turn_ids=np.arange(-1, count - 1, dtype=np.int32),
         finish_reason=reason,
+        messages=[{"role": "user", "content": "é" * count}, {"role": "assistant", "content": str(sample_id)}],
         gen_logprobs_behaviour=rng.normal(size=count).astype(np.float32) if truncated else None,
     )
 
@@ -37,6 +38,7 @@ def test_what_two_ranks_wrote_a_third_reads(tmp_path: Path, truncated: bool) -> 
     for one in (*a, *b):
         other = found[one.id]
         assert other.finish_reason is one.finish_reason
+        assert other.messages == one.messages and other.text() == one.text()
         for name in ("token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "gen_logprobs_behaviour"):
             left, right = getattr(one, name), getattr(other, name)
             assert left is right is None or (left.dtype == right.dtype and (left == right).all())

@@ -209,6 +209,8 @@ def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> Non
     rewards = {group.uid: [sample.reward for sample in group.samples] for group in harvest.groups}
     assert rewards == {uid: [1.5, 1.5] if uid % 2 == 0 else [1.0, 1.0] for uid in range(4)}
     assert [sample.score for group in harvest.groups for sample in group.samples] == [1.0] * 8
+    turns = {group.uid: {sample.turn_rewards for sample in group.samples} for group in harvest.groups}
+    assert turns == {uid: {(0.25, 1.25)} if uid % 2 == 0 else {()} for uid in range(4)}
     assert harvest.stats["maths/score"].count == 8 and harvest.stats["env/maths/success"].count == 4
     rescored = {sample for _, command in ranks.sent if isinstance(command, m.Rescore) for sample in command.samples}
     assert {split_sample_id(sample)[0] for sample in rescored} == {0, 2}
@@ -237,7 +239,9 @@ class PlayedRanks(Ranks):
         finished = [end for end in ended if end not in turns]
         for end in turns:
             over = end.sample in self._begun
-            result = m.ScoredSample(end.sample, 0.5 * over, 0.0, "", {"success": 1.0} if over else {})
+            result = m.ScoredSample(
+                end.sample, 0.5 * over, 0.0, "", {"success": 1.0} if over else {}, [0.25, 0.25][: 2 * over]
+            )
             self.say(3, m.Observed(end.sample, over, result, add_reward=True))  # before the burst is told of
             self._begun.add(end.sample)
         self.say(rank, m.BurstDone(self._seq, finished, turns, 4, 0.1))

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from hpcrl.comm.transfer import from_ragged
 from hpcrl.control.messages import HandOver, Move, SendTokens
 from hpcrl.rollout.loop import Sizes
 from hpcrl.rollout.types import make_sample_id
@@ -32,8 +33,9 @@ def world(num_samples: int, generators: list[int], trainers: list[int]) -> tuple
     rows: dict[int, list[int]] = {rank: [] for rank in trainers}
     for sample, rank in zip(samples, rng.choice(trainers, num_samples).tolist(), strict=True):
         rows[rank].append(sample)
-    lengths = dict.fromkeys(samples, Sizes(131_000, 100))
-    return moves(homes, rows, lengths), {sample: {"rewards": 0.5, "scores": 1.0} for sample in samples}
+    lengths = dict.fromkeys(samples, Sizes(131_000, 100, 600_000))
+    scored = {sample: {"rewards": 0.5, "scores": 1.0, "turn_rewards": ()} for sample in samples}
+    return moves(homes, rows, lengths, readers=trainers), scored
 
 
 @pytest.mark.slow
@@ -44,7 +46,7 @@ def test_no_message_is_large_at_200000_samples(ranks: int) -> None:
     table, scored = world(200_000, generators, trainers)
     sizes = sizes_of(hand_overs(1, "rollout", table, trainers, scored, FIELDS))
     assert max(sizes) < LIMIT
-    assert sum(sizes) < 8 << 20  # through rank 0: 2 x 14 + 8 bytes per sample and the moves' heads
+    assert sum(sizes) < 11 << 20  # through rank 0: 2 x 19 + 10 bytes per sample and the moves' heads
     fields = sizes_of(token_transfers(1, "rollout", "ref_logprobs", table, {*trainers, *generators}))
     assert max(fields) < LIMIT and sum(fields) < 8 << 20
     # One message to all, as large as the step, could not even be sent.
@@ -57,7 +59,7 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {1: list(range(30)), 2: [30], 3: []}
     homes = {sample: 4 if sample % 3 else 1 for sample in range(31)}
     table = moves(homes, rows, {sample: Sizes(sample + 1, 1) for sample in range(31)})
-    scored = {sample: {"rewards": sample / 8, "scores": -sample / 8} for sample in range(31)}
+    scored = {sample: {"rewards": sample / 8, "scores": -sample / 8, "turn_rewards": ()} for sample in range(31)}
     parts = list(hand_overs(1, "rollout", table, rows.keys(), scored, FIELDS))
     assert len(parts) == 5
     got: dict[int, dict[int, tuple[int, float, float]]] = {rank: {} for rank in rows}
@@ -71,10 +73,10 @@ def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert move in part[move.source].moves and move in part[move.dest].moves
             own = [move for move in command.moves if move.dest == rank]
             keys = [pair for move in own for pair in zip(move.samples, move.lengths, strict=True)]
-            values = (np.frombuffer(data, dtype=np.float32).tolist() for data in command.scored.values())
+            values = (np.frombuffer(command.scored[name], np.float32).tolist() for name in ("rewards", "scores"))
             for (sample, length), reward, score in zip(keys, *values, strict=True):
                 got[rank][sample] = (length, reward, score)
-    assert got == {rank: {s: (s + 1, *scored[s].values()) for s in samples} for rank, samples in rows.items()}
+    assert got == {rank: {s: (s + 1, s / 8, -s / 8) for s in samples} for rank, samples in rows.items()}
 
 
 def test_ranks_without_a_sample_are_told_too() -> None:
@@ -82,3 +84,13 @@ def test_ranks_without_a_sample_are_told_too() -> None:
     assert {rank: (command.moves, command.forms) for rank, command in part.items()} == {1: ([], True), 2: ([], True)}
     [transfer] = token_transfers(1, "rollout", "ref_logprobs", [], [1, 2])
     assert sorted(transfer) == [1, 2]
+
+
+def test_rewards_of_many_turns_make_more_parts() -> None:
+    table, scored = world(20_000, [1], [2])
+    for sample in scored:
+        scored[sample]["turn_rewards"] = (0.25,) * 50
+    parts = list(hand_overs(1, "rollout", table, [2], scored, FIELDS))
+    assert len(parts) > 4 and max(sizes_of(parts)) < LIMIT
+    got = [from_ragged(part[2].scored["turn_rewards"], len(part[2].moves[0].samples), "f4") for part in parts]
+    assert sum(len(row) for rows in got for row in rows) == 50 * 20_000
