@@ -440,7 +440,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     """What the environment of a sample is to answer: a turn of the model or, with begins, the start of the episode.
 
     meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: the tokens that the
-    observation may have so that another turn fits. With reason "abort" the sample was dropped: no answer is wanted any more.
+    observation may have so that another turn fits. With reason "abort" the sample was
+    dropped: no answer is wanted any more.
     """
 
     sample: int

@@ -24,13 +24,17 @@ class RewardItem:
 class Score:
     """`reward` goes into the advantage, `score` (usually 0 or 1) into accuracy metrics and filters.
 
-    A reward that failed is data: reward 0 and the cause in `error`.
+    A reward that failed is data: reward 0 and the cause in `error`. `given` and `gold` are what the reward compared,
+    where it compares: the part of the response that it took as the answer, and that of the row's answer. They are for
+    `python -m hpcrl.score`, and stay where the reward is.
     """
 
     reward: float
     score: float
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    given: str | None = field(default=None, compare=False)
+    gold: str | None = field(default=None, compare=False)
 
 
 class Reward(Protocol):

@@ -1,11 +1,31 @@
-"""The parts of a response a reward looks at: what follows the thinking, boxes, marked answers."""
+"""What a response gives as its answer: the text after the thinking, tags, boxes, markers and closing phrases."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+MAX_LINE_CHARS = 1000  # an answer without a box is looked for in lines up to this length
+MAX_BETWEEN_CHARS = 60
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"[^\s$.,;]+")
+_AND = r"(?:and|or)"
+_BETWEEN_BOXES = re.compile(
+    rf"(?:[\s,;$&]|\\[()\[\],;:! ]|\\q?quad\b|\\text(?:rm|bf|it)?\s*\{{[\s,;]*{_AND}?[\s,;]*\}}|\b{_AND}\b)*"
+)
+_ANSWER_IS = re.compile(r"answer(?:\*\*|__)?\s{0,9}(?:is|[:=])(?:\s{0,9}[:=])?(?:\*\*|__)?\s{0,99}", re.IGNORECASE)
+_BOLD = re.compile(r"(?<![\w)*])(\*\*|__|\*|`)(?=[^\s*`])([^*`]+)(?<=\S)\1(?!\w)")
+_WRAPPED = re.compile(r"(?<!\\)(\$\$|\$|\\\(|\\\[)(.*?)(?<!\\)(\$\$|\$|\\\)|\\\])", re.DOTALL)
+_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z*\"(\[]|\s*$)")
+_CONNECTIVE = re.compile(
+    r"(?:thus|so|hence|therefore|then|finally|we (?:get|have|find)|that is)\b[\s,:]*", re.IGNORECASE
+)
+_VERB = re.compile(r"(?:\b(?:is|are|equals?|be|to|at|gives?|becomes?)|:)\s+", re.IGNORECASE)
+_HOPE = re.compile(r"\s*I hope (?:it|this|that) is correct\W*$", re.IGNORECASE)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 
 def after_thinking(response: str) -> str:
@@ -16,31 +36,139 @@ def after_thinking(response: str) -> str:
     return rest
 
 
+def final_answer(response: str, require_boxed: bool = False) -> str | None:
+    """The final answer that a response gives; None without one.
+
+    After the thinking, the first of these that is there: the last `<answer>` tag (and a box in it), the last boxes,
+    the line after the last "####", what follows the last "answer is", the last line. In a last line that is a
+    sentence it is what follows its last verb ("the total is $18") or else its last formula.
+    """
+    text = after_thinking(response)
+    if require_boxed:
+        return boxed_answer(text)
+    tagged = _tagged(text)
+    boxed = boxed_answer(text if tagged is None else tagged)
+    if boxed is not None:
+        return boxed
+    if tagged is not None:
+        return without_markup(tagged)
+    marked = after_marker(text, "####")
+    if marked is not None:
+        return without_markup(marked)
+    return _stated(text) or _last_line(text)
+
+
+def gold_answer(answer: str) -> str:
+    """The final part of a gold answer or solution: what follows "####", or its last boxes, or all of it."""
+    return after_marker(answer, "####") or boxed_answer(answer) or answer.strip()
+
+
 def last_boxed(text: str) -> str | None:
     """Content of the last complete `\\boxed{...}` (braces balanced) or `\\boxed x`; None without one."""
-    for match in reversed(list(_BOX.finditer(text))):
-        start = match.end()
-        if start >= len(text):
-            continue
-        if text[start] != "{":
-            return re.split(r"[\s$.,;]", text[start:], maxsplit=1)[0]
-        end = _closing_brace(text, start)
-        if end is not None:
-            return text[start + 1 : end].strip()
-    return None
+    return next((content for _, _, content in _boxes(text)), None)
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    depth = 0
-    for i in range(start, len(text)):
-        if text[i] in "{}" and (i == 0 or text[i - 1] != "\\"):
-            depth += 1 if text[i] == "{" else -1
-            if depth == 0:
-                return i
-    return None
+def boxed_answer(text: str) -> str | None:
+    """The last box, with those directly before it: boxes with nothing but commas, "and" or "or" between them are one
+    list. None without a box."""
+    contents: list[str] = []
+    next_start = None
+    for start, end, content in _boxes(text):
+        if next_start is not None:
+            between = text[end : min(next_start, end + MAX_BETWEEN_CHARS + 1)]
+            if end > next_start or len(between) > MAX_BETWEEN_CHARS or not _BETWEEN_BOXES.fullmatch(between):
+                break
+        next_start = start
+        if content not in contents:
+            contents.append(content)
+    return ", ".join(reversed(contents)) if contents else None
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """(start, end, content) of the complete boxes, the last one first. Linear in the text's length."""
+    starts = [(match.start(), match.end()) for match in _BOX.finditer(text)]
+    if not starts:
+        return
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closing[opened.pop()] = match.start()
+    for start, inner in reversed(starts):
+        if inner < len(text) and text[inner] == "{":
+            if inner in closing:
+                yield start, closing[inner] + 1, text[inner + 1 : closing[inner]].strip()
+        elif bare := _BARE_BOX.match(text, inner):
+            yield start, bare.end(), bare[0]
 
 
 def after_marker(text: str, marker: str) -> str | None:
     """The rest of the line after the last `marker` (GSM8K's "####"); None without one."""
     _, found, rest = text.rpartition(marker)
     return rest.split("\n", 1)[0].strip() if found else None
+
+
+def without_markup(text: str) -> str:
+    """Text without Markdown's emphasis and the delimiters of formulas, where these are closed."""
+    text = text.strip()
+    if text.isalnum() or len(text) > MAX_LINE_CHARS:
+        return text
+    return _WRAPPED.sub(_content, _BOLD.sub(r"\2", text)).strip()
+
+
+def _content(match: re.Match[str]) -> str:
+    opened, content, closed = match.groups()
+    pairs = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
+    is_price = opened == "$" and _WORD.search(content)  # "$5 and $18"
+    return match[0] if pairs[opened] != closed or is_price else content
+
+
+def _tagged(text: str) -> str | None:
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, content = before.rpartition("<answer>")
+    return content.strip() if closed and opened else None
+
+
+def _stated(text: str) -> str | None:
+    """What follows the last "answer is", up to the end of the sentence; None without it."""
+    phrases = list(_ANSWER_IS.finditer(text))
+    if not phrases:
+        return None
+    rest = text[phrases[-1].end() :][:MAX_LINE_CHARS]
+    if rest.startswith((r"\[", "$$")) and (block := _WRAPPED.match(rest)):
+        return block[2].strip()
+    line = rest.split("\n", 1)[0]
+    if line[:1].isalpha():
+        return _conclusion(_first_sentence(line))
+    return _first_sentence(without_markup(line))
+
+
+def _first_sentence(text: str) -> str:
+    return _SENTENCE_END.split(text, maxsplit=1)[0].strip()
+
+
+def _last_line(text: str) -> str | None:
+    text = text.strip()
+    for opened, closed in ((r"\[", r"\]"), ("$$", "$$")):  # a formula on lines of its own
+        if text.endswith(closed) and opened in text[:-2]:
+            return text[text.rindex(opened, 0, -2) + 2 : -2].strip()
+    line = _HOPE.sub("", text.rsplit("\n", 1)[-1]).strip()
+    return _conclusion(line) if len(line) <= MAX_LINE_CHARS else line
+
+
+def _conclusion(line: str) -> str | None:
+    """The answer in a sentence: what follows its last verb, or its last formula, or all of it."""
+    plain = without_markup(line)
+    if connective := _CONNECTIVE.match(plain):
+        plain = plain[connective.end() :]
+    if not _WORD.search(plain):
+        return plain or None
+    verbs = list(_VERB.finditer(plain))
+    if verbs:
+        rest = _first_sentence(plain[verbs[-1].end() :])
+        if re.search(r"[\d\\$]", rest) or re.fullmatch(r"\S+", rest):
+            return rest
+    formulas = [match for match in _WRAPPED.finditer(line) if _content(match) != match[0]]
+    return formulas[-1][2].strip() if formulas else plain

@@ -1,0 +1,323 @@
+"""Whether two answers are mathematically equal: text, numbers and the parts of lists first, math-verify for the rest.
+
+math-verify multiplies the letters of words, takes the last side of a chain of equations, merges tuples with numbers and
+can be kept busy for ever; hence the steps before it, and the limit.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from hpcrl.rewards.notation import close, has_other_words, names, normalise, plain, quantity
+
+T = TypeVar("T")
+LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends what no signal reaches
+MAX_DEPTH = 20
+MAX_ELEMENTS = 20  # of a list that is compared element by element
+_EXPLOSIVE = re.compile(r"\^\{?\s*-?\d{5}|\d\s*\}?\s*\^\s*\{*\s*\d+\s*\}*\^|\d{4,}\s*\)*!|!\s*\)*!")
+_OPEN, _CLOSE = "([{", ")]}"
+_CHOICE = re.compile(r"\(?([A-Z])[).:]?")
+_CHOICE_WITH_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*\S.*")
+_NOT_IN_LABELS = re.compile(r"[\d+^!]|-|\\(?:sqrt|sin|cos|tan|log|ln|exp|int|sum|prod|lim|pi|infty)(?![A-Za-z])")
+_INDEX = re.compile(r"_(?:\{[^{}]*\}|\w)|\^\{-1\}|(?<=[A-Za-z])\s*\([^()]*\)")
+_RELATION = re.compile(r"\\(?:le|ge|ne|in|notin|subset|equiv)(?![A-Za-z])|[<>]")
+_EXCLUSION = re.compile(r"\\(?:ne|notin|to|rightarrow|Rightarrow|implies|iff|mapsto)(?![A-Za-z])|->|=>")
+_APPROXIMATELY = re.compile(r"\\(?:approx|simeq|sim)(?![A-Za-z])")
+_AND = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_MALFORMED = re.compile(
+    r"(?<![_^\d.])[\d.]+\s+[\d.]"  # two numbers
+    r"|(?<![A-Za-z\d}_])\d+\s*_"  # a number in some base
+    r"|\.\.|[?]|\\not(?![A-Za-z])|[+-]\s*-|\d\s*'|\d\s*\|\s*\d|(?:[-+*/=^_<>:]|\\cdot|\\times|\\pm)\s*(?:$|[!%)\]}|,*/=])"
+)
+_TUPLE = re.compile(r"(?<![A-Za-z])[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+
+
+def equivalent(gold: str, given: str) -> bool:
+    """Whether two answers are equal. TimeoutError after LIMIT_S of CPU time. Main thread only: the limit is a
+    signal."""
+    gold, given = _normalise_gold(gold), normalise(given)
+    if not given or not gold:
+        return False
+    at_sight = _equal_at_sight(gold, given)
+    return within_limit(lambda: _equal(gold, given)) if at_sight is None else at_sight
+
+
+def is_explosive(text: str) -> bool:
+    """Whether evaluating `text` could take for ever: towers of powers, huge factorials and exponents, deep nesting."""
+    return _depths(text)[0] > MAX_DEPTH or bool(_EXPLOSIVE.search(text))
+
+
+def _depths(text: str) -> tuple[int, int]:
+    """The greatest depth of brackets, and the depth at the end; that is -1 where one closes that was not opened."""
+    depth = deepest = lowest = 0
+    for char in text:
+        depth += (char in _OPEN) - (char in _CLOSE)
+        deepest, lowest = max(deepest, depth), min(lowest, depth)
+    return deepest, depth if lowest == 0 else -1
+
+
+def _equal(gold: str, given: str) -> bool:
+    """Equality of answers in normal form."""
+    for decide in (_equal_at_sight, _choices_equal):
+        if (decided := decide(gold, given)) is not None:
+            return decided
+    if is_explosive(gold) or is_explosive(given):
+        return False
+    if _is_malformed(gold) or _is_malformed(given):
+        return plain(gold).casefold() == plain(given).casefold()
+    if _APPROXIMATELY.search(given) and not _APPROXIMATELY.search(gold):
+        left, right = (part.strip() for part in _APPROXIMATELY.split(given, maxsplit=1))
+        return bool(right) and _equal(gold, right if not left or _is_label(left) else left)
+    if _with_decimal_point(gold, given) or _with_decimal_point(given, gold):
+        return True
+    for decide in (_parts_equal, _sides_equal, _words_equal):
+        if (decided := decide(gold, given)) is not None:
+            return decided
+    return not _misread(gold, given) and _verify(gold, given)
+
+
+def _equal_at_sight(gold: str, given: str) -> bool | None:
+    """Equality as text or as numbers; None where it takes more to tell."""
+    if gold == given or plain(gold) == plain(given) != "":
+        return True
+    a = quantity(gold)
+    b = quantity(given) if a is not None else None
+    return None if a is None or b is None else a.equals(b)
+
+
+def _is_malformed(text: str) -> bool:
+    """Whether math-verify would read the part of `text` that makes sense to it and leave the rest out."""
+    if not text.isascii() or _depths(text)[1] != 0 or _MALFORMED.search(text):
+        return True
+    return "\\\\" in text and "\\begin" not in text
+
+
+def _choices_equal(gold: str, given: str) -> bool | None:
+    """Whether the letters of two choices, "B", "(B)" or "(B) 42", are the same; None where one is no choice."""
+    for one, other in ((gold, given), (given, gold)):
+        letter, choice = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other) or _CHOICE_WITH_TEXT.fullmatch(other)
+        if letter and choice:
+            return letter[1] in choice.groups()
+    return None
+
+
+def _with_decimal_point(text: str, other: str) -> bool:
+    """Whether `text` is the number `other` with a decimal comma."""
+    number = quantity(other) if _DECIMAL_COMMA.fullmatch(text) else None
+    return number is not None and close(Fraction(text.replace(",", ".")), number.value)
+
+
+# -- lists, sets, tuples, intervals
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The elements between the outer brackets of an answer; one element, without brackets, of what is no list."""
+
+    brackets: str
+    elements: tuple[str, ...]
+
+    @property
+    def ordered(self) -> bool:
+        return self.brackets not in ("", "{}")
+
+
+def _parts_equal(gold: str, given: str) -> bool | None:
+    """Equality element by element; None of what are no lists, and where math-verify knows more."""
+    a, b = _split(gold), _split(given)
+    counts = len(a.elements), len(b.elements)
+    if max(counts) == 1 or max(counts) > MAX_ELEMENTS:
+        return None
+    if min(counts) == 1:
+        single = gold if counts[0] == 1 else given
+        return False if quantity(single) is not None else None
+    if a.ordered != b.ordered:
+        return None
+    if counts[0] != counts[1] or (a.ordered and a.brackets != b.brackets and counts[0] == 2):
+        return False
+    in_order = a.ordered or (len(_assigned(a)) > 1) != (len(_assigned(b)) > 1)  # "x=1, y=2" against "1, 2"
+    if in_order:
+        return all(map(_equal, a.elements, b.elements))
+    return _matched(list(a.elements), list(b.elements))
+
+
+def _matched(golds: list[str], givens: list[str]) -> bool:
+    """Whether each element has its equal on the other side, in any order."""
+    for equal in (_equal_at_sight, _equal):  # the slow one sees what the fast one left
+        for gold in list(golds):
+            found = next((given for given in givens if equal(gold, given)), None)
+            if found is not None:
+                golds.remove(gold)
+                givens.remove(found)
+            elif equal is _equal:
+                return False
+    return True
+
+
+def _assigned(parts: _Parts) -> set[str]:
+    """The names that elements give values to."""
+    return {plain(element.partition("=")[0]) for element in parts.elements if "=" in element}
+
+
+def _split(text: str) -> _Parts:
+    elements = _elements(text)
+    if len(elements) == 1:
+        start, end = (2, -2) if text.startswith(r"\{") and text.endswith(r"\}") else (1, -1)
+        inner, brackets = text[start:end], text[start - 1 : start] + text[-1:]
+        if len(inner) > 2 and brackets[0] in _OPEN and brackets[1] in _CLOSE and len(_outside(inner)) > 1:
+            elements = _elements(inner)
+            return _Parts(brackets, elements if brackets != "{}" else _once(elements))
+    return _Parts("", _once(elements))
+
+
+def _elements(text: str) -> tuple[str, ...]:
+    """The parts between commas, semicolons, "and" and "or" outside brackets; a part with one "\\pm" is two."""
+    found: list[str] = []
+    for part in _outside(_AND.sub(" , ", text)):
+        signed = [part.replace(r"\pm", sign) for sign in "+-"] if part.count(r"\pm") == 1 else [part]
+        found += [element.strip() for element in signed if element.strip()]
+    return tuple(found)
+
+
+def _once(elements: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple({plain(element): element for element in elements}.values())
+
+
+def _outside(text: str, separators: str = ",;") -> list[str]:
+    """The parts of `text` between separators outside all brackets; `text` alone where brackets do not match."""
+    parts, depth, start = [], 0, 0
+    for place, char in enumerate(text):
+        depth += (char in _OPEN) - (char in _CLOSE)
+        if depth < 0:
+            return [text]
+        if depth == 0 and char in separators:
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
+
+
+# -- equations, words
+
+
+def _sides_equal(gold: str, given: str) -> bool | None:
+    """Equality where one answer is an equation, "x = 5" or "6*7 = 42": every side that is no name has to be equal.
+    None without one, and of two equations that are no assignments."""
+    a, b = _outside(gold, "="), _outside(given, "=")
+    if max(len(a), len(b)) == 1 or _RELATION.search(gold) or _RELATION.search(given):
+        return None
+    (name, golds), (given_name, givens) = _assignment(a), _assignment(b)
+    if len(a) > 1 and len(b) > 1:
+        if not (name and given_name):
+            return None
+        is_function = "(" in name or "(" in given_name  # y = 2x and f(x) = 2x
+        if plain(name) != plain(given_name) and not is_function:
+            return False
+    elif len(a) > 1 and not name:
+        return False
+    return bool(givens) and all(_equal(golds[-1], side) for side in givens)
+
+
+def _assignment(sides: list[str]) -> tuple[str, list[str]]:
+    """(label, values) of the sides of an equation; no label, and all sides, where the first and the last are none."""
+    sides = [side.strip() for side in sides if side.strip()]
+    if len(sides) > 1 and _is_label(sides[0]):
+        return sides[0], [side for side in sides[1:-1] if not _is_label(side)] + sides[-1:]
+    if len(sides) == 2 and _is_label(sides[1]):
+        return sides[1], sides[:1]
+    return "", sides
+
+
+def _is_label(text: str) -> bool:
+    """Whether a side of an equation is what gets a value: x, x_1, f(2), \\angle ABC, (p, q), total cost."""
+    if text in ("e", "i") or not re.search("[A-Za-z]", text):
+        return False
+    return not _NOT_IN_LABELS.search(_INDEX.sub("", text))
+
+
+def _words_equal(gold: str, given: str) -> bool | None:
+    """Equality of answers with words, as text and without case; None without words."""
+    if has_other_words(gold) or has_other_words(given):
+        return plain(gold).casefold() == plain(given).casefold()
+    return None
+
+
+def _misread(gold: str, given: str) -> bool:
+    """Whether math-verify would read something else than what stands there."""
+    if names(gold) != names(given):
+        return True
+    for text, other in ((gold, given), (given, gold)):
+        if _RELATION.match(text) or (quantity(text) is not None and _TUPLE.search(other)):
+            return True
+    return bool(_EXCLUSION.search(gold)) != bool(_EXCLUSION.search(given))
+
+
+# -- math-verify within its limit
+
+
+class _TooLong(BaseException):
+    """No Exception: libraries catch those and go on."""
+
+
+def within_limit(action: Callable[[], T]) -> T:
+    """What `action` returns. TimeoutError when it takes more than LIMIT_S of CPU time.
+
+    CPU time, so that a loaded machine changes no score. The alarm rings again: sympy catches it in places and would
+    compute on for ever, and what it returns after that is no result.
+    """
+    armed, rung = True, False
+
+    def ring(number: int, frame: object) -> None:
+        nonlocal rung
+        if armed:
+            rung = True
+            raise _TooLong
+
+    before = signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S, LIMIT_S / 3)
+    try:
+        result = action()
+        armed = False
+    except _TooLong:
+        rung = True
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    if rung:
+        from sympy.core.cache import clear_cache
+
+        clear_cache()  # it may hold what was cut short
+        raise TimeoutError(f"comparing it with the answer takes more than {LIMIT_S:g} s of CPU time")
+    return result
+
+
+def _verify(gold: str, given: str) -> bool:
+    from math_verify import verify
+
+    parsed = _parse(given)
+    return bool(parsed) and verify(list(_parse_gold(gold)), parsed, allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse  # pulls in sympy
+
+    return parse(f"${_spaced(text)}$", parsing_timeout=None)
+
+
+def _spaced(text: str) -> str:
+    return re.sub(r",(?=\d)", ", ", text)  # else it reads (12,102) as 12102
+
+
+_normalise_gold = lru_cache(maxsize=4096)(normalise)  # siblings share their gold answer
+
+
+@lru_cache(maxsize=4096)
+def _parse_gold(gold: str) -> tuple[Any, ...]:
+    return tuple(_parse(gold))

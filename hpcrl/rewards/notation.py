@@ -1,0 +1,260 @@
+"""Answers in one notation: LaTeX in ASCII without layout; and the numbers, percentages and units in them."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("−–—﹣－‐‑‒", "-"),
+        **dict.fromkeys("\u00a0\u2002\u2003\u2009\u200a\u202f", " "),
+        **dict.fromkeys("’′", "'"),
+        **dict.fromkeys("£€¥₹", ""),
+        "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "±": r"\pm ", "°": r"^\circ ",
+        "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ",
+        "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "％": "%",
+    }
+)  # fmt: skip
+_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z])")
+_DELIMITER = re.compile(r"(?<!\\)(?:\\\\)*\\[()\[\]]|\\?\$")
+_LAYOUT = re.compile(
+    r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|limits)(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?\s*(?:\\?[CF]\b)?"
+)
+_SPACING = re.compile(r"(?:(?<!\\)\\(?:[;:> !,]|q?quad\b)|~|\s)+")
+_RENAMED_COMMANDS = [
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le "),
+    (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge "),
+    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\\langle(?![A-Za-z])"), "("),
+    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
+]
+_RENAMED_NAMES = [
+    (re.compile(r"\s+(?=[_^])"), ""),
+    (re.compile(r"<="), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"!="), r"\\ne "),
+    (re.compile(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|log|ln|exp|infty)(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"([_^])\{(\w)\}"), r"\1\2"),
+    (re.compile(r"_\{?10\}?$"), ""),
+]
+_MAY_BE_RENAMED = re.compile(r"[<>!_^]|(?<![\\A-Za-z])(?:pi|sqrt|sin|cos|tan|log|ln|exp|inf)")
+_TEXT = re.compile(
+    r"\\(?:text|textnormal|textbf|textit|textrm|texttt|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
+)
+_LATEX_THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:(?:\s?\{,\s*\}\s?|,\s*\\!\s*|\\,\s?)\d{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_SPACED_THOUSANDS = re.compile(r"([+-]?[1-9]\d{0,2}(?: \d{3})+)((?:\.\d+)?(?:[^\d,]|$).*)")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?")
+_APPROXIMATELY = re.compile(r"(?:\\approx|\\sim|approximately|about|exactly)(?![A-Za-z])\s*", re.IGNORECASE)
+
+_DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
+_LITERAL = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?:"
+    rf"(?P<whole>\d+)\s*\\frac\s*\{{?(?P<mixed_top>\d+)\}}?\s*\{{?(?P<mixed_bottom>\d+)\}}?"
+    rf"|(?P<spaced>\d+)\s+(?P<spaced_top>\d+)\s*/\s*(?P<spaced_bottom>\d+)"
+    rf"|\\frac\s*\{{(?P<minus>-?)\s*(?P<top>{_DECIMAL})\}}\s*\{{(?P<bottom>{_DECIMAL})\}}"
+    rf"|\\frac\s*(?P<short_top>\d)\s*(?P<short_bottom>\d)"
+    rf"|(?P<over>{_DECIMAL})\s*/\s*(?P<under>{_DECIMAL})"
+    rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<exponent>[+-]?\d{{1,3}})"
+    rf"|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?(?P<power>[+-]?\d{{1,3}})\}}?)?"
+    rf")"
+)
+_UNIT_WORD = r"[A-Za-z]+(?:\^\{?-?\d\}?)?"
+_UNITS = re.compile(rf"{_UNIT_WORD}(?:(?:\s*(?:/|-)\s*|\s+){_UNIT_WORD}){{0,5}}")
+_SHORT_UNITS = """
+    mm cm dm km mg kg lb lbs oz ft in yd mi qt pt ml cl dl ms hr hrs mph kph kmh rpm fps hz khz mhz ghz kw kwh mw wh kj
+    mj ev kv db pa kpa mol sq cu st pm am
+"""
+_LETTER_UNITS = "m s g h l"
+_CHANGE_A_NUMBER = """
+    zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty
+    ninety hundred thousand million billion trillion dozen score gross half halves third quarter fourth fifth sixth
+    seventh eighth ninth tenth hundredth thousandth millionth squared cubed plus minus times divided multiplied over
+    negative double twice triple power root mod modulo choose factorial percent percentage
+"""
+_TAKE_IT_BACK_OR_GO_ON = """
+    no not never wrong incorrect false none nor or and but if then than to through is are was isn the this that because
+    since so from with without except instead maybe either approximately least most
+"""
+_MATHEMATICAL = """
+    pi tau phi theta alpha beta gamma delta lambda sigma omega sqrt sin cos tan cot sec csc log ln exp max min gcd lcm
+    det abc xyz infinity inf infty
+"""
+SHORT_UNITS, LETTER_UNITS = frozenset(_SHORT_UNITS.split()), frozenset(_LETTER_UNITS.split())
+NO_UNITS = frozenset((_CHANGE_A_NUMBER + _TAKE_IT_BACK_OR_GO_ON + _MATHEMATICAL).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number as an answer: its value as written, whether a percent sign follows, and its unit ("" without one)."""
+
+    value: Fraction | int
+    percent: bool = False
+    unit: str = ""
+
+    def equals(self, other: Quantity) -> bool:
+        """The same number, to 6 digits; a unit may be missing on one side, and 75% is 75 and .75."""
+        if self.unit and other.unit and self.unit != other.unit:
+            return False
+        if close(self.value, other.value):
+            return True
+        if self.percent == other.percent:
+            return False
+        hundredth = Fraction(1, 100)
+        a, b = (hundredth, 1) if self.percent else (1, hundredth)
+        return close(self.value * a, other.value * b)
+
+
+def close(a: Fraction | int, b: Fraction | int) -> bool:
+    """Equal to 6 digits, and absolutely to 1e-6 above 1."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    a, b = Fraction(a), Fraction(b)
+    return abs(a - b) <= Fraction(1, 10**6) * min(abs(a), abs(b), Fraction(1))
+
+
+def normalise(text: str) -> str:
+    """The same answer without layout, currency signs and separators of thousands, in ASCII LaTeX where there is one."""
+    text = text.strip()
+    if text.isdigit() and text.isascii():
+        return text
+    if not text.isascii():
+        text = _ascii(text)
+    if "\\\\" in text and "\\begin" not in text:
+        text = _ESCAPED_TWICE.sub("\\\\", text)
+    if "\\" in text or "$" in text:
+        text = _LATEX_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+        text = _DELIMITER.sub(" ", text)
+        text = _TEXT.sub(r" \1 ", _TEXT.sub(r" \1 ", text))
+        text = _LAYOUT.sub(" ", text)
+    text = _SPACING.sub(" ", text).strip()
+    if not text.isdigit():
+        if "\\" in text:
+            for pattern, replacement in _RENAMED_COMMANDS:
+                text = pattern.sub(replacement, text)
+            text = _REPEATING.sub(_fraction, text)
+        if _MAY_BE_RENAMED.search(text):
+            for pattern, replacement in _RENAMED_NAMES:
+                text = pattern.sub(replacement, text)
+        text = _join_thousands(_APPROXIMATELY.sub("", text, count=1) if _APPROXIMATELY.match(text) else text)
+    text = text.strip()
+    return text if text.endswith("..") else text.removesuffix(".").strip()
+
+
+def plain(text: str) -> str:
+    """Normal form for comparison as text: without spaces that separate nothing, and without percent signs."""
+    if text.isalnum():
+        return text
+    text = re.sub(r"(?<=[\d}])\s*\\?%", "", text)
+    return re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text)
+
+
+def quantity(text: str) -> Quantity | None:
+    """The number that an answer in normal form is, with its unit; None where it is anything else."""
+    if text.isascii() and text.isdigit():
+        return Quantity(int(text))
+    match = _LITERAL.match(text)
+    if match is None:
+        return None
+    rest = text[match.end() :]
+    percent = re.match(r"\s*(?:\\?%|percent(?:age)?\b|per cent\b)", rest, re.IGNORECASE)
+    rest = rest[percent.end() :] if percent else rest
+    if rest and (rest[0].isdigit() or rest[0] in ".,_^"):
+        return None
+    value = _value(match)
+    unit = _unit(rest)
+    return None if value is None or unit is None else Quantity(value, percent is not None, unit)
+
+
+def has_other_words(text: str) -> bool:
+    """Whether `text` has words that mathematics does not: such an answer is compared as text."""
+    for run in _letters(text):
+        if len(run) >= 4 or run.lower() in NO_UNITS:
+            return True
+    bare = text.strip()
+    return bare.isalpha() and len(bare) > 1 and not re.fullmatch("[u-z]+", bare)
+
+
+def names(text: str) -> list[str]:
+    """The runs of capital letters in an answer: points and sets, whose letters stand in an order."""
+    return sorted(run for run in _letters(text) if len(run) > 1 and run.isupper())
+
+
+def _letters(text: str) -> list[str]:
+    return re.findall(r"[A-Za-z]{2,}", re.sub(r"\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\[A-Za-z]+", " ", text))
+
+
+def _ascii(text: str) -> str:
+    text = _VULGAR.sub(lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("⁄")), text)
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
+    text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
+    text = _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
+    return unicodedata.normalize("NFKC", text.translate(_SIGNS)) if not text.isascii() else text
+
+
+def _join_thousands(text: str) -> str:
+    """Without separators of thousands, where a comma or space cannot be anything else: in the whole answer, and
+    outside brackets where no other comma is. `(12,102)` is a pair."""
+    if match := _SPACED_THOUSANDS.fullmatch(text):
+        return match[1].replace(" ", "") + match[2]
+    if "," not in text or re.search(r"[(\[{].*,.*[)\]}]", text):
+        return text
+    joined = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    return text if "," in joined else joined
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, fixed, repeated = match.groups()
+    tail = Fraction(int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1))
+    value = Fraction(int(whole + fixed or "0"), 10 ** len(fixed)) + tail
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _value(match: re.Match[str]) -> Fraction | int | None:
+    part = match.groupdict()
+    sign = -1 if part["sign"] == "-" else 1
+    if part["decimal"] and part["decimal"].isdigit() and not (part["exponent"] or part["power"]):
+        return sign * int(part["decimal"])
+    whole = part["whole"] or part["spaced"]
+    if whole:
+        top, bottom = part["mixed_top"] or part["spaced_top"], part["mixed_bottom"] or part["spaced_bottom"]
+        return sign * (int(whole) + Fraction(int(top), int(bottom))) if int(bottom) else None
+    top = part["top"] or part["short_top"] or part["over"]
+    if top:
+        bottom = Fraction(part["bottom"] or part["short_bottom"] or part["under"])
+        return sign * (-1 if part["minus"] else 1) * Fraction(top) / bottom if bottom else None
+    return sign * Fraction(part["decimal"]) * Fraction(10) ** int(part["exponent"] or part["power"] or 0)
+
+
+@lru_cache(maxsize=4096)
+def _unit(text: str) -> str | None:
+    """The unit after a number, in a form to compare ("" without one); None where the words may change the number."""
+    if not text:
+        return ""
+    attached, text = not text[0].isspace(), text.strip()
+    if len(text) > 100 or not _UNITS.fullmatch(text):
+        return None
+    words = re.findall(_UNIT_WORD, text)
+    for place, word in enumerate(words):
+        letters = re.match("[A-Za-z]+", word)[0].lower()  # type: ignore[index]
+        known = letters in SHORT_UNITS or (letters in LETTER_UNITS and (place > 0 or not attached))
+        if not known and (len(letters) < 3 or (attached and place == 0) or _changes(letters)):
+            return None
+    return " ".join(word.lower().removesuffix("s") or word.lower() for word in words)
+
+
+def _changes(word: str) -> bool:
+    return any(form in NO_UNITS for form in (word, word.removesuffix("s"), word.removesuffix("es")))
