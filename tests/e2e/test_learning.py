@@ -41,9 +41,13 @@ def launch(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Folder and output of a GRPO run from a warm start."""
+    """Folder and output of a GRPO run from a warm start.
+
+    The warm-up ends as the demonstration's does, at a score. After a number of steps it stands anywhere between .06 and
+    .20, by the seed and the processor's instructions: accuracy jumps from step to step at its learning rate.
+    """
     folder = tmp_path_factory.mktemp("learning")
-    launch("+experiment=demo_sft", f"run_dir={folder / 'sft'}", "eval_every=0", "sft.stop_score=null", "max_steps=275")
+    launch("+experiment=demo_sft", f"run_dir={folder / 'sft'}", "save_every=0")
     words = [f"model.path={folder / 'sft' / 'hf'}", f"run_dir={folder / 'rl'}", f"max_steps={NUM_STEPS}"]
     return folder / "rl", launch("+experiment=demo", *words)
 
@@ -52,9 +56,9 @@ def test_held_out_accuracy_rises(trained: tuple[Path, str]) -> None:
     rows = read_metrics(trained[0])
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
     before, after = rows[0], rows[-1]
-    assert 0.2 < before["val/score/mean"] < 0.65
-    assert after["val/score/mean"] > before["val/score/mean"] + 0.2
-    assert after["val/sampled/score/mean"] > before["val/sampled/score/mean"] + 0.15
+    assert 0.1 < before["val/sampled/score/mean"] < 0.45, "the warm-up ends when a fifth of the samples is right"
+    assert after["val/score/mean"] > before["val/score/mean"] + 0.1
+    assert after["val/sampled/score/mean"] > before["val/sampled/score/mean"] + 0.12
 
 
 def test_every_metric_of_the_field_is_there(trained: tuple[Path, str]) -> None:
