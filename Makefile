@@ -12,14 +12,15 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo test test-fast test-gpu soak lint fmt type bench docs recipes slurm-up slurm-down clean
+.PHONY: help setup demo test test-fast test-avx2 test-gpu soak lint fmt type bench docs recipes slurm-up slurm-down clean
 
 help: ## list the tasks
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(CORE) ## the environment in .venv: pinned dependencies and hpcrl itself
 
@@ -38,6 +39,11 @@ test: $(DEV) ## every test
 
 test-fast: $(DEV) ## the tests that finish in under 2 minutes
 	@$(PYTEST) -m "not slow and not soak"
+
+test-avx2: $(DEV) ## the tests of learning and parity with AVX2 instructions, where make test ran them with AVX-512
+	@if $(PY) -c 'import sys, torch; sys.exit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then \
+		$(AVX2) $(PYTEST) -m "numerics and not soak"; \
+	else echo "this processor has no AVX-512: make test has run these tests with what it has"; fi
 
 test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 	@$(PYTEST) -m gpu || [ $$? -eq 5 ]

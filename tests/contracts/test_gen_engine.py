@@ -17,6 +17,8 @@ from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.rollout.types import FinishReason
 
+pytestmark = pytest.mark.numerics
+
 VOCAB = 320
 MAX_LENGTH = 64
 NamedWeights = list[tuple[str, torch.Tensor]]

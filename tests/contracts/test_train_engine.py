@@ -21,6 +21,8 @@ from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms
 from tests.engines.worlds import VOCAB, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
+pytestmark = pytest.mark.numerics
+
 LENGTHS = (9, 12, 5, 14, 6, 8)
 
 

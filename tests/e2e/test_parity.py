@@ -20,7 +20,7 @@ from hpcrl.rollout.batch import Batch
 from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(400)]
 
 WORLDS = {"single": 1, "colocated": 3, "disaggregated": 8}
 STEPS = (1, 2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, _Pad, shared_prefixes
 from tests.engines.worlds import make_batch
+
+pytestmark = pytest.mark.numerics
 
 
 def test_shared_prefixes_by_hand() -> None:

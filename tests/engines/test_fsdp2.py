@@ -27,6 +27,8 @@ from hpcrl.rollout.batch import Batch
 from hpcrl.runtime.balance import balance, micro_batches
 from tests.engines.worlds import FAMILIES, Weighted, make_batch, make_model_folder, norms_of, run_ranks
 
+pytestmark = pytest.mark.numerics
+
 LENGTHS = (9, 21, 4, 14, 5, 17)
 TEMPERATURE = 0.7
 ONE = [list(range(len(LENGTHS)))]

@@ -21,6 +21,8 @@ from hpcrl.engines.gen.native.stops import StopStrings
 from hpcrl.engines.gen.sampling import GOLDEN, SamplingPlan, mix64, sample, stream_origin, truncate, uniforms
 from hpcrl.engines.tiny import make_tokenizer
 
+pytestmark = pytest.mark.numerics
+
 CPU = torch.device("cpu")
 
 

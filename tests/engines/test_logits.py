@@ -8,6 +8,8 @@ from torch import Tensor
 
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 
+pytestmark = pytest.mark.numerics
+
 
 def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, temperature: float):
     logits = torch.nn.functional.linear(hidden, weight, bias)

@@ -32,6 +32,8 @@ from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.rollout.types import FinishReason
 
+pytestmark = pytest.mark.numerics
+
 VOCAB = 320
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -1,0 +1,38 @@
+"""The instruction set is part of what decides the bits, and make test-avx2 really runs another one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.numerics
+
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+PROGRAM = """
+import torch
+values = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+print(torch.backends.cpu.get_cpu_capability(), values.softmax(-1).view(torch.int32).sum().item())
+"""
+
+
+def capability_and_bits(**variables: str) -> list[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in AVX2} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=100, check=True
+    )
+    return done.stdout.split()
+
+
+def test_tests_run_with_the_instructions_that_are_asked_for() -> None:
+    asked = os.environ.get("ATEN_CPU_CAPABILITY")
+    assert asked is None or torch.backends.cpu.get_cpu_capability() == asked.upper()
+
+
+def test_fewer_instructions_give_other_bits() -> None:
+    default, fewer = capability_and_bits(), capability_and_bits(**AVX2)
+    assert fewer[0] == "AVX2"
+    assert (default[0] == "AVX2") == (default == fewer), "where there is AVX2 alone both are the same"
