@@ -1,15 +1,16 @@
-"""What a person sees while a run goes on: a live bar on a terminal, one plain line per step elsewhere."""
+"""What a person sees of a run: a live bar on a terminal, one plain line per step elsewhere, a summary at the end."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 
 RECENT_STEPS = 20
 EVALUATION = "time/val_step"
@@ -20,6 +21,8 @@ SHOWN = (
     ("system/tps", "tokens/s", "{:,.0f}"),
 )
 """Metric, its word and its format; what a run has not measured yet is left out, the last evaluation stays."""
+SUMMARISED = (*SHOWN[:3], ("val/sampled/score/mean", "sampled", "{:.3f}"))
+REFRESHES_PER_S = 4  # of the bar; each takes the controller half a millisecond
 
 
 def duration(seconds: float) -> str:
@@ -30,6 +33,26 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
+    """One line about a run that has ended: steps, seconds of a step, first and last value of what it measured.
+
+    rows: those of metrics.jsonl, over all attempts.
+    """
+    steps = [row for row in rows if row["step"]]
+    of = "" if steps and steps[-1]["step"] == max_steps else f" of {max_steps}"
+    parts = [f"{len(steps)}{of} steps"]
+    if steps:
+        total_s = sum(row.get("time/step_total") or 0.0 for row in steps)
+        evaluated_s = sum(row.get(EVALUATION) or 0.0 for row in rows)
+        parts[0] += f" in {duration(total_s)} ({total_s / len(steps):.3g} s each)"
+        parts += [f"evaluations {duration(evaluated_s)}"] if evaluated_s else []
+    for name, word, form in SUMMARISED:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values:
+            parts.append(f"{word} {form.format(values[0])} -> {form.format(values[-1])}")
+    return "  ".join(parts)
 
 
 def evaluations_left(step: int, max_steps: int, eval_every: int) -> int:
@@ -62,11 +85,13 @@ class Progress:
         self._recent: deque[tuple[int, float]] = deque([(first_step, clock())], maxlen=RECENT_STEPS + 1)
         self._bar: Bar | None = None
         if stream.isatty():
+            widest = len(f"step {max_steps}/{max_steps}")  # a narrow terminal cuts the bar and the end, not the step
             self._bar = Bar(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(min_width=widest)),
                 BarColumn(bar_width=24),
                 TextColumn("{task.description}"),
                 console=Console(file=stream),
+                refresh_per_second=REFRESHES_PER_S,
             )
             self._task = self._bar.add_task("starting", total=max_steps, completed=first_step)
             self._bar.start()
@@ -81,8 +106,9 @@ class Progress:
         self._recent.append((step, self._clock() - self._evaluated_s))
         self._last |= {name: metrics[name] for name, _, _ in SHOWN if name in metrics}
         parts = [f"{word} {form.format(self._last[name])}" for name, word, form in SHOWN if name in self._last]
-        parts.append(f"ETA {duration(left)}" if (left := self._seconds_left()) is not None else "ETA unknown")
-        line = "  ".join(parts)
+        if (left := self._seconds_left()) is not None:
+            parts.append(f"ETA {duration(left)}")
+        line = "  ".join(parts) or "starting"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
         else:

@@ -18,6 +18,7 @@ from hpcrl.control import messages
 from hpcrl.control.controller import Controller
 from hpcrl.data import PromptSource
 from hpcrl.metrics.log import MetricsLog, read_metrics
+from hpcrl.metrics.progress import summary
 from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.plot import plot as draw_plot
 from hpcrl.rollout.loop import RolloutLoop
@@ -173,7 +174,8 @@ class Run:
         self.metrics.close()
         plot = draw_plot(self.run_dir)
         examples = self.evaluation.before_and_after(last) if self.evaluation is not None else ""
-        return f"{examples}\nplot {plot}\nHF checkpoint {self.run_dir / 'hf'}"
+        told = summary(read_metrics(self.run_dir), self.config.max_steps)
+        return "\n".join([examples, told, f"plot {plot}", f"HF checkpoint {self.run_dir / 'hf'}"])
 
     def _check_progress(self, step: int, stats: Stats) -> None:
         updates = stats.get("actor/skipped_update")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import pty
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from hpcrl.checkpoint.lineage import abandon_after
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import MetricsLog, read_metrics
-from hpcrl.metrics.progress import Progress, duration
+from hpcrl.metrics.progress import Progress, duration, summary
 from hpcrl.plot import main as plot_command
 from hpcrl.plot import plot
 
@@ -86,8 +89,8 @@ def test_time_left_does_not_jump_where_a_step_is_evaluated() -> None:
         evaluated = step % 3 == 0 or step == 10
         now[0] += (step > 0) + 30.0 * evaluated
         progress.update(step, {"time/val_step": 30.0} if evaluated else {})
-        left.append(screen.getvalue().splitlines()[-1].split("ETA ")[1])
-    assert left[0] == "unknown"
+        left.append(screen.getvalue().splitlines()[-1].partition("ETA ")[2])
+    assert left[0] == "", "no step has been timed yet"
     assert left[1:] == [duration(10 - step + 30 * (4 - step // 3)) for step in range(1, 10)] + ["0 s"]
 
 
@@ -106,7 +109,7 @@ def test_time_left_counts_the_steps_and_the_rate_of_this_attempt() -> None:
     assert lines_of(80, 100, [(80 + n, 2.0 * n) for n in range(1, 11)])[-1] == "step 90/100  ETA 20 s"
     # An evaluation before the first step took 60 s and is no step.
     assert lines_of(0, 100, [(0, 60.0), (1, 61.0), (2, 62.0)]) == [
-        "step 0/100  ETA unknown",
+        "step 0/100  starting",
         "step 1/100  ETA 1 min 39 s",
         "step 2/100  ETA 1 min 38 s",
     ]
@@ -135,6 +138,39 @@ def test_the_last_evaluation_stays_on_a_terminal() -> None:
     shown = screen.getvalue()
     assert "step 1/10" in shown and "reward 0.250  held-out 0.460  tokens/s 1,234" in shown
     assert "a line that stays [not markup]" in shown
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_bar_is_one_line_of_a_real_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    ours, terminal = pty.openpty()
+    with open(terminal, "w") as screen:
+        progress = Progress(0, 120, screen)
+        for step in range(0, 121, 20):
+            progress.update(step, {"critic/rewards/mean": 0.5, "val/score/mean": 0.46, "system/tps": 12345.6})
+        progress.note("a line that stays")
+        progress.close()
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "\x1b[1A" not in shown, "the cursor goes up where a bar takes more than one line"
+    kept = [line.rsplit("\r\x1b[2K", 1)[-1] for line in shown.split("\r\n")]
+    kept = [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", line) for line in kept]
+    assert [line.split("\u2501")[0].rstrip() for line in kept] == ["a line that stays", "step 120/120", ""], kept
+    assert max(map(len, kept)) <= columns
+
+
+def test_the_summary_tells_steps_times_and_what_was_learnt() -> None:
+    rows: list[dict[str, float | None]] = [
+        {"step": 0, "time/step_total": 0.0, "time/val_step": 2.0, "val/score/mean": 0.46},
+        {"step": 1, "time/step_total": 3.0, "critic/rewards/mean": 0.25},
+        {"step": 2, "time/step_total": 1.0, "critic/rewards/mean": None},
+        {"step": 3, "time/step_total": 2.0, "critic/rewards/mean": 0.5, "time/val_step": 1.0, "val/score/mean": 0.9},
+    ]
+    told = "steps in 6 s (2 s each)  evaluations 3 s  reward 0.250 -> 0.500  held-out 0.460 -> 0.900"
+    assert summary(rows, 3) == f"3 {told}"
+    assert summary(rows, 10) == f"3 of 10 {told}", "a run that ended early says so"
+    assert summary([], 10) == "0 of 10 steps"
 
 
 @pytest.mark.parametrize("measured", [("reward", "held-out"), ("reward",), ("held-out",), ("loss",)])
