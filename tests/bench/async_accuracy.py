@@ -11,15 +11,14 @@ hour and more; those that `--runs` already holds, of an earlier call with the sa
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 from hpcrl.metrics.log import read_metrics
+from tests.bench.machine import tell
 from tests.bench.vs_trl import launch
 
 VARIANTS = {
@@ -64,7 +63,7 @@ def upper_bound(differences: list[float]) -> float:
 
 def summary(runs: dict[str, list[list[dict[str, float | None]]]]) -> dict[str, object]:
     """Everything but the curves."""
-    result: dict[str, object] = {"bench": "async_accuracy", "load_1min": round(os.getloadavg()[0], 2)}
+    result: dict[str, object] = {"bench": "async_accuracy"}
     ends = {
         variant: {name: [float(rows[-1][key] or 0.0) for rows in seeds] for name, key in FIGURES.items()}
         for variant, seeds in runs.items()
@@ -128,7 +127,7 @@ def main() -> int:
                 print(f"seed {seed} {variant}: {ends}", file=sys.stderr, flush=True)
     if options.plot:
         plot(runs, options.plot)
-    print(json.dumps(summary(runs)))
+    tell(summary(runs))
     return 0
 
 

@@ -15,13 +15,12 @@ up; ahead of it they only have to be there in the mean.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
 
 from hpcrl.metrics.log import read_metrics
+from tests.bench.machine import tell
 from tests.bench.vs_trl import launch, make_long_model, write_rows
 
 WARM_STEPS = 3
@@ -69,7 +68,7 @@ def main() -> None:
         make_long_model(folder / "model")
         rows, _ = write_rows(folder)
         for kind, sizes in tails.items():
-            result: dict[str, object] = {"bench": "async_live", "tail": kind, "cores": os.cpu_count()}
+            result: dict[str, object] = {"bench": "async_live", "tail": kind}
             found = {
                 lag: measure(folder / "model", rows, sizes, lag, steps, folder / f"{kind}_{lag}") for lag in (0, 1, 2)
             }
@@ -80,8 +79,7 @@ def main() -> None:
                 if lag:
                     result[f"speedup_lag_{lag}"] = round(sync["step_s"] / figures["step_s"], 2)
             result["bound"] = round(sync["step_s"] / max(generates, trains), 2)
-            result["load_1min"] = round(os.getloadavg()[0], 2)
-            print(json.dumps(result), flush=True)
+            tell(result)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from hpcrl.comm.transfer import Fabric
 from hpcrl.control.bootstrap import Place
 from hpcrl.control.messages import Done, DropBatch, HandOver, Leave, Move
 from hpcrl.control.world import CONTROLLER_QUEUE, World, join, rank_queue
+from tests.bench.machine import tell
 from tests.bench.ray.rollouts import FIELDS, NUM_ROLLOUTS, NUM_TOKENS, checksum, make_rollouts, pack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,9 +153,8 @@ def main() -> None:
         "move_ratio_dicts": round(ray["dicts_ms"] / hpcrl["move_ms"], 2),
         "move_ratio_packed": round(ray["packed_ms"] / hpcrl["move_ms"], 2),
         "cores": os.cpu_count(),
-        "load_1min": os.getloadavg()[0],
     }
-    print(json.dumps(report), flush=True)
+    tell(report)
 
 
 if __name__ == "__main__":

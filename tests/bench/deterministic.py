@@ -9,13 +9,12 @@ the shares of a step's seconds, and `cost` = how many times more of each a sampl
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import tempfile
 from pathlib import Path
 from statistics import mean, median
 
 from hpcrl.metrics.log import read_metrics
+from tests.bench.machine import tell
 from tests.bench.vs_trl import launch, warm_start
 
 WARMUP_STEPS = 3
@@ -55,7 +54,7 @@ def main() -> None:
     }
     report = {"bench": "deterministic"} | {m: {k: round(v, 4) for k, v in s.items()} for m, s in medians.items()}
     report |= {"cost": {unit: round(value, 2) for unit, value in cost.items()}}
-    print(json.dumps(report | {"cores": len(os.sched_getaffinity(0)), "load_1min": os.getloadavg()[0]}))
+    tell(report)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ wall time of an idle machine is near the CPU time divided by its cores, or by 3 
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+from tests.bench.machine import tell
 from tests.e2e.program import Start
 
 STARTS = 5
@@ -35,11 +34,10 @@ def main() -> None:
     """Print the JSON line."""
     with tempfile.TemporaryDirectory() as folder:
         walls, cpus = zip(*(measure(Path(folder) / f"run_{i}") for i in range(STARTS)), strict=True)
-    result: dict[str, object] = {"bench": "first_step", "ranks": 3, "cores": len(os.sched_getaffinity(0))}
+    result: dict[str, object] = {"bench": "first_step", "ranks": 3}
     result["wall_s"] = {"best": round(min(walls), 2), "median": round(statistics.median(walls), 2)}
     result["cpu_s"] = {"best": round(min(cpus), 2), "median": round(statistics.median(cpus), 2)}
-    result["load_after"] = round(os.getloadavg()[0], 2)
-    print(json.dumps(result))
+    tell(result)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
+from tests.bench.machine import tell
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS, MAX_NEW, VOCAB = 64, 256, 512
@@ -150,7 +151,7 @@ def main() -> None:
     best = {name: round(max(turn[name] for turn in turns)) for name in turns[0]}
     mine = f"native_{SLOTS[-1]}_slots"
     ratios = {f"ratio_vs_{name}": round(median(turn[mine] / turn[name] for turn in turns), 2) for name in others}
-    print(json.dumps({"bench": "generator", "unit": "tokens per CPU-second"} | best | ratios))
+    tell({"bench": "generator", "unit": "tokens per CPU-second"} | best | ratios)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ script loads the same model and trains one step. Run it on an idle machine; need
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from hpcrl.files import committed_step
 from hpcrl.metrics.log import read_metrics
+from tests.bench.machine import tell
 from tests.conftest import ROOT
 from tests.slurm.conftest import load_one_machine
 from tests.slurm.jobs import PENDING, RUNNING, processes, show, step_of, submit, wait_state, wait_step, wait_until
@@ -99,7 +99,7 @@ def main() -> None:
         }
         c.run("scancel", str(job))
         gone(c, job)
-        print(json.dumps(result))
+        tell(result)
 
 
 if __name__ == "__main__":

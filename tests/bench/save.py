@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import tempfile
 import time
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from tests.bench.machine import tell
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group
 
 LENGTHS = (64,) * 8
@@ -104,9 +104,8 @@ def main() -> None:
         "stall_over_copy": round(median(s / c for s, c in zip(found["stall"][1:], found["copy"][1:], strict=True)), 2),
         "percent_of_step": round(100 * middle["stall"] / middle["step"], 2),
         "cores": len(os.sched_getaffinity(0)),
-        "load_1min": round(os.getloadavg()[0], 2),
     }
-    print(json.dumps(report), flush=True)
+    tell(report)
 
 
 if __name__ == "__main__":

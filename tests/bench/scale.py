@@ -13,7 +13,6 @@ their own, that answer at once, over a real TCPStore.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -34,6 +33,7 @@ from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Prompt
+from tests.bench.machine import tell
 from tests.bench.scale_ranks import KEY, Cluster, serve_ranks
 
 IN_FLIGHT = 100_000
@@ -205,7 +205,6 @@ def over_store(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
         "wall_s": round(wall_s, 2),
         "peak_mib": round(rss_mib(peak=True)),
         "cores": os.cpu_count(),
-        "load_1min": os.getloadavg()[0],
     }
 
 
@@ -225,9 +224,9 @@ def main() -> None:
         options.virtual, options.store = [16], [4]
     in_flight, steps = (512, 2) if options.quick else (IN_FLIGHT, 1)
     for num_replicas in options.virtual:
-        print(json.dumps(alone(virtual, num_replicas, in_flight, steps)), flush=True)
+        tell(alone(virtual, num_replicas, in_flight, steps))
     for num_ranks in options.store:
-        print(json.dumps(alone(over_store, num_ranks, min(in_flight, 16 * num_ranks), steps)), flush=True)
+        tell(alone(over_store, num_ranks, min(in_flight, 16 * num_ranks), steps))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ order, one burst per plan(), scores come back in random order. Only the schedule
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 
@@ -15,6 +14,7 @@ from hpcrl.rollout.events import Admit, BurstDone, Drop, Scored
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason
+from tests.bench.machine import tell
 
 
 def measure(num_replicas: int, slots: int, need: int, group_size: int, deterministic: bool) -> dict[str, float]:
@@ -70,7 +70,7 @@ def main() -> None:
     sizes = (options.replicas, options.slots, options.groups, options.group_size)
     default, deterministic = measure(*sizes, False), measure(*sizes, True)
     report = {"bench": "scheduler", **vars(options), "target_events_per_s": 20_000}
-    print(json.dumps(report | {"default": default, "deterministic": deterministic}))
+    tell(report | {"default": default, "deterministic": deterministic})
 
 
 if __name__ == "__main__":

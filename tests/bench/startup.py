@@ -6,13 +6,14 @@ imported. An empty interpreter is measured beside it, so that the figure can be 
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
+
+from tests.bench.machine import tell
 
 STARTS = 7
 ASSERT = """
@@ -45,7 +46,7 @@ def main() -> None:
         walls, cpus = zip(*(measure(words) for _ in range(STARTS)), strict=True)
         result[f"{name}_wall_s"] = {"best": round(min(walls), 3), "median": round(statistics.median(walls), 3)}
         result[f"{name}_cpu_s"] = {"best": round(min(cpus), 3), "median": round(statistics.median(cpus), 3)}
-    print(json.dumps(result))
+    tell(result)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import psutil
 from hpcrl.config import TinyModel
 from hpcrl.data.tasks import make_task
 from hpcrl.metrics.log import read_metrics
+from tests.bench.machine import tell
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL_BIN = ROOT / ".venv-trl" / "bin"
@@ -287,7 +288,7 @@ def main() -> None:
         else:
             model = options.model.resolve() if options.model else warm_start(folder / "sft")
         report |= compare(setting, Inputs(model, *write_rows(folder)), options.seeds, folder)
-    print(json.dumps(report | {"seeds": options.seeds, "cores": CORES, "load_1min": os.getloadavg()[0]}), flush=True)
+    tell(report | {"seeds": options.seeds})
 
 
 if __name__ == "__main__":
