@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -358,15 +359,11 @@ def test_a_key_that_nothing_reads_is_refused_where_the_user_set_it(words: list[s
 def test_training_alone_reads_of_the_rollouts_what_evaluation_reads_and_the_size_of_a_batch() -> None:
     alone, read = ["debug=train_only", "rollouts=runs/demo"], {"num_prompts", "group_size", "min_replicas"}
     read |= {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}
-    refused = set()
-    for key, info in RolloutConfig.model_fields.items():
-        try:
-            load([*alone, f"rollout.{key}={'null' if info.default is None else info.default}"])
-        except ConfigError as error:
-            (line,) = error.problems
-            assert line.startswith(f"rollout.{key}: not read here, debug=train_only generates nothing"), line
-            refused.add(key)
-    assert refused == RolloutConfig.model_fields.keys() - read
+    keys = {key: "null" if info.default is None else info.default for key, info in RolloutConfig.model_fields.items()}
+    lines = problems(*alone, *(f"rollout.{key}={value}" for key, value in keys.items()))
+    found = [re.match(r"rollout\.(\w+): not read here, debug=train_only generates nothing", line) for line in lines]
+    assert all(found), lines
+    assert sorted(match[1] for match in found if match) == sorted(keys.keys() - read)
 
 
 def test_an_experiments_keys_are_not_held_against_a_choice_on_the_command_line() -> None:
@@ -442,7 +439,7 @@ def test_every_key_has_a_meaning() -> None:
     assert {model.__name__: names for model in models if (names := undocumented(model))} == {}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from([key for key in known_keys() if "*" not in key]), st.integers(0, 10**6), st.data())
 def test_a_misspelt_key_is_always_refused_and_named(key: tuple[str, ...], number: int, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(key[-1])))

@@ -18,6 +18,8 @@ from hpcrl.rundir import check_run, close_run, open_run
 from tests.checkpoint.test_commit import check_whole, flip, save
 from tests.checkpoint.test_lineage import make_run, metric_steps
 
+pytestmark = pytest.mark.slow
+
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate")
 
 

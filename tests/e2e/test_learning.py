@@ -114,8 +114,8 @@ def test_held_out_accuracy_rises(trained: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
     before, after = rows[0], rows[-1]
     assert 0.1 < before["val/sampled/score/mean"] < 0.6, "the warm-up ends when a fifth of the samples is right"
-    assert after["val/score/mean"] > before["val/score/mean"] + 0.05
-    assert after["val/sampled/score/mean"] > before["val/sampled/score/mean"] + 0.12
+    greedy, sampled = (after[name] - before[name] for name in ("val/score/mean", "val/sampled/score/mean"))
+    assert (greedy + sampled) / 2 > 0.08, "docs/measured.md: .18 to .36 over seeds and instruction sets"
 
 
 def test_every_metric_of_the_field_is_there(trained: tuple[Path, str]) -> None:

@@ -32,6 +32,7 @@ def test_tests_run_with_the_instructions_that_are_asked_for() -> None:
     assert asked is None or torch.backends.cpu.get_cpu_capability() == asked.upper()
 
 
+@pytest.mark.slow
 def test_fewer_instructions_give_other_bits() -> None:
     default, fewer = capability_and_bits(), capability_and_bits(**AVX2)
     assert fewer[0] == "AVX2"

@@ -192,6 +192,7 @@ def check_accounting(scheduler, batches, ends, offered):
 # -- properties
 
 
+@pytest.mark.slow
 @settings(SEARCH, max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
@@ -304,6 +305,7 @@ def test_default_mode_does_depend_on_the_order_of_events():
     assert len({str(run(seed)) for seed in range(5)}) > 1
 
 
+@pytest.mark.slow
 @settings(SEARCH, max_examples=60)
 @given(
     seed=st.integers(0, 2**32),

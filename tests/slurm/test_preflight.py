@@ -65,6 +65,7 @@ def test_good_nodes_report_what_they_are(cluster: Any, tmp_path: Path) -> None:
     assert all(report.versions["torch"] and report.open_files >= 64 + 8 * 6 for report in reports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prelude", "told"),
     [
@@ -84,6 +85,7 @@ def test_a_bad_node_is_named_once(cluster: Any, tmp_path: Path, prelude: str, to
     assert lines[0].startswith(f"hpcrl: {told}")
 
 
+@pytest.mark.slow
 def test_agents_start_no_rank_beside_a_bad_node(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     code, lines, _ = srun(cluster, str(run), "[ $SLURMD_NODENAME = n2 ] && ulimit -n 80", "run")
@@ -92,6 +94,7 @@ def test_agents_start_no_rank_beside_a_bad_node(cluster: Any, tmp_path: Path) ->
     assert not (run / "logs").exists()
 
 
+@pytest.mark.slow
 def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
     gpus = COMPONENTS.replace("ranks_per_node: 2}", "ranks_per_node: 2, gpus_per_node: 2}")
     run = make_run(tmp_path / "run", f"cluster.components={gpus}")
@@ -102,6 +105,7 @@ def test_a_node_with_too_few_gpus(cluster: Any, tmp_path: Path) -> None:
     assert lines == ["hpcrl: node n3 shows 1 GPU(s) of the 2 that the run asks for: cluster.exclude it"]
 
 
+@pytest.mark.slow
 def test_a_node_that_never_reports(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", start_s=3)
     code, lines, seconds = srun(cluster, str(run), "[ $SLURMD_NODENAME = n3 ] && sleep 8")
@@ -109,6 +113,7 @@ def test_a_node_that_never_reports(cluster: Any, tmp_path: Path) -> None:
     assert seconds < 30
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
     """Each node sees a folder of its own under the same name; the third has none."""
     for name in ("n1", "n2", "n3"):
@@ -122,6 +127,7 @@ def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
     assert any("node n2 saw no run/world" in line and "not on a file system that all" in line for line in lines), lines
 
 
+@pytest.mark.slow
 def test_another_number_of_nodes(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "layout.reward.num_ranks=6")
     code, lines, _ = srun(cluster, str(run))
