@@ -16,6 +16,8 @@ from hpcrl.planner.shapes import ModelShape
 FP32 = 4
 INDEX = 8
 """Bytes of a position or token id."""
+LOGITS_BLOCK = 1 << 24
+"""Logits of which a trainer takes the softmax at once (BLOCK_NUMBERS in engines/train/fsdp2/logits.py)."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,11 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
     return tokens.total * kept
 
 
-def logits_bytes(shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int, entropy_loss: bool) -> int:
-    """Bytes of one chunk of the vocabulary projection and of the gradient of its matrix, which is summed in fp32."""
-    chunk = min(chunk_tokens, tokens.predicted)
-    copies = 5 if entropy_loss else 3  # of fp32 logits at once
-    return chunk * shape.vocab_size * copies * FP32 + shape.vocab_size * shape.hidden_size * (FP32 + num_bytes)
+def logits_bytes(shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int) -> int:
+    """Bytes of one chunk of the vocabulary projection in fp32, of what is computed beside it (the projection's own
+    results and the gradient in its type, or the softmax of a block of rows), and of the gradient of its matrix, which
+    is summed in fp32."""
+    chunk = min(chunk_tokens, tokens.predicted) * shape.vocab_size
+    blocks = 2 * min(chunk, LOGITS_BLOCK) * FP32
+    beside = blocks if num_bytes == FP32 else max(blocks, chunk * num_bytes)
+    return chunk * FP32 + beside + shape.vocab_size * shape.hidden_size * (FP32 + num_bytes)

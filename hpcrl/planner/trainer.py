@@ -71,7 +71,7 @@ def forward_parts(
     """Parts of a rank that holds frozen weights and computes one layer at a time."""
     samples = config.rollout.num_prompts * config.rollout.group_size
     compute, tokens = BYTES[config.trainer.param_dtype], Tokens.of(config, -(-samples // num_ranks))
-    logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute, entropy_loss=False)
+    logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute)
     return [
         Part("reference", "weights", weights, PHASES, on_host),
         Part("reference", "gathered weights", gathered, ("reference",)),

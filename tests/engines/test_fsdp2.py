@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hpcrl.algorithms.base import Outputs
 from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
+from hpcrl.engines.train.fsdp2 import model
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.rollout.batch import Batch
@@ -156,7 +158,7 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
             super().__init__([sum(lengths)], device)
 
     monkeypatch.setattr(fsdp2, "PackedLayout", Blind)
-    with pytest.raises(ValueError, match=r"packing=require.*qwen2 differ"):
+    with pytest.raises(ValueError, match=r"packing=require, but qwen2 cannot be packed: packed log-probs differ by"):
         engine(folders["qwen2"], packing="require")
     with pytest.warns(UserWarning, match="qwen2 cannot be packed"):
         trainer = engine(folders["qwen2"])
@@ -164,6 +166,65 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
     want, gradients = transformers_results(folders["qwen2"], batch)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
+
+
+def test_activation_checkpointing_leaves_dropout_off(tmp_path: Path, world_of_one: None) -> None:
+    """OPT asks its layers' own mode whether to drop out, in both passes."""
+    folder = make_model_folder("opt", tmp_path / "opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.3)
+    batch = make_batch(LENGTHS)
+    kept, again = (engine(folder, activation_checkpointing=on) for on in (False, True))
+    assert torch.equal(kept.logprobs(batch, ONE, TEMPERATURE), again.logprobs(batch, ONE, TEMPERATURE))
+    want = gradients_of(kept, batch, ONE, batch)
+    assert worst_difference(gradients_of(again, batch, ONE, batch), want) < 1e-5
+    again.model.hf.train()  # negative control: dropout would show
+    assert worst_difference(gradients_of(again, batch, ONE, batch), want) > 1e-2
+
+
+def test_activation_checkpointing_needs_layers(
+    folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "GradientCheckpointingLayer", torch.nn.Conv2d)
+    with pytest.raises(ValueError, match="activation_checkpointing=true: qwen2 has no layers that can be computed"):
+        engine(folders["qwen2"], activation_checkpointing=True)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 20,
+    "short_factor": [1.0] * 4, "long_factor": [9.0] * 4,
+}  # fmt: skip
+
+
+def test_rotary_embeddings_of_the_longest_sequence_are_not_packed(tmp_path: Path, world_of_one: None) -> None:
+    """One of the sequences is longer than 20 tokens, none of the probe's is."""
+    folder = make_model_folder(
+        "phi3", tmp_path / "phi3", max_position_embeddings=40, original_max_position_embeddings=20,
+        rope_parameters=LONGROPE, pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="packing=require, but phi3 cannot be packed: rope_type=longrope rotates by"):
+        engine(folder, packing="require")
+    with pytest.warns(UserWarning, match="phi3 cannot be packed .rope_type=longrope"):
+        trainer = engine(folder)
+    batch = make_batch(LENGTHS)
+    want, gradients = transformers_results(folder, batch)
+    assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
+    assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
+    trainer.model.set_packing(True)  # negative control: packed, short sequences are rotated as the long one is
+    trainer.packing = True
+    assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("settings", "types"),
+    [
+        ({}, {"default"}),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"dynamic"}),
+        ({"rope_scaling": {"type": "longrope"}}, {"longrope"}),
+        ({"rope_parameters": None, "rope_scaling": None}, {"default"}),
+        ({"rope_parameters": {"full": {"rope_type": "yarn"}, "local": {"rope_type": "dynamic"}}}, {"yarn", "dynamic"}),
+    ],
+)
+def test_kinds_of_rotary_embedding(settings: dict[str, Any], types: set[str]) -> None:
+    assert model.rope_types(SimpleNamespace(**settings)) - {"default"} == types - {"default"}
 
 
 def test_an_objective_that_compares_rows_needs_packing(folders: dict[str, Path], world_of_one: None) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.engines.train.fsdp2 import logits
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
+from tests.planner.measuring import peak_bytes
 
 pytestmark = pytest.mark.numerics
 
 
 def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, temperature: float):
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    scores = torch.nn.functional.linear(hidden, weight, bias)
     if head.softcap:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    log_p = (logits * head.scale / temperature).log_softmax(-1)
+        scores = head.softcap * torch.tanh(scores / head.softcap)
+    log_p = (scores * head.scale / temperature).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -59,6 +64,57 @@ def test_without_entropy_the_gradient_is_that_of_logprobs_alone() -> None:
     dense(*others, targets, Head(softcap=2.0), 1.0)[0].sum().backward()
     for got, want in zip(tensors, others, strict=True):
         assert (got.grad - want.grad).abs().max() <= 1e-5 * want.grad.abs().max()
+
+
+def work(dtype: torch.dtype, chunk_tokens: int, asked: str, head: Head | None = None) -> Callable[[], object]:
+    """Forward and backward of 600 tokens and 3,000 words; asked: no entropy, one to log, or one in the loss."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(600, 8, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(3000, 8, generator=generator).to(dtype).requires_grad_()
+    targets = torch.arange(600)
+
+    def run() -> None:
+        logprobs, entropy = token_logprobs(
+            hidden, weight, None, targets, head=head or Head(), temperature=0.7, chunk_tokens=chunk_tokens,
+            entropy=asked != "no",
+        )  # fmt: skip
+        (logprobs.sum() + entropy.sum() if asked == "loss" else logprobs.sum()).backward()
+
+    run()  # gradients are there from now on
+    return run
+
+
+@pytest.mark.parametrize("head", [Head(), Head(softcap=5.0)], ids=["plain", "softcap"])
+@pytest.mark.parametrize("asked", ["no", "log", "loss"])
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 1.25), (torch.bfloat16, 1.6)])
+def test_little_more_than_one_chunk_is_alive_at_once(
+    dtype: torch.dtype, chunks: float, asked: str, head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 half a chunk beside it, of the projection's results and of the gradient."""
+    monkeypatch.setattr(logits, "BLOCK_NUMBERS", 10 * 3000)
+    peak = peak_bytes(work(dtype, 300, asked, head), tmp_path / "trace.json")
+    assert peak < chunks * 300 * 3000 * 4
+
+
+def test_the_measure_sees_a_second_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the softmax of a whole chunk at once."""
+    monkeypatch.setattr(logits, "BLOCK_NUMBERS", 300 * 3000)
+    assert peak_bytes(work(torch.float32, 300, "no"), tmp_path / "trace.json") > 1.9 * 300 * 3000 * 4
+
+
+@pytest.mark.parametrize("block_numbers", [1, 7 * 31, 1 << 20])
+def test_blocks_do_not_change_a_bit(block_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for numbers in (1 << 30, block_numbers):
+        monkeypatch.setattr(logits, "BLOCK_NUMBERS", numbers)
+        tensors = inputs(True)
+        head = Head(softcap=2.0, scale=0.5)
+        logprobs, entropy = token_logprobs(
+            *tensors, torch.arange(23), head=head, temperature=0.7, chunk_tokens=10, entropy=True
+        )
+        (logprobs.sum() + 0.4 * entropy.sum()).backward()
+        results.append([logprobs, entropy, *(tensor.grad for tensor in tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_no_more_than_a_chunk_of_logits_exists() -> None:

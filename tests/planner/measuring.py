@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,14 @@ def step_peak(folder: Path, trace: Path, large: bool, num_rows: int, length: int
     plan = [list(range(num_rows)), list(range(num_rows, 2 * num_rows))]
     args = (batch, plan, Weighted(), norms_of(batch))
     trainer.train_step(*args)  # makes the optimizer's state
+    return peak_bytes(lambda: trainer.train_step(*args), trace / f"trace{dist.get_rank()}.json")
+
+
+def peak_bytes(work: Callable[[], object], file: Path) -> int:
+    """Most bytes that the allocator of the CPU held at once during work() beyond what it held before. `file` is
+    written on the way."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        trainer.train_step(*args)
-    file = trace / f"trace{dist.get_rank()}.json"
+        work()
     profiler.export_chrome_trace(str(file))
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("name") == "[memory]"]
     first = min(events, key=lambda event: float(event["ts"]))["args"]  # the file is not in the order of time

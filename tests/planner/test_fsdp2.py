@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config import parse
-from hpcrl.engines.train.fsdp2 import engine
+from hpcrl.engines.train.fsdp2 import engine, logits
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
 from hpcrl.launch.model_folder import inspect_model
+from hpcrl.planner import activations
 from hpcrl.planner.activations import Tokens, fsdp2_activations
 from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
@@ -30,7 +31,7 @@ def planned_parts(folder: Path, dtype: str, num_ranks: int) -> dict[str, int]:
 
 
 def test_the_engine_has_the_constants_of_the_plan() -> None:
-    assert engine.SMALL_MODEL_BYTES == fsdp2.SMALL_MODEL_BYTES
+    assert engine.SMALL_MODEL_BYTES == fsdp2.SMALL_MODEL_BYTES and logits.BLOCK_NUMBERS == activations.LOGITS_BLOCK
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

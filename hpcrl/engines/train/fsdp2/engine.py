@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
@@ -110,12 +109,9 @@ class FSDP2Engine:
         config = self.config
         hf.requires_grad_(self.trainable)
         hf.eval()  # no dropout: it would make the ratio of two forwards noise
-        if config.activation_checkpointing:
-            hf.gradient_checkpointing_enable({"use_reentrant": False})
-            for module in hf.modules():
-                if isinstance(module, GradientCheckpointingLayer):
-                    module.training = True  # the condition it checks; its children stay in eval mode
         model = PackedCausalLM(hf, config.logits_chunk_tokens)
+        if config.activation_checkpointing and self.trainable:
+            model.checkpoint_activations()
         mesh = init_device_mesh(self.device.type, (self.data_parallel_size,))
         options: dict[str, Any] = {
             "mesh": mesh,
@@ -167,12 +163,13 @@ class FSDP2Engine:
         sequences[-1][:PROBE_PREFIX] = sequences[0][:PROBE_PREFIX]
         shared = shared_prefixes(torch.cat(sequences), PROBE_LENGTHS, [PROBE_PREFIX] * len(PROBE_LENGTHS))
         sequences = [tokens.to(self.device) for tokens in sequences]
+        obstacle = self.model.packing_obstacle()
         with torch.no_grad():
             self.model.set_packing(False)
             own = torch.cat([self.model.own_logprobs(tokens) for tokens in sequences])
             single = torch.cat([self._run([tokens], None) for tokens in sequences])
             deviations = [(single - own).abs().mean(), own.new_tensor(math.inf), own.new_tensor(0.0)]
-            if self.model.can_pack:
+            if not obstacle:
                 self.model.set_packing(True)
                 packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device, shared))
                 leaking = self._run(sequences, PackedLayout([sum(PROBE_LENGTHS)], self.device))
@@ -191,15 +188,15 @@ class FSDP2Engine:
                 f"{single_deviation:.2g} nats from its own logits; its output head is not supported"
             )
         agrees = packed_deviation <= allowed
+        why = obstacle or f"packed log-probs differ by {packed_deviation:.2g} nats from single sequences"
         if mode == "require" and not agrees:
             raise ValueError(
-                f"trainer.packing=require, but packed log-probs of {kind} differ by {packed_deviation:.2g} nats from "
-                "single sequences; set trainer.packing=auto to train one sequence at a time"
+                f"trainer.packing=require, but {kind} cannot be packed: {why}; set trainer.packing=auto to train one "
+                "sequence at a time"
             )
         if mode == "auto" and not agrees and self.data_parallel_rank == 0:
             warnings.warn(
-                f"{kind} cannot be packed (log-probs differ by {packed_deviation:.2g} nats): training goes one "
-                "sequence at a time, which is slow",
+                f"{kind} cannot be packed ({why}): training goes one sequence at a time, which is slow",
                 stacklevel=3,
             )
         packing = agrees and mode != "off"

@@ -1,16 +1,21 @@
 """Log-probabilities and entropies of tokens from hidden states, by chunks of the vocabulary projection.
 
 The [tokens, vocabulary] logits are the largest tensor of a training step (16384 x 151936 in fp32: 10 GB, with its
-softmax and gradient three times that). Only one chunk of them exists at a time; the backward pass computes it again.
+softmax and gradient three times that). Only one chunk of them exists at a time; the backward pass computes it again and
+turns it into its gradient in place, some rows after others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+BLOCK_NUMBERS = 1 << 24
+"""Logits of which the softmax is taken at once: what is computed beside a chunk takes at most so many numbers."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,15 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, tem
     return logits if factor == 1.0 else logits.mul_(factor)
 
 
+def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
+    """(where they stand among all tokens, rows of the chunk) that hold at most BLOCK_NUMBERS, or one row; `start` is
+    where the chunk begins."""
+    size = max(1, BLOCK_NUMBERS // logits.shape[1])
+    for first in range(0, logits.shape[0], size):
+        block = logits[first : first + size]
+        yield slice(start + first, start + first + len(block)), block
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -57,10 +71,14 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.zeros_like(logprobs)
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            log_p = _logits(hidden[chunk], weight, bias, head, temperature).log_softmax(-1)
-            logprobs[chunk] = log_p.gather(1, targets[chunk, None])[:, 0]
-            if with_entropy:
-                entropy[chunk] = -(log_p.exp() * log_p).sum(-1)
+            logits = _logits(hidden[chunk], weight, bias, head, temperature)
+            for rows, block in _blocks(logits, start):
+                log_p = block.log_softmax(-1)
+                logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
+                if with_entropy:
+                    entropy[rows] = -log_p.exp().mul_(log_p).sum(-1)
+                del block, log_p
+            del logits  # before the next chunk is made
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.head, ctx.temperature, ctx.chunk_tokens = head, temperature, chunk_tokens
         ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None says that no loss has it
@@ -78,25 +96,29 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            logits = _logits(hidden[chunk], weight, bias, head, ctx.temperature)
-            slope = None if head.softcap is None else 1 - (logits / (factor * head.softcap)).square_()
-            coefficient = grad_logprobs[chunk, None]
-            if grad_entropy is not None:
-                log_p = logits.log_softmax(-1)
-                coefficient = (log_p + entropy[chunk, None]).mul_(grad_entropy[chunk, None]).add_(coefficient)
-                grad = log_p.exp_().mul_(coefficient.neg_())
-            else:
-                grad = logits.softmax(-1).mul_(-coefficient)
-            grad.scatter_add_(1, targets[chunk, None], grad_logprobs[chunk, None])
-            if factor != 1.0:
-                grad.mul_(factor)
-            if slope is not None:
-                grad.mul_(slope)
+            grad = _logits(hidden[chunk], weight, bias, head, ctx.temperature)
+            for rows, block in _blocks(grad, start):
+                slope = None if head.softcap is None else 1 - (block / (factor * head.softcap)).square_()
+                coefficient = grad_logprobs[rows, None]
+                if grad_entropy is not None:
+                    log_p = block.log_softmax(-1)
+                    coefficient = (log_p + entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(coefficient)
+                    torch.mul(log_p.exp_(), coefficient.neg_(), out=block)
+                    del log_p
+                else:
+                    torch.mul(block.softmax(-1), -coefficient, out=block)
+                block.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+                if factor != 1.0:
+                    block.mul_(factor)
+                if slope is not None:
+                    block.mul_(slope)
+                del block, coefficient, slope
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[chunk])
             grad_weight += grad.T @ hidden[chunk]
+            del grad  # before the next chunk is made
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
 

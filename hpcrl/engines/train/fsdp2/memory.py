@@ -63,8 +63,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     offloaded = trainer.cpu_offload
     activations = fsdp2_activations(shape, tokens, compute, trainer.activation_checkpointing)
     recomputed = recomputed_layer(shape, tokens, compute) if trainer.activation_checkpointing else 0
-    entropy = config.reinforces and config.algorithm.entropy_loss_coef != 0
-    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, entropy)
+    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute)
     whole = _stays_gathered(shape, compute, True) and master == compute
     snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
     # What stays gathered is reduced after the last backward, what does not after each.

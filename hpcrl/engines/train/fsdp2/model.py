@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import inspect
 import re
 import shutil
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
@@ -40,6 +43,18 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+"""Kinds of rotary embedding (rope_type) that rotate differently from some length on: dynamic NTK, and LongRoPE of Phi-3
+(arXiv 2402.13753). transformers takes that length from the whole forward, so that a short sequence beside a long one is
+rotated as the long one is; a probe with short sequences does not notice."""
+
+
+def rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embedding in a transformers config, of all kinds of layers."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sections = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {str(section.get("rope_type", section.get("type", "default"))) for section in sections}
+
 
 class PackedCausalLM(nn.Module):
     """Wraps a transformers model so that all use of its parameters is inside one forward: FSDP gathers them there."""
@@ -58,11 +73,33 @@ class PackedCausalLM(nn.Module):
         """Choose between the attention over packed sequences and the model's own over one sequence."""
         self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
 
-    @property
-    def can_pack(self) -> bool:
-        """Whether the model takes what a packed forward needs; whether it then packs correctly, a probe must tell."""
+    def packing_obstacle(self) -> str:
+        """Why the model cannot be packed, as far as its code and config tell; empty where a probe has to find out."""
         parameters = inspect.signature(self.hf.base_model.forward).parameters
-        return "position_ids" in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return "its forward takes no position_ids or no layout of the sequences"
+        rope = rope_types(self.hf.config) & LENGTH_DEPENDENT_ROPE
+        if rope:
+            return f"rope_type={min(rope)} rotates by the length of the longest sequence in a forward"
+        return ""
+
+    def checkpoint_activations(self) -> None:
+        """Keep the inputs of the layers alone and compute the rest again in the backward pass. ValueError for a model
+        without layers that transformers can checkpoint.
+
+        transformers does so in training mode only, in which layers that ask for their own mode drop activations out
+        (OPT), so the layers are wrapped here and stay in evaluation mode. Nothing random is left to be repeated.
+        """
+        layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(
+                f"trainer.activation_checkpointing=true: {self.hf.config.model_type} has no layers that can be "
+                "computed again; set it to false"
+            )
+        for layer in layers:
+            layer.forward = functools.partial(  # type: ignore[method-assign]
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
     def forward(
         self,

@@ -16,11 +16,13 @@ from hpcrl.engines.train.megatron.parallel import (
     split_layers,
 )
 from hpcrl.engines.train.megatron.spec import MegatronConfig
-from hpcrl.planner.activations import FP32, Tokens, logits_bytes
+from hpcrl.planner.activations import FP32, Tokens
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.parts import BYTES, Change, Part, Row, split_size
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import forward_parts
+
+LOGIT_COPIES = 3  # logits, softmax, gradient
 
 
 def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[Stage]:
@@ -90,7 +92,9 @@ def stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int) -
     activations = in_flight * max(chunk for chunk, _ in kept) + max(layer for _, layer in kept)
     logits = 0
     if stage == megatron.pipeline_parallel - 1:
-        logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, False) // megatron.tensor_parallel
+        chunk = min(trainer.logits_chunk_tokens, tokens.predicted)
+        numbers = chunk * LOGIT_COPIES * FP32 + shape.hidden_size * (FP32 + compute)
+        logits = shape.vocab_size * numbers // megatron.tensor_parallel
     return [
         Part("trainer", "weights", (dense + experts) * compute),
         Part("trainer", "gradients", (dense + experts) * FP32),
