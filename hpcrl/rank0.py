@@ -67,7 +67,7 @@ def control(
         try:
             PIPELINES[config.pipeline].load()(run)
             print(run.finish(), flush=True)
-            finish_run(run_dir, run.last_step, config.max_steps, f"trained {run.last_step} steps")
+            finish_run(run_dir, run.last_step, config.max_steps, run.reason)
         except Stopped as stop:
             stopped = stop
         controller.dismiss()

@@ -345,9 +345,11 @@ def _check_job_gone(held: str, record: Path, number: int, restarts: int, cluster
             [f"{held}, and Slurm cannot say whether it lives: {error}; if not, remove {record}"]
         ) from error
     if job is not None and job.lives:
-        raise ConfigError(
-            [f"{held}, which is {job.state.lower()}; wait for it, scancel {number}, or use another run_name"]
-        )
+        state = job.state.lower()
+        way_out = f"wait for it, scancel {number}" if state != "completing" else "it has all but ended: wait a moment"
+        if job.held:
+            state, way_out = f"held ({job.reason})", f"scontrol release {number}, scancel {number}"
+        raise ConfigError([f"{held}, which is {state}; {way_out}, or use another run_name"])
 
 
 def process_lives(pid: int, start: float) -> bool:

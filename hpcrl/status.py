@@ -9,6 +9,7 @@ where Slurm has forgotten the job or keeps no accounts. It writes nothing and im
 from __future__ import annotations
 
 import contextlib
+import datetime
 import platform
 import re
 import signal
@@ -77,6 +78,13 @@ class Run:
     def owner(self) -> dict[str, Any]:
         return self.owners.get(self.attempt, {})
 
+    @property
+    def began(self) -> float | None:
+        """When the newest attempt did, seconds since the epoch."""
+        with contextlib.suppress(KeyError, ValueError):
+            return datetime.datetime.fromisoformat(self.owner["since"]).timestamp()
+        return None
+
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder)
@@ -119,7 +127,8 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     if config is not None:
         rows += _where(run, config)
         rows.append(("step", _progress(run, config, now, runs)))
-        rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
+        if runs or not run.finished:
+            rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
         rows.append(("saved", _checkpoint(run, now)))
     rows += _restarts(run)
     if error := last_error(run):
@@ -140,12 +149,14 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
 
 
 def state(run: Run, job: slurm.Job | None) -> str:
-    """One of queued, requeued, starting, running, ending, finished, stopped, lost, never started, unknown; then a colon
-    and what there is to say."""
+    """One of queued, requeued, held, starting, running, ending, finished, stopped, lost, never started, unknown; then a
+    colon and what there is to say."""
     owner, attempt = run.owner, run.attempt
     mine = job is not None and owner.get("job") == job.id and owner.get("restarts") == job.restarts
     if job is not None and job.lives:
         if job.state in ("PENDING", "REQUEUED"):
+            if job.held:
+                return f"held: job {job.id} waits ({job.reason}) until it is released: {_release(job)}"
             word = "requeued" if attempt and job.restarts else "queued"
             return f"{word}: job {job.id} waits{f' ({job.reason})' if job.reason not in ('', 'None') else ''}"
         if mine and "ended" not in owner:
@@ -170,6 +181,10 @@ def state(run: Run, job: slurm.Job | None) -> str:
         return f"stopped: attempt {attempt} ended {owner['ended']}{how}; the same command goes on"
     holder = says if lives_as_job(owner) else f"pid {owner.get('pid')} on {owner.get('host')} is gone"
     return f"lost: attempt {attempt} said nothing at its end, {holder}; the same command goes on"
+
+
+def _release(job: slurm.Job) -> str:
+    return "an administrator holds it" if "admin" in job.reason.lower() else f"scontrol release {job.id}"
 
 
 def last_error(run: Run) -> str:
@@ -267,11 +282,13 @@ def _roles(layout: RoleLayout, ranks: Sequence[int] | range) -> str:
 
 def _progress(run: Run, config: Config, now: float, runs: bool) -> str:
     parts = [f"{run.step} of {config.max_steps}"]
+    logged = (run.folder / METRICS).stat().st_mtime if run.rows else None
+    if runs and run.began is not None and (logged is None or logged < run.began):
+        parts[0] += f", attempt {run.attempt} began {duration(now - run.began)} ago and has done none yet"
+    elif runs and logged is not None:
+        stalled = now - logged > max(STALLED_S, STALLED * (run.step_s or 0.0))
+        parts[0] += f", {duration(now - logged)} ago{', much longer than a step takes' if stalled else ''}"
     if run.rows:
-        age = now - (run.folder / METRICS).stat().st_mtime
-        if runs:
-            stalled = age > max(STALLED_S, STALLED * (run.step_s or 0.0))
-            parts[0] += f", {duration(age)} ago{', much longer than a step takes' if stalled else ''}"
         for name, word, form in SHOWN:
             if found := run.newest(name):
                 parts.append(f"{word} {form.format(found[1])}" + f" (step {found[0]})" * (found[0] != run.step))
@@ -289,10 +306,13 @@ def _time(run: Run, config: Config, job: slurm.Job | None, now: float) -> Iterab
         yield f"{duration(left)} to go at this rate"
         return
     limit = job.end - now
+    how = "it is requeued and goes on" if config.cluster.after == "requeue" else "the next job goes on"
+    if job.preempted:
+        yield f"{duration(left)} to go; the job is being preempted: the run saves, {how}"
+        return
     text = f"{duration(left)} to go, the job's time limit is in {duration(max(limit, 0))}"
     if left > limit:
         step = run.step + int(max(limit - config.cluster.signal_lead_s, 0) / (run.step_s or 1))
-        how = "it is requeued and goes on" if config.cluster.after == "requeue" else "the next job goes on"
         text += f": not enough, around step {step} {how}"
     yield text
 

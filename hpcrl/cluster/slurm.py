@@ -19,6 +19,8 @@ NO_ANSWER = re.compile(
     re.IGNORECASE,
 )
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # words in English, times as seconds since the epoch
+LAUNCH_FAILED = "launch_failed_requeued_held"
+"""Why Slurm itself holds a job: a node failed as it began there. It waits until somebody releases it."""
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
 DECIDED = tuple(f"SBATCH_{name}" for name in ("ARRAY_INX", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "WAIT"))
 """Variables that would undo what every script of hpcrl.launch relies on."""
@@ -62,6 +64,11 @@ class Job:
     def lives(self) -> bool:
         """Whether it runs, waits or ends just now."""
         return self.state in LIVE
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits until somebody releases it: a user, an administrator, or Slurm after a failed launch."""
+        return self.state in ("PENDING", "REQUEUED") and "held" in self.reason.lower()
 
 
 def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
@@ -143,6 +150,11 @@ def cancel(jobs: Collection[int], states: Collection[str] = LIVE) -> None:
 def requeue(job_id: int) -> None:
     """Put a running job back into the queue; Slurm ends what still runs of it."""
     call("scontrol", "requeue", str(job_id))
+
+
+def release(job_id: int) -> None:
+    """Let a held job go on."""
+    call("scontrol", "release", str(job_id))
 
 
 def insist(ask: Callable[[], T], seconds: float) -> T:

@@ -12,6 +12,7 @@ submitit.AutoExecutor(cluster="hpcrl"). Needs the extra `slurm`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -34,6 +35,8 @@ from hpcrl.status import Run, last_error
 
 FORGOTTEN = "FORGOTTEN"
 """State of a job that Slurm no longer knows, where it keeps no accounts or they do not answer; it ended minutes ago."""
+MAX_RELEASES = 3
+"""How often a job is released: one that is held again each time meets a node that must be mended or excluded."""
 NO_JOB = "none"
 """Id of the job of a run that was finished without one."""
 
@@ -44,7 +47,12 @@ def run(*words: str) -> tuple[str, ...]:
 
 
 class RunWatcher(InfoWatcher):
-    """The states of all jobs of this process, as Slurm tells them."""
+    """The states of all jobs of this process, as Slurm tells them. A job that Slurm holds because a node failed as it
+    began there is released, a few times."""
+
+    def __init__(self, delay_s: int = 60):
+        super().__init__(delay_s)
+        self._released: Counter[str] = Counter()
 
     def update(self) -> None:
         """Ask for every job that has not ended. Where Slurm cannot be asked, the states stay as they were."""
@@ -55,10 +63,18 @@ class RunWatcher(InfoWatcher):
             except slurm.SlurmError as error:
                 logger.get_logger().warning(f"the state of job {job_id} is not known: {error}")
                 break
+            if job is not None and job.held and job.reason == slurm.LAUNCH_FAILED:
+                self._release(job_id)
             self._info_dict[job_id] = {"JobID": job_id, "State": job.state if job else FORGOTTEN}
             if job is None or not job.lives:
                 self._finished.add(job_id)
         self._last_status_check = time.time()
+
+    def _release(self, job_id: str) -> None:
+        if self._released[job_id] < MAX_RELEASES:
+            self._released[job_id] += 1
+            with contextlib.suppress(slurm.SlurmError):  # not allowed here: status says what to do
+                slurm.release(int(job_id))
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         """Slurm's word for it, FORGOTTEN, or UNKNOWN before the first answer."""

@@ -12,6 +12,9 @@ from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.rundir import RunState
 
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that each machine usually has for itself."""
+
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState) -> str:
     """The plan as lines of `what  how`."""
@@ -22,6 +25,7 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         shape, unknown = None, f"cannot be planned: {error}"
     rows = [
         ("run", f"{config.run_name}, {_kind(run)}, folder {run.run_dir}"),
+        *(("", note) for note in _place_notes(config, run)),
         ("work", _work(config)),
         *((("debug", _debug(config)),) if config.debug != "none" else ()),
         *(_inputs(config, layout, model, shape) if trains else ()),
@@ -69,6 +73,13 @@ def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
 def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[tuple[str, str]]:
     for rows in (trainer_rows, memory_rows, storage_rows):
         yield from rows(config, layout, shape)
+
+
+def _place_notes(config: Config, run: RunState) -> Iterator[str]:
+    """Whether the nodes of a job may not see the run folder."""
+    local = next((folder for folder in NODE_LOCAL if run.run_dir.resolve().is_relative_to(folder)), None)
+    if config.cluster.name == "slurm" and local is not None:
+        yield f"note: {local} is on most clusters each machine's own, and all nodes must see the run folder"
 
 
 def _kind(run: RunState) -> str:

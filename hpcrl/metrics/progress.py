@@ -112,7 +112,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
         else:
-            print(f"step {step}/{self._max_steps}  {line}", file=self._stream, flush=True)
+            print(f"step {step}/{self._max_steps}  {line}".rstrip(), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         """A line that stays."""

@@ -64,7 +64,7 @@ class Run:
         self._fence = functools.partial(check_owner, run_dir, attempt)
         self._controller, self._layout = controller, layout
         self.stop_signal = 0
-        self.last_step = config.max_steps
+        self.last_step, self._why = config.max_steps, ""
         self.tokenizer = _load_tokenizer(model_path)
         self.trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
         self.reference = Reference(controller, layout, config)
@@ -145,9 +145,14 @@ class Run:
         due = bool(every) and (step % every == 0 or step == self.config.max_steps)
         return self.evaluation.scores(step) if due and self.evaluation is not None else {}
 
-    def end_at(self, step: int) -> None:
-        """The run is complete at this step."""
-        self.last_step = step
+    def end_at(self, step: int, why: str) -> None:
+        """The run is complete at this step, before its last one."""
+        self.last_step, self._why = step, why
+
+    @property
+    def reason(self) -> str:
+        """How a run that is complete came to its end."""
+        return f"trained {self.last_step} steps" + (f": {self._why}" if self._why else "")
 
     def log(self, step: int, *parts: Stats) -> None:
         """Write the step's metrics. NoProgress once they show that training has come to nothing; SupersededError, with
@@ -175,7 +180,8 @@ class Run:
         plot = draw_plot(self.run_dir)
         examples = self.evaluation.before_and_after(last) if self.evaluation is not None else ""
         told = summary(read_metrics(self.run_dir), self.config.max_steps)
-        return "\n".join([examples, told, f"plot {plot}", f"HF checkpoint {self.run_dir / 'hf'}"])
+        early = [self.reason] if self._why else []
+        return "\n".join([examples, told, *early, f"plot {plot}", f"HF checkpoint {self.run_dir / 'hf'}"])
 
     def _check_progress(self, step: int, stats: Stats) -> None:
         updates = stats.get("actor/skipped_update")

@@ -154,6 +154,16 @@ def test_a_recipes_missing_data_is_noted_and_the_users_refused(
         assert ".parquet: no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("cluster", ["slurm", "local"])
+def test_a_run_folder_that_nodes_may_not_see_is_noted(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = f"+cluster={cluster} data.train=task:sort_digits reward.default.name=sort_digits dry_run=true".split()
+    for folder, noted in (("/tmp/hpcrl_run", cluster == "slurm"), ("/scratch/hpcrl_run", False)):
+        assert main([*there, f"run_dir={folder}"]) == ExitCode.DONE
+        assert ("note: /tmp is on most clusters each machine's own" in capsys.readouterr().out) is noted
+
+
 def test_a_checkpoint_that_the_file_system_cannot_take_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -96,6 +97,48 @@ def test_progress_and_the_time_limit(tmp_path: Path) -> None:
     assert " ".join(line(run, RUNNING_JOB, NOW).split()) == "run running step 4/10 reward 0.400 ETA 6 min 00 s"
 
 
+def test_an_attempt_that_has_done_no_step_yet_is_not_held_against_those_before(tmp_path: Path) -> None:
+    began = datetime.datetime.fromtimestamp(NOW - 70, datetime.UTC).isoformat()
+    run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0}, a2={"job": 7, "restarts": 1, "since": began})
+    again = Job(7, "RUNNING", 1, False, "None", NOW + 3600)
+    os.utime(run / "metrics.jsonl", (NOW - 7200, NOW - 7200))
+    text = describe(run, again, NOW)
+    assert "step     4 of 10, attempt 2 began 1 min 10 s ago and has done none yet" in text
+    assert "much longer" not in text
+    os.utime(run / "metrics.jsonl", (NOW - 3, NOW - 3))
+    assert "step     4 of 10, 3 s ago" in describe(run, again, NOW)
+
+
+def test_a_preemption_is_no_time_limit(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
+    text = describe(run, Job(7, "RUNNING", 0, True, "None", NOW + 1), NOW)
+    assert "time     6 min 00 s to go; the job is being preempted: the run saves, it is requeued and goes on\n" in text
+    assert "not enough" not in text
+
+
+def test_a_finished_run_has_no_time_to_go(tmp_path: Path) -> None:
+    """Also one that ended before its last step, which says why."""
+    run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0, "ended": "x", "how": "done", "why": "over"})
+    assert "to go at this rate" in describe(run, None, NOW)
+    finish_run(run, 4, 10, "trained 4 steps: the held-out score, 0.900, has reached sft.stop_score=0.9")
+    text = describe(run, None, NOW)
+    assert "to go" not in text and "finished: trained 4 steps: the held-out score, 0.900, has reached" in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "way_out"),
+    [
+        ("launch_failed_requeued_held", "scontrol release 7"),
+        ("JobHeldUser", "scontrol release 7"),
+        ("JobHeldAdmin", "an administrator holds it"),
+    ],
+)
+def test_a_held_job_says_how_it_goes_on(reason: str, way_out: str, tmp_path: Path) -> None:
+    run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0})
+    held = Job(7, "PENDING", 1, False, reason, None)
+    assert state(Folder(run), held) == f"held: job 7 waits ({reason}) until it is released: {way_out}"
+
+
 def test_restarts_and_the_last_error(tmp_path: Path) -> None:
     first = {"job": 7, "restarts": 0, "ended": "x", "how": "requeue", "why": "goes on in the next job"}
     second = {"job": 7, "restarts": 1}
@@ -171,7 +214,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(cluster: Any, tmp
     record_submission(tmp_path, [number], "elsewhere")
     says(cluster, tmp_path, f"state    unknown: job {number}: ask on cluster elsewhere, this is one_machine")
     record_submission(tmp_path, [number], "one_machine")
-    says(cluster, tmp_path, f"state    queued: job {number} waits (JobHeldUser)")
+    says(cluster, tmp_path, f"state    held: job {number} waits (JobHeldUser) until it is released: scontrol release")
     cluster.run("scancel", str(number))
 
 

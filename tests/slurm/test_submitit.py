@@ -13,7 +13,7 @@ import pytest
 from hpcrl.cluster.slurm import SlurmError
 from hpcrl.config import ConfigError
 from tests.conftest import ROOT
-from tests.slurm.jobs import show, wait_until
+from tests.slurm.jobs import launch, says, show, wait_until
 
 pytest.importorskip("submitit")
 from submitit import AutoExecutor
@@ -150,3 +150,25 @@ def test_submitit_knows_the_executor_by_name(
     assert first.job_id != second.job_id
     assert [job.result()["step"] for job in (first, second)] == [1, 1]
     assert AutoExecutor.which() == "slurm"  # chosen only by name: it cannot run any other function
+
+
+def test_a_job_that_slurm_holds_after_a_failed_launch_is_released(
+    executor: HpcrlExecutor, cluster: Any, tmp_path: Path, tiny: list[str]
+) -> None:
+    """The prolog fails on the first node: Slurm drains the node, puts the job back and holds it."""
+    broken, prolog = tmp_path / "broken", tmp_path / "prolog.sh"
+    prolog.write_text(f"#!/bin/sh\n[ ! -e {broken} ]\n")
+    prolog.chmod(0o755)
+    with cluster.conf.open("a") as conf:
+        conf.write(f"Prolog={prolog}\n")
+    cluster.run("scontrol", "reconfigure")
+    broken.touch()
+    try:
+        job = executor.submit(run, *tiny, "max_steps=1")
+        says(cluster, job.run_dir, f"held: job {job.job_id} waits (launch_failed_requeued_held)", "scontrol release")
+        done = launch(cluster, job.run_dir, *tiny, "max_steps=1")
+        assert f"which is held (launch_failed_requeued_held); scontrol release {job.job_id}" in done.stderr
+        broken.unlink()
+        assert job.result()["step"] == 1, "released by the process that waits for it"
+    finally:
+        cluster.run("scontrol", "update", "nodename=n[1-4]", "state=resume", check=False)
