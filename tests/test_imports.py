@@ -102,6 +102,8 @@ def test_the_wheel_brings_conf_along_and_launches_without_the_checkout(tmp_path:
     done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     installed = tmp_path / "installed"
     zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).extractall(installed)
+    (entries,) = installed.glob("*.dist-info/entry_points.txt")
+    assert "hpcrl = hpcrl.cli:main" in entries.read_text()
     code = (
         "import hpcrl.config.compose as c; from hpcrl.config import load;"
         "print(c.conf_dir()); print(load(['+experiment=demo', 'layout=disaggregated']).layout.name)"

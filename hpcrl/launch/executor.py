@@ -17,7 +17,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +221,21 @@ class HpcrlExecutor(Executor):
         return list(submit_all(runs))
 
     def _words(self, given: Sequence[str]) -> list[str]:
-        words = [f"cluster.{name}={json.dumps(value)}" for name, value in self.parameters.items()]
+        words = [word for name, value in self.parameters.items() for word in _as_words(f"cluster.{name}", value)]
         if not any(word.lstrip("+").startswith("cluster=") for word in given):
             words.insert(0, "+cluster=slurm")
         words += given
         config = None if any(word.startswith("run_dir=") for word in given) else read(words).config
         return words if config is None else [*words, f"run_dir={self.folder / config.run_name}"]
+
+
+def _as_words(key: str, value: Any) -> Iterator[str]:
+    """A value of Python's on a command line, which has no names in quotes inside a mapping."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _as_words(f"{key}.{name}", inner)
+    else:
+        yield f"{key}={json.dumps(value)}"
 
 
 def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:

@@ -130,6 +130,8 @@ def _types(config: Config) -> str:
 
 def _missing_files(config: Config) -> list[str]:
     """Files of prompts that only a dry run does without."""
+    if not config.dry_run or (config.debug == "train_only" and not config.evaluates):
+        return []
     from hpcrl.data.rows import sources
     from hpcrl.data.tasks import is_generated
 

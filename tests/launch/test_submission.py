@@ -34,7 +34,7 @@ echo "$number{suffix}"
 SCONTROL = """\
 #!/bin/bash
 [ "$2" = config ] && {{ echo "ClusterName = here"; exit; }}
-echo "JobId=${{!#}} JobState=PENDING Restarts=0 PreemptTime=None Reason=None EndTime=Unknown"
+echo "JobId=${{!#}} JobState={state} Restarts=0 PreemptTime=None Reason=None EndTime=Unknown"
 """
 WORDS = ("+cluster=slurm", "data.train=task:sort_digits", "reward.default.name=sort_digits", "run_dir=run")
 
@@ -49,11 +49,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make_slurm(folder: Path, pause: float = 0.0, suffix: str = "") -> None:
+def make_slurm(folder: Path, pause: float = 0.0, suffix: str = "", state: str = "PENDING") -> None:
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL)):
         program = folder / "bin" / name
-        program.write_text(text.format(folder=folder, pause=pause, suffix=suffix))
+        program.write_text(text.format(folder=folder, pause=pause, suffix=suffix, state=state))
         program.chmod(0o755)
 
 
@@ -118,6 +118,14 @@ def test_the_claim_of_a_launch_that_may_live_is_respected(site: Path, host: str,
     assert not (site / "number").exists()
 
 
+def test_a_job_that_has_all_but_ended_needs_no_scancel(site: Path, launch: Launch) -> None:
+    assert launch()[0] == ExitCode.DONE
+    make_slurm(site, state="COMPLETING")
+    code, _, error = launch()
+    assert code == ExitCode.BAD_INPUT and "scancel" not in error
+    assert "belongs to job 9, which is completing; it has all but ended: wait a moment" in error
+
+
 def test_a_federations_cluster_is_kept(site: Path, launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     make_slurm(site, suffix=";there")
     code, out, error = launch()
@@ -153,3 +161,17 @@ def test_a_shell_without_such_variables_has_no_notes(site: Path, monkeypatch: py
         monkeypatch.delenv(name)
     config, layout, *_ = prepare(WORDS)
     assert environment_notes(config, layout) == []
+
+
+def test_parameters_of_the_executor_may_be_mappings(site: Path) -> None:
+    pytest.importorskip("submitit")
+    from hpcrl.launch.executor import HpcrlExecutor, run
+
+    executor = HpcrlExecutor(site)
+    options = {"exclusive": True, "mail-user": "me@site.org", "comment": "it's"}
+    components = {"a": {"roles": ["controller", "trainer"], "memory": "1G"}}
+    executor.update_parameters(sbatch_options=options, components=components, partition="low,high", time="60")
+    job = executor.submit(run, *WORDS[1:3], "run_name=it")
+    script = (job.run_dir / "slurm" / "job.sbatch").read_text()
+    for option in ("--exclusive", "--mail-user=me@site.org", "--mem=1G", "--partition=low,high", "--time=60"):
+        assert f"#SBATCH {option}\n" in script, script
