@@ -493,6 +493,7 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
             "cluster.sbatch_options.time=60",
             "cluster.sbatch_options: --time is not free, hpcrl needs it itself; use cluster",
         ),
+        ("cluster.sbatch_options={tim: 60}", "cluster.sbatch_options: --tim is not free, hpcrl needs it itself; use"),
         (
             "cluster.sbatch_options=['--wait']",
             "cluster.sbatch_options: --wait is not free, hpcrl needs it itself (over",

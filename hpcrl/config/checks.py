@@ -433,8 +433,9 @@ def _slurm_options(config: Config) -> Iterator[Problem]:
     """Options that would contradict what hpcrl itself tells sbatch or srun."""
     for key, taken in (("sbatch_options", SET_FOR_SBATCH), ("srun_options", SET_FOR_SRUN)):
         for name in getattr(config.cluster, key):
-            if name in taken:
-                instead = f"; use {taken[name]}" if taken[name] else ""
+            meant = next((full for full in taken if full.startswith(name)), "")  # Slurm completes a name cut short
+            if meant:
+                instead = f"; use {taken[meant]}" if taken[meant] else ""
                 text = f"cluster.{key}: --{name} is not free, hpcrl needs it itself{instead}"
                 yield Problem(("cluster", key, name), text)
 
