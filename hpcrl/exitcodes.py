@@ -15,7 +15,7 @@ class ExitCode(IntEnum):
     RANK_FAILED = 10  # a rank raised an exception
     RANK_KILLED = 11  # a rank ended by a signal, or without a word
     DEADLINE = 12  # a command or the start took longer than its deadline: a hang
-    STORE_LOST = 13  # the control store is gone
+    STORE_LOST = 13  # the control store is gone, or messages in it were lost, reordered or taken
     STARVED = 14  # a step could not be filled with valid groups
     NO_PROGRESS = 15  # the loss or the gradients stopped being finite
     CHECKPOINT = 16  # there are checkpoints, and none could be read

@@ -13,7 +13,7 @@ from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import Config
 from hpcrl.control.controller import Controller, RankFailed, RankLost, RankSilent
 from hpcrl.control.messages import BuildRole, Failed
-from hpcrl.control.queues import ControlError, StoreLost
+from hpcrl.control.queues import ControlError
 from hpcrl.control.world import World
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import is_storage_error, write_durably
@@ -30,8 +30,7 @@ CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
     (RankLost, ExitCode.RANK_KILLED),
     (RankSilent, ExitCode.DEADLINE),
-    (StoreLost, ExitCode.STORE_LOST),
-    (ControlError, ExitCode.FAILED),
+    (ControlError, ExitCode.STORE_LOST),
     (RolloutExhausted, ExitCode.STARVED),
     (NoProgress, ExitCode.NO_PROGRESS),
     (NotSavedError, ExitCode.NOT_SAVED),
@@ -95,6 +94,8 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
             code = ExitCode.NOT_SAVED
         case OSError() if is_storage_error(error):
             code = ExitCode.NOT_SAVED
+        case RankFailed(event=Failed(kind="control")):
+            code = ExitCode.STORE_LOST
         case ValueError() | OSError() | RankFailed(event=Failed(kind="input", command=BuildRole.__name__)) if not built:
             code = ExitCode.BAD_INPUT
     text = str(error) if code is not ExitCode.FAILED else f"{type(error).__name__}: {error}"

@@ -353,13 +353,14 @@ class Failed(Message):
 
     kind: "input" for an exception that bad input causes (ValueError, OSError), "storage" for an OSError of a full or
     failing file system, "numbers" where the model's are not finite, "peer" where a connection to another rank broke,
-    which is no cause but a consequence; else empty.
+    which is no cause but a consequence, "control" where messages to this rank were lost, reordered or taken by a
+    stranger; else empty.
     """
 
     seq: int
     command: str
     error: str
-    kind: Literal["", "input", "storage", "numbers", "peer"] = ""
+    kind: Literal["", "input", "storage", "numbers", "peer", "control"] = ""
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):

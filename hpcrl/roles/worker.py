@@ -19,7 +19,7 @@ from hpcrl.comm.transfer import Fabric, blames_peer
 from hpcrl.config import Config
 from hpcrl.control.listener import Listener
 from hpcrl.control.messages import BuildGroup, BuildRole, Done, Failed, Joined, Leave
-from hpcrl.control.queues import StoreLost
+from hpcrl.control.queues import ControlError, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.files import is_storage_error
 from hpcrl.roles.exchange import Exchange
@@ -115,7 +115,13 @@ class Worker:
 
     def execute_one(self, timeout_s: float) -> bool:
         """Execute the next command if one comes within timeout_s. Reported when it raises."""
-        message = (self._commands or self.world.commands).get(timeout_s)
+        try:
+            message = (self._commands or self.world.commands).get(timeout_s)
+        except StoreLost:
+            raise
+        except ControlError as error:  # commands may be missing: nobody else knows of it
+            self.emit(Failed(0, "reading its commands", str(error), "control"))
+            raise Reported from error
         if message is None:
             return False
         _, seq, command = message
@@ -186,7 +192,7 @@ def import_engines(config: Config, roles: Collection[str]) -> None:
             importlib.import_module(module)
 
 
-def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "peer"]:
+def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "peer", "control"]:
     """What an exception says about its cause (hpcrl.control.messages.Failed)."""
     if is_storage_error(error):
         return "storage"
@@ -194,7 +200,9 @@ def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "p
         return "input"
     if isinstance(error, FloatingPointError):
         return "numbers"
-    return "peer" if isinstance(error, StoreLost) or blames_peer(error) else ""
+    if isinstance(error, StoreLost) or blames_peer(error):
+        return "peer"
+    return "control" if isinstance(error, ControlError) else ""
 
 
 def leave_default_group() -> None:
