@@ -57,6 +57,8 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         code = check_nodes(config, run_dir, world, node, num_nodes, signals)
         if code != ExitCode.DONE:
             return code
+        config = stored_config(run_dir)  # what this node read before may have been an older one
+        layout = RoleLayout.from_config(config)
     ranks = ranks_of_node(config, layout, node, num_nodes)
     environ = {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),

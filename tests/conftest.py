@@ -26,6 +26,13 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that are not for GPUs start their ranks on the CPU, however many GPUs the machine has."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave soak tests out unless asked for; skip GPU tests where there is none."""
     soak = [item for item in items if item.get_closest_marker("soak")]

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
-from hpcrl.config import ComponentConfig, Config, ConfigError, Problem
+from hpcrl.config import ClusterConfig, ComponentConfig, Config, ConfigError, Problem
+
+MOST_PER_NODE = 1024
+"""Ranks."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,11 @@ class Component:
     config: ComponentConfig
     first_node: int
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each
+
+
+def cpus_of_node(component: Component, cluster: ClusterConfig) -> int:
+    """CPUs that the job asks for on each node of a component."""
+    return component.config.cpus_per_node or cluster.threads_per_rank * max(map(len, component.nodes))
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Placement:
 
 def check_placement(config: Config, layout: RoleLayout) -> list[Problem]:
     """Everything that is impossible about the components of a run."""
-    return list(_check(config, layout))
+    return list(_check(config, layout)) or list(_check_sizes(config, layout))
 
 
 def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
@@ -89,6 +97,13 @@ def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
                 f"cluster.components.{name}.roles: its ranks are not consecutive; the layout gives ranks in the order "
             )
             yield Problem((*at, name, "roles"), text + ", ".join(layout.ranks))
+
+
+def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
+    for name, spec, ranks in _shares(config, layout) if config.cluster.name == "slurm" else ():
+        if spec.ranks_per_node is None and len(ranks) > MOST_PER_NODE:
+            text = f"{len(ranks)} ranks are more than one node can hold; give cluster.components.{name}.ranks_per_node"
+            yield Problem(("cluster", "components"), f"cluster.components: {text}", (("layout",),))
 
 
 def _shares(config: Config, layout: RoleLayout) -> list[tuple[str, ComponentConfig, list[int]]]:

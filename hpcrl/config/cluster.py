@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, create_model
 
-from hpcrl.spec.fields import NUMBER, Natural, Positive, PositiveFloat, Section
+from hpcrl.spec.fields import NUMBER, Count, Natural, Positive, PositiveFloat, Section
 from hpcrl.spec.tables import ROLES
+
+MOST_RANKS = 1 << 16
+"""Ranks of a role."""
 
 if TYPE_CHECKING:
     RoleName = str
@@ -18,7 +21,7 @@ else:
 class RoleConfig(Section):
     """How many ranks a role has, or with which role it shares ranks."""
 
-    num_ranks: Positive | None = None
+    num_ranks: Annotated[int, Field(ge=1, le=MOST_RANKS), NUMBER] | None = None
     """Ranks of its own; with colocate_with: the first so many of the other role's, null all of them."""
     colocate_with: RoleName | None = None
     """Role whose ranks it shares."""
@@ -130,9 +133,9 @@ class ComponentConfig(Section):
 
     roles: list[RoleName] = []
     """Roles whose ranks are on these nodes; roles that share ranks with one of them come along."""
-    ranks_per_node: Positive | None = None
+    ranks_per_node: Count | None = None
     """Ranks of a node, the controller not counted; null: all on one node."""
-    cpus_per_node: Positive | None = None
+    cpus_per_node: Annotated[int, Field(ge=1, le=8192), NUMBER] | None = None
     """CPUs of a node; null: threads_per_rank for each of its ranks."""
     gpus_per_node: Natural = 0
     """GPUs of a node; 0: none are asked for."""
@@ -157,10 +160,13 @@ class ClusterConfig(Section):
 
     name: Literal["local", "slurm"] = "local"
     """This machine, or a Slurm job."""
-    threads_per_rank: Positive = 1
+    threads_per_rank: Count = 1
     """CPU threads of each rank."""
+    oversubscribe: bool = False
+    """name=local: start even more than 64 threads and processes for each core of this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models live; auto: on GPUs where a node has one for each of its ranks with a model, else on the CPU."""
+    """Where models are; auto: on GPUs, one for each rank with a model, or on the CPU where a node shows no GPU. Too few
+    GPUs are an error."""
     components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
     """Component -> its nodes; empty: one node for all ranks. More than one makes a heterogeneous job."""
     account: Word | None = None
@@ -196,7 +202,7 @@ class ClusterConfig(Section):
     prologue: str = ""
     """Shell lines to run on the first node before anything else, such as `source ~/venv/bin/activate`."""
     network_interface: Word | None = None
-    """Interface that ranks on several nodes listen and connect on, such as ib0: stores, gloo and NCCL; null: the one
+    """Interface on which ranks of several nodes listen and connect, such as ib0: stores, gloo and NCCL; null: the one
     that a node's host name stands for, and NCCL's own choice."""
     container: Literal["none", "apptainer", "pyxis"] = "none"
     """What the ranks run in."""

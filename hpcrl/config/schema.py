@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
 from hpcrl.config.data import DataConfig
 from hpcrl.config.fake import FakeConfig
-from hpcrl.spec.fields import NUMBER, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
+from hpcrl.spec.fields import NUMBER, Count, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
 from hpcrl.spec.kinds import PipelineSpec, Spec
 from hpcrl.spec.table import Table
 from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, TRAIN_ENGINES
@@ -234,7 +234,7 @@ class RewardConfig(Section):
     """How the function is called; auto: by its parameter names."""
     timeout_s: PositiveFloat = 10.0
     """Seconds for one response; after that it scores 0."""
-    num_processes: Positive = 1
+    num_processes: Count = 1
     """Worker processes of each reward rank."""
     options: dict[str, Any] = {}
     """Arguments of the reward."""
@@ -252,7 +252,7 @@ class EnvConfig(Section):
     """Model turns of an episode."""
     add_reward: bool = False
     """Score each episode with the domain's reward too and add that to the environment's own rewards."""
-    num_threads: Positive = 1
+    num_threads: Count = 1
     """Environments of an env rank that step at once; more than 1 for those that wait (a network, a process), whose
     code must be fit for threads."""
     timeout_s: PositiveFloat | None = None

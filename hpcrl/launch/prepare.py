@@ -12,6 +12,7 @@ from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
 from hpcrl.config.checks import check_built, check_family, check_length
 from hpcrl.launch.hub import find_model
+from hpcrl.launch.machine import check_machine
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import plan_shape
 from hpcrl.launch.render import check_prologue, check_words
@@ -35,6 +36,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         reading.add(layout_problems)
         if not layout_problems:
             reading.add(check_placement(config, RoleLayout.from_config(config)))
+            reading.add(list(check_machine(config, RoleLayout.from_config(config))))
         _check_inputs(reading, config)
         config = _find_model(reading, config)
         model = _check_model(reading, config)

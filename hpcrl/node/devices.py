@@ -24,15 +24,15 @@ def bind_gpus(
 ) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node.
 
-    auto: the CPU where the node has fewer GPUs than ranks with a model, since NCCL takes one rank per GPU. ValueError
-    with device="cuda" there.
+    auto: the CPU where the node has no GPU. ValueError where it has fewer than ranks with a model, since NCCL takes one
+    rank per GPU, unless device="cpu".
     """
     holders = [rank for rank in ranks if rank in with_model]
-    if device == "cuda" and len(gpus) < len(holders):
+    if len(gpus) < len(holders) and (device == "cuda" or (device == "auto" and gpus)):
         raise ValueError(
-            f"cluster.device: cuda, but this node has {len(gpus)} GPU(s) for {len(holders)} ranks that hold a model; "
+            f"cluster.device: {device}, but this node has {len(gpus)} GPU(s) for {len(holders)} ranks that hold a model; "
             "give the layout fewer ranks, or set cluster.device=cpu"
         )
-    if device == "cpu" or len(gpus) < len(holders):
+    if device == "cpu" or not gpus:
         return dict.fromkeys(ranks, HIDDEN)
     return dict.fromkeys(ranks, HIDDEN) | dict(zip(holders, gpus, strict=False))

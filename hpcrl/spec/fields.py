@@ -16,6 +16,8 @@ def _not_bool(value: Any) -> Any:
 
 NUMBER = BeforeValidator(_not_bool)
 Positive = Annotated[int, Field(ge=1), NUMBER]
+Count = Annotated[int, Field(ge=1, le=1024), NUMBER]
+"""Threads or processes of one rank, or ranks of one node: what a machine may have."""
 Natural = Annotated[int, Field(ge=0), NUMBER]
 Float = Annotated[float, NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]

@@ -14,15 +14,21 @@ def test_ranks_with_a_model_get_a_gpu_each_and_the_others_none() -> None:
     assert bound == {4: "", 5: "2", 6: "GPU-7f", 7: ""}
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_all_ranks_of_a_node_use_the_cpu_where_gpus_are_too_few_or_not_wanted(device: str) -> None:
-    gpus = ["0"] if device == "auto" else ["0", "1"]
+@pytest.mark.parametrize(("device", "gpus"), [("auto", []), ("cpu", ["0"]), ("cpu", ["0", "1"])])
+def test_all_ranks_of_a_node_use_the_cpu_where_there_is_no_gpu_or_none_is_wanted(device: str, gpus: list[str]) -> None:
     assert bind_gpus([0, 1, 2], [1, 2], gpus, device) == {0: "", 1: "", 2: ""}
 
 
-def test_too_few_gpus_are_an_error_where_they_are_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"1 GPU\(s\) for 2 ranks that hold a model; .*cluster.device=cpu"):
-        bind_gpus([0, 1, 2], [1, 2], ["0"], "cuda")
+@pytest.mark.parametrize(("device", "gpus"), [("auto", ["0"]), ("cuda", ["0"]), ("cuda", [])])
+def test_too_few_gpus_are_an_error(device: str, gpus: list[str]) -> None:
+    """Not the CPU in silence, where a model would take a thousand times as long."""
+    match = rf"cluster.device: {device}, but this node has {len(gpus)} GPU\(s\) for 2 ranks .*cluster.device=cpu"
+    with pytest.raises(ValueError, match=match):
+        bind_gpus([0, 1, 2], [1, 2], gpus, device)
+
+
+def test_a_node_without_a_model_needs_no_gpu() -> None:
+    assert bind_gpus([0, 3], [1, 2], ["0"], "auto") == {0: "", 3: ""}
 
 
 @pytest.mark.parametrize(

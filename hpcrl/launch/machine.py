@@ -1,0 +1,48 @@
+"""What a run on this machine asks of it: its cores, and which device models are on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from hpcrl.cluster.layout import RoleLayout, ranks_with_model
+from hpcrl.config import Config, Problem
+from hpcrl.node.devices import visible_gpus
+
+MOST_PER_CPU = 64
+"""Threads and processes of a run for each core of the machine. With more a machine runs out of memory or process ids
+before the run gets anywhere."""
+
+
+def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
+    """What this machine cannot do, where the run is to be on it."""
+    cluster, cpus = config.cluster, len(os.sched_getaffinity(0))
+    if cluster.name != "local" or cluster.oversubscribe:
+        return
+    parts = {
+        f"{layout.world_size} ranks x {cluster.threads_per_rank} threads": layout.world_size * cluster.threads_per_rank
+    }
+    for domain, reward in config.reward.items():
+        ranks = len(layout.ranks["reward"])
+        parts[f"{ranks} reward ranks x {reward.num_processes} processes of {domain}"] = ranks * reward.num_processes
+    if config.env is not None:
+        ranks = len(layout.ranks["env"])
+        parts[f"{ranks} env ranks x {config.env.num_threads} threads"] = ranks * config.env.num_threads
+    count = sum(parts.values())
+    if count > MOST_PER_CPU * cpus:
+        text = (
+            f"cluster: {' + '.join(parts)} = {count:,} on this machine of {cpus} core(s), which may get "
+            f"{MOST_PER_CPU * cpus}; ask for fewer, or set cluster.oversubscribe=true"
+        )
+        yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
+
+
+def device_row(config: Config, layout: RoleLayout) -> str:
+    """Where models will be, for people."""
+    device, ranks = config.cluster.device, len(ranks_with_model(layout))
+    if device != "auto":
+        return f"{device} (cluster.device)"
+    if config.cluster.name == "slurm":
+        return "auto: GPUs where a node shows one for each of its ranks with a model, the CPU where it shows none"
+    gpus = len(visible_gpus(os.environ))
+    return f"auto: {ranks} of {gpus} GPU(s)" if gpus else "auto: the CPU, as this machine shows no GPU"

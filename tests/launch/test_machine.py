@@ -1,0 +1,66 @@
+"""What a run on this machine may ask of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.cluster.placement import check_placement
+from hpcrl.config import load
+from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row
+from hpcrl.node.devices import VISIBLE
+
+ROOM = MOST_PER_CPU * len(os.sched_getaffinity(0))
+
+
+def check(*words: str) -> list[str]:
+    config = load(words)
+    layout = RoleLayout.from_config(config)
+    return [problem.text for problem in (*check_placement(config, layout), *check_machine(config, layout))]
+
+
+def test_more_than_the_cores_can_carry_is_refused_in_one_line() -> None:
+    assert check(f"layout.trainer.num_ranks={ROOM - 1}") == []
+    (line,) = check(f"layout.trainer.num_ranks={ROOM}")
+    assert line.startswith(f"cluster: {ROOM + 1} ranks x 1 threads = {ROOM + 1:,} on this machine of ")
+    assert line.endswith(f"which may get {ROOM}; ask for fewer, or set cluster.oversubscribe=true")
+    assert check(f"layout.trainer.num_ranks={ROOM}", "cluster.oversubscribe=true") == []
+    assert check(f"layout.trainer.num_ranks={ROOM}", "+cluster=slurm") == [], "that is the nodes' matter"
+
+
+def test_threads_and_processes_of_rewards_and_environments_count() -> None:
+    reward = "reward={default: {name: math, num_processes: %d}}"
+    assert check(reward % ((ROOM - 3) // 2)) == []
+    (line,) = check(reward % ROOM, "env=scripted", "env.num_threads=7", "cluster.threads_per_rank=2")
+    total = 3 * 2 + 2 * ROOM + 2 * 7
+    assert f"2 reward ranks x {ROOM} processes of default + 2 env ranks x 7 threads = {total:,} on" in line
+
+
+def test_a_node_holds_so_many_ranks() -> None:
+    (line,) = check("+cluster=slurm", "layout.trainer.num_ranks=2000")
+    assert line.startswith(
+        "cluster.components: 2001 ranks are more than one node can hold; give cluster.components.main"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "row"),
+    [
+        ([], "", "auto: the CPU, as this machine shows no GPU"),
+        ([], "0,1,2", "auto: 2 of 3 GPU(s)"),
+        (["cluster.device=cpu"], "0,1,2", "cpu (cluster.device)"),
+        (
+            ["+cluster=slurm"],
+            "0",
+            "auto: GPUs where a node shows one for each of its ranks with a model, the CPU where",
+        ),
+    ],
+)
+def test_the_plan_says_where_models_will_be(
+    words: list[str], gpus: str, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, gpus)
+    config = load(words)
+    assert device_row(config, RoleLayout.from_config(config)).startswith(row)
