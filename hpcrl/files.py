@@ -41,6 +41,12 @@ def committed_step(run_dir: Path) -> int:
     return max(steps_in(run_dir / "checkpoints"), default=-1)
 
 
+def backed_off_s(waited_s: float, least_s: float = 0.02) -> float:
+    """How long to sleep before the next look at a shared file system after `waited_s`: a twentieth of it, so that
+    hundreds of processes which wait for long do not ask fifty times a second each."""
+    return min(max(least_s, waited_s / 20), 1.0)
+
+
 def fsync_path(path: Path) -> None:
     """Push a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

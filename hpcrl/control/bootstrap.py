@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from hpcrl.files import backed_off_s
+
 ENDPOINT = "endpoint.json"
 WORLD_KEY = "hpcrl/world"
 PROBE_S = 2.0
@@ -128,21 +130,21 @@ def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, 
         return _share_by_mpi(endpoint)
     if place.launcher == "torchrun":
         return _share_by_torchrun(endpoint, timeout_s)
-    path = folder / ENDPOINT
+    path, began = folder / ENDPOINT, time.monotonic()
     if endpoint is not None:
         tmp = path.with_suffix(".tmp")
         tmp.write_text(json.dumps(endpoint))
         tmp.replace(path)
         return endpoint
-    deadline = time.monotonic() + timeout_s
     while True:
         found = json.loads(path.read_text()) if path.exists() else None
         if found is not None and _is_alive(found):
             return found
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
             what = f"no world answers at {found['host']}:{found['port']}, named by {path}," if found else f"no {path}"
             raise TimeoutError(f"{what} after {timeout_s:g} s: rank 0 has not come up")
-        time.sleep(0.02)
+        time.sleep(backed_off_s(waited_s))
 
 
 def _is_alive(endpoint: dict[str, Any]) -> bool:

@@ -16,6 +16,8 @@ ELSEWHERE = ("192.0.2.1", 9)
 """An address that is reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, and tells which of
 the own addresses traffic to other networks would leave from."""
 
+CONNECT_S = 10.0
+
 
 class NoInterfaceError(ValueError):
     """This node has no such interface, or no address on it; the message lists those that it has."""
@@ -58,8 +60,8 @@ def own_network(wanted: str | None) -> Network:
     names = wanted.split(",")
     for name in names:
         if name not in found:
-            has = ", ".join(f"{name} ({addresses[0]})" for name, addresses in found.items())
-            raise NoInterfaceError(f"has no interface {name} with an address; it has {has or 'none'}")
+            has = ", ".join(found) or "none"
+            raise NoInterfaceError(f"has no interface {name} that is up and has an address; it has {has}")
     return Network(names[0], found[names[0]][0])
 
 
@@ -84,6 +86,21 @@ def use(network: Network, wanted: str | None) -> None:
     os.environ[GLOO_INTERFACE] = wanted or os.environ.get(GLOO_INTERFACE) or network.interface
     if wanted:
         os.environ.setdefault(NCCL_INTERFACE, wanted)
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens on a free port of this address alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=1024)
+
+
+def unreachable(address: str, port: int) -> str:
+    """The address and why nothing there can be connected to; empty where it can."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return f"{address} ({error})"
+    return ""
 
 
 def _resolved(name: str) -> list[str]:

@@ -12,7 +12,6 @@ raises `ControlError`, because commands may then be missing.
 from __future__ import annotations
 
 import hmac
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,8 @@ from typing import Any
 
 import msgspec
 from torch.distributed import DistError, DistNetworkError, DistStoreError, QueueEmptyError, TCPStore
+
+from hpcrl.control import network
 
 MAX_MESSAGE_BYTES = 4 << 20  # the server drops a client at 8 MiB
 MAC_BYTES = 32
@@ -58,8 +59,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 def serve(address: str, timeout_s: float) -> TCPStore:
     """A new store on a free port of this process, with a client to it. It listens on `address` alone, not on this
     host's other ones."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    listener = network.listen(address)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
         address,

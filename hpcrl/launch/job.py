@@ -1,6 +1,6 @@
 """Inside a batch script, before and after the step that trains.
 
-python -m hpcrl.launch.job begin WORDS...              checks, makes the run folder, prints `ATTEMPT JOB_END RUN_DIR`
+python -m hpcrl.launch.job begin WORDS...              checks, makes the run folder, prints what the script reads
 python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job where it goes on
 
 A chain goes on by its next link, which is in the queue already; where the run does not go on, its links are taken out.
@@ -52,6 +52,8 @@ CRASHES = (
     ExitCode.NOT_SAVED,
 )
 """Ends that may not come again; all others than these and REQUEUE would."""
+LOOKS = 10
+"""How often the batch script looks in vain for a sign of life of the first node's agent before it gives the step up."""
 SHORT_LIMIT = 5
 """Jobs in a row whose time was over before a checkpoint: another one of that length would not get there either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
@@ -89,8 +91,15 @@ def begin(words: Sequence[str]) -> int:
         print(OPENED.format(opened.attempt, *own), file=sys.stderr)
         with contextlib.suppress(slurm.SlurmSilent):  # rank 0 asks again
             job = slurm.find_job(own[0])
-    print(opened.attempt, int(job.end) if job is not None and job.end else 0, opened.run_dir)
+    end_at = int(job.end) if job is not None and job.end else 0
+    print(opened.attempt, end_at, f"{_patience_s(config) / LOOKS:g}", opened.run_dir)
     return ExitCode.DONE
+
+
+def _patience_s(config: Config) -> float:
+    """Seconds after the last sign of life of the first node's agent until the step is given up. The other nodes' agents
+    end their ranks within grace_s of its end, by SIGKILL if need be."""
+    return config.timeouts.command_s / 2 + 2 * config.timeouts.grace_s + 30.0
 
 
 def _check_nodes(config: Config, layout: RoleLayout, given: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from hpcrl.cluster.layout import RoleLayout, ranks_with_model
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.node.devices import visible_gpus
 
@@ -25,9 +25,9 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     for domain, reward in config.reward.items():
         ranks = len(layout.ranks["reward"])
         parts[f"{ranks} reward ranks x {reward.num_processes} processes of {domain}"] = ranks * reward.num_processes
-    if config.env is not None:
+    for domain, env in config.envs.items():
         ranks = len(layout.ranks["env"])
-        parts[f"{ranks} env ranks x {config.env.num_threads} threads"] = ranks * config.env.num_threads
+        parts[f"{ranks} env ranks x {env.num_threads} threads of {domain}"] = ranks * env.num_threads
     count = sum(parts.values())
     if count > MOST_PER_CPU * cpus:
         text = (
@@ -39,7 +39,7 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 
 def device_row(config: Config, layout: RoleLayout) -> str:
     """Where models will be, for people."""
-    device, ranks = config.cluster.device, len(ranks_with_model(layout))
+    device, ranks = config.cluster.device, len(layout.ranks_with_model)
     if device != "auto":
         return f"{device} (cluster.device)"
     if config.cluster.name == "slurm":

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl.cluster.container import srun_options
-from hpcrl.cluster.placement import Component, Placement
+from hpcrl.cluster.placement import Component, Placement, cpus_of_node
 from hpcrl.config import ClusterConfig, ComponentConfig, Config, Problem
 from hpcrl.config.cluster import GPU_OPTIONS
 from hpcrl.exitcodes import ExitCode
@@ -35,7 +35,7 @@ words=({words} "$@")
 # A new attempt of the run: checks everything, makes the run folder, owns it. Not where the run is done.
 trap '' USR1 TERM
 begun=$({python} -m hpcrl.launch.job begin "${{words[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
-read -r HPCRL_ATTEMPT HPCRL_JOB_END run_dir <<<"$begun"
+read -r HPCRL_ATTEMPT HPCRL_JOB_END look_s run_dir <<<"$begun"
 export HPCRL_ATTEMPT HPCRL_JOB_END
 
 # Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it. Slurm ends the whole
@@ -48,13 +48,31 @@ give_up() {{
     timer=$!
 }}
 timer=
+# srun waits for ever for a step whose daemon has died. The first node's agent renews a file as long as it watches its
+# ranks: a step that goes on while the file stays as it was for ten looks is given up as well.
+watch() {{
+    trap 'kill $! 2>/dev/null; exit' TERM
+    local agent seen='' now still=0
+    printf -v agent '%s/world/attempt_%04d/agent' "$run_dir" "$HPCRL_ATTEMPT"
+    while [ $still -lt 10 ]; do
+        sleep "$look_s" &
+        wait $!
+        now=$(stat -c %y "$agent" 2>/dev/null) || continue
+        if [ "$now" = "$seen" ]; then still=$((still + 1)); else still=0 seen=$now; fi
+    done
+    echo "hpcrl: the agent of the first node has ended or hangs, and the step goes on: it is given up" >&2
+    kill -9 $step
+}}
 trap : USR1
 trap give_up TERM
 srun {srun} \\
     {inside} -m hpcrl.run "$run_dir" &
 step=$!
+watch &
+watcher=$!
 while wait $step; rc=$?; kill -0 $step 2>/dev/null; do :; done
 [ -z "$timer" ] || kill "$timer" 2>/dev/null # else it might kill another process of the same number
+kill $watcher 2>/dev/null
 
 # Decides from how the run ended whether it is requeued.
 trap '' USR1 TERM
@@ -75,7 +93,10 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
         lines += [f"#SBATCH {option}" for option in _component_options(component, cluster)]
     num = len(placement.components)
     # A site may start batch scripts without the environment, and would hand that on to the step.
-    srun = ["--export=ALL", "--kill-on-bad-exit=0", "--no-kill", "--ntasks-per-node=1"]
+    srun = ["--export=ALL", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"]
+    # A step does not inherit --cpus-per-task since Slurm 22.05, and a site's task plugin would bind it to one core. The
+    # agents need no PMI, and a site may have one as its default.
+    srun += ["--cpu-bind=none", "--mpi=none", "--ntasks-per-node=1"]
     srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
     srun += _further(cluster.srun_options)  # the last of two equal options counts
     body = BODY.format(
@@ -133,7 +154,7 @@ def _component_options(component: Component, cluster: ClusterConfig) -> Iterator
     spec = component.config
     yield f"--nodes={len(component.nodes)}"
     yield "--ntasks-per-node=1"
-    yield f"--cpus-per-task={spec.cpus_per_node or cluster.threads_per_rank * max(map(len, component.nodes))}"
+    yield f"--cpus-per-task={cpus_of_node(component, cluster)}"
     if spec.gpus_per_node and not set(GPU_OPTIONS) & set(cluster.sbatch_options):
         yield f"--gres=gpu:{spec.gpu_type + ':' if spec.gpu_type else ''}{spec.gpus_per_node}"
     values = {"mem": spec.memory, "partition": _first(spec, cluster, "partition")}

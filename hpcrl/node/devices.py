@@ -30,8 +30,8 @@ def bind_gpus(
     holders = [rank for rank in ranks if rank in with_model]
     if len(gpus) < len(holders) and (device == "cuda" or (device == "auto" and gpus)):
         raise ValueError(
-            f"cluster.device: {device}, but this node has {len(gpus)} GPU(s) for {len(holders)} ranks that hold a model; "
-            "give the layout fewer ranks, or set cluster.device=cpu"
+            f"cluster.device: {device}, but this node has {len(gpus)} GPU(s) for {len(holders)} ranks that hold a "
+            "model; give the layout fewer ranks, or set cluster.device=cpu"
         )
     if device == "cpu" or not gpus:
         return dict.fromkeys(ranks, HIDDEN)

@@ -2,14 +2,16 @@
 
     python -m hpcrl.node.preflight RUN_DIR      the same by hand, on this machine or with srun on all nodes
 
-The nodes talk through files in the run folder, which is itself what must be shared: the first node writes a nonce, the
-others answer with a report that holds it, the first judges all reports and leaves a verdict. A node that will not do is
-not worth a requeue, as Slurm would give it again: the run ends, names it, and cluster.exclude leaves it out. Free
-space is what statvfs says; a quota is not seen.
+The nodes talk through files in the run folder, which is itself what must be shared: the first node writes a nonce and
+the hash of config.yaml, the others answer with a report that holds both, the first judges all reports and leaves a
+verdict. A node that will not do is not worth a requeue, as Slurm would give it again: the run ends, names it, and
+cluster.exclude leaves it out. Free space is what statvfs says; a quota is not seen.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -20,25 +22,28 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
-from hpcrl.cluster.placement import Placement
+from hpcrl.cluster.placement import Placement, cpus_of_node
 from hpcrl.config import Config, RoleName
 from hpcrl.control.bootstrap import find_place
+from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import write_durably
+from hpcrl.files import backed_off_s, write_durably
 from hpcrl.node.devices import visible_gpus
 from hpcrl.rundir import CONFIG, stored_config
 from hpcrl.spec.tables import ROLES
 
-POLL_S = 0.02
+CACHED_S = 10.0
+"""How long a node looks for what the first one has written. Network file systems keep what they once read for longer,
+but ask again where a folder is listed."""
 FOLDER = "preflight"
 CANARY, VERDICT = "canary.json", "verdict.json"
 PACKAGES = ("hpcrl", "torch", "transformers")
@@ -50,17 +55,27 @@ RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
 """Least free space of the run folder, which gets the checkpoints, and of the node's own scratch, which gets the files
 of sandboxes."""
 
+STALE = (
+    "reads another config.yaml than the first node: it still keeps an older one, or run_dir is not on a file system "
+    "that all nodes share; wait a minute and submit again"
+)
+
 T = TypeVar("T")
 
 
 class Canary(msgspec.Struct, forbid_unknown_fields=True):
-    """What the first node writes and every node must see."""
+    """What the first node writes and every node must see. config: hash of config.yaml; port: where the first node
+    listens at `address`, 0 where it does not."""
 
     nonce: str
+    config: str = ""
+    address: str = ""
+    port: int = 0
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node says of itself. scratch_free_bytes is -1 where nothing can be written."""
+    """What a node says of itself. scratch_free_bytes is -1 where nothing can be written; no_network: what is wrong with
+    its interface; unreached: why it cannot connect to the first node."""
 
     nonce: str
     node: int
@@ -72,6 +87,13 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     run_free_bytes: int
     scratch: str
     scratch_free_bytes: int
+    cpus: int = 0
+    machine_cpus: int = 0
+    config: str = ""
+    host: str = ""
+    address: str = ""
+    no_network: str = ""
+    unreached: str = ""
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,12 +105,30 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of a node. `gpu_files`: its GPUs must be there, not only be named."""
+    """What a run asks of a node. `gpu_files`: its GPUs must be there, not only be named; `all_or_none`: so many GPUs,
+    or none at all."""
 
     ranks: tuple[int, ...]
     gpus: int
     gpu_files: bool
     open_files: int
+    cpus: int
+    interface: str | None = None
+    all_or_none: int = 0
+
+
+NOTHING = Needs((), 0, False, 0, 0)
+
+
+class Meeting(NamedTuple):
+    """What a node has to say in its report besides what it is."""
+
+    nonce: str = ""
+    config: str = ""
+    unreached: str = ""
+
+
+ALONE = Meeting()
 
 
 class _AskedToStopError(Exception):
@@ -124,25 +164,42 @@ def _stopped(signals: Sequence[int], node: int) -> Judgement:
 
 def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int]) -> Judgement:
     meeting.mkdir(parents=True, exist_ok=True)
-    needs = needs_of(config)
-    if num_nodes != len(needs):
-        text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"
-        return Judgement(ExitCode.BAD_INPUT, text if node == 0 else "")
     start_s = config.timeouts.start_s
-    if node == 0:
-        _write(meeting / CANARY, Canary(secrets.token_hex(16)))
-    canary = _await(lambda: _read(meeting / CANARY, Canary), start_s, signals)
-    if canary is None:
-        text = f"node {node_name()} saw no {meeting / CANARY} within {start_s:g} s: the first node is stuck, or"
-        return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
-    _write(meeting / _report_name(node), examine(node, needs[node], run_dir, canary.nonce))
-    if node == 0:
-        return _judge_all(needs, meeting, canary.nonce, start_s, run_dir, signals)
+    with contextlib.ExitStack() as stack:
+        if node == 0:
+            at = ("", 0)
+            if num_nodes > 1:
+                with contextlib.suppress(NoInterfaceError):  # its report says so
+                    listener = stack.enter_context(listen(own_network(config.cluster.network_interface).address))
+                    at = listener.getsockname()[:2]
+            _write(meeting / CANARY, Canary(secrets.token_hex(16), _hash(run_dir), *at))
+        canary = _await(lambda: _read(meeting / CANARY, Canary), start_s, signals)
+        if canary is None:
+            text = f"node {node_name()} saw no {meeting / CANARY} within {start_s:g} s: the first node is stuck, or"
+            return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
+        # What this node has read itself may be an older one, which its network file system still keeps.
+        same = _await(lambda: _hash(run_dir) == canary.config or None, min(CACHED_S, start_s), signals)
+        needs = needs_of(stored_config(run_dir)) if same else [NOTHING] * num_nodes
+        if num_nodes != len(needs):
+            text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"
+            return Judgement(ExitCode.BAD_INPUT, text if node == 0 else "")
+        said = Meeting(canary.nonce, _hash(run_dir), unreachable(canary.address, canary.port) if canary.port else "")
+        _write(meeting / _report_name(node), examine(node, needs[node], run_dir, said))
+        if node == 0:
+            return _judge_all(needs, meeting, canary, start_s, run_dir, signals)
     # The first node waits start_s for all.
     judged = _await(lambda: _read(meeting / VERDICT, Judgement), start_s + 1.0, signals)
     if judged is None:
         return Judgement(ExitCode.DEADLINE, f"node {node_name()}: no word from the first node within {start_s:g} s")
     return Judgement(judged.code, "")
+
+
+def _hash(run_dir: Path) -> str:
+    """Hash of config.yaml as this node sees it."""
+    with contextlib.suppress(OSError):
+        os.listdir(run_dir)  # a network file system asks again whether what it keeps still holds
+        return hashlib.sha256((run_dir / CONFIG).read_bytes()).hexdigest()
+    return ""
 
 
 def needs_of(config: Config) -> list[Needs]:
@@ -157,6 +214,9 @@ def needs_of(config: Config) -> list[Needs]:
             max(component.config.gpus_per_node, cuda * len(with_model & {*ranks})),
             cuda,
             FILES_OF_A_PROCESS + FILES_OF_A_PEER * max(peers[layout.roles_of(rank)] for rank in ranks),
+            cpus_of_node(component, config.cluster),
+            config.cluster.network_interface,
+            len(with_model & {*ranks}) if config.cluster.device == "auto" else 0,
         )
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
@@ -170,7 +230,7 @@ def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
     return len({CONTROLLER, *(rank for role in roles for peer in ROLES[role].peers for rank in layout.ranks[peer])})
 
 
-def examine(node: int, needs: Needs, run_dir: Path, nonce: str = "") -> Report:
+def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Report:
     """The report of this machine; raises this process's limit on open files, which its ranks inherit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -178,8 +238,13 @@ def examine(node: int, needs: Needs, run_dir: Path, nonce: str = "") -> Report:
     if needs.gpu_files:
         gpus = min(gpus, len(visible_gpus({})))
     scratch = os.environ.get("TMPDIR", "/tmp")
+    address = no_network = ""
+    try:
+        address = own_network(needs.interface).address
+    except NoInterfaceError as error:
+        no_network = str(error)
     return Report(
-        nonce=nonce,
+        nonce=said.nonce,
         node=node,
         name=node_name(),
         ranks=list(needs.ranks),
@@ -189,6 +254,13 @@ def examine(node: int, needs: Needs, run_dir: Path, nonce: str = "") -> Report:
         run_free_bytes=shutil.disk_usage(run_dir).free,
         scratch=scratch,
         scratch_free_bytes=shutil.disk_usage(scratch).free if os.access(scratch, os.W_OK) else -1,
+        cpus=len(os.sched_getaffinity(0)),
+        machine_cpus=len(os.sched_getaffinity(1)),  # what the node's first process may use: it may be a container
+        config=said.config,
+        host=platform.node(),
+        address=address,
+        no_network=no_network,
+        unreached=said.unreached,
     )
 
 
@@ -196,8 +268,10 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
     """What is wrong with the nodes, in one line that names them; empty if nothing is. needs[i] is for reports[i]."""
     found: dict[str, list[str]] = {}
     usual = {name: _most([report.versions.get(name, "") for report in reports]) for name in ("python", *PACKAGES)}
+    hosts = {report.host for report in reports}
     for report, need in zip(reports, needs, strict=True):
-        for text in _complaints(report, need, usual):
+        stale = [STALE] if report.config != reports[0].config else []
+        for text in stale or [*_complaints(report, need, usual), *_unconnected(report, len(hosts))]:
             found.setdefault(text, []).append(report.name)
     return "; ".join(f"{_nodes(names)} {text}" for text, names in found.items())
 
@@ -228,8 +302,10 @@ def node_name() -> str:
 
 
 def see_run(run_dir: Path) -> str:
-    """Empty where this node sees the run folder, else what to tell the user."""
-    if (run_dir / CONFIG).is_file():
+    """Empty where this node sees the run folder, else what to tell the user. In a Slurm step it looks for a while: the
+    batch script has only just written it, on another node."""
+    seconds = CACHED_S if "SLURM_STEP_ID" in os.environ else 0.0
+    if _await(lambda: _hash(run_dir) or None, seconds, ()):
         return ""
     return f"node {node_name()} sees no {run_dir / CONFIG}: put run_dir on a file system that all nodes share"
 
@@ -244,6 +320,13 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     ]
     if report.gpus < need.gpus:
         found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run asks for: cluster.exclude it")
+    elif 0 < report.gpus < need.all_or_none:
+        text = f"shows {report.gpus} GPU(s) for its {need.all_or_none} ranks that hold a model"
+        found.append(f"{text}: give it fewer ranks, or set cluster.device=cpu")
+    if report.cpus < (cpus := min(need.cpus, report.machine_cpus)):
+        found.append(
+            f"lets the step use {report.cpus} CPU(s) of the {cpus} that the job asks for: srun --cpu-bind=none"
+        )
     if report.open_files < need.open_files:
         text = f"allows {report.open_files} open files, the run needs {need.open_files}"
         found.append(f"{text}: raise the hard limit there (ulimit -Hn)")
@@ -259,8 +342,19 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     return found
 
 
+def _unconnected(report: Report, num_hosts: int) -> Iterator[str]:
+    """Why other nodes would not reach this one, or it not them."""
+    if report.no_network:
+        yield f"{report.no_network}: cluster.network_interface"
+    elif report.unreached:
+        yield f"cannot connect to the first node at {report.unreached}: name another cluster.network_interface"
+    elif num_hosts > 1 and is_loopback(report.address):
+        text = "which no other node reaches: name an interface that has another one as cluster.network_interface"
+        yield f"has the address {report.address}, {text}"
+
+
 def _judge_all(
-    needs: Sequence[Needs], meeting: Path, nonce: str, start_s: float, run_dir: Path, signals: Sequence[int]
+    needs: Sequence[Needs], meeting: Path, canary: Canary, start_s: float, run_dir: Path, signals: Sequence[int]
 ) -> Judgement:
     """Wait for all reports and judge them. On node 0."""
     reports: dict[int, Report] = {}
@@ -270,7 +364,7 @@ def _judge_all(
         for node in range(len(needs)):
             name = _report_name(node)
             if node not in reports and name in there and (report := _read(meeting / name, Report)) is not None:
-                assert report.nonce == nonce, f"{meeting / name} answers another start"
+                assert report.nonce == canary.nonce, f"{meeting / name} answers another start"
                 reports[node] = report
         return True if len(reports) == len(needs) else None
 
@@ -306,11 +400,11 @@ def _newest_meeting(world: Path) -> Path | None:
 
 def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
     """What `look` finds, None where it finds nothing within that time. _AskedToStopError once there are signals."""
-    deadline = time.monotonic() + seconds
-    while (found := look()) is None and time.monotonic() < deadline:
+    began = time.monotonic()
+    while (found := look()) is None and (waited_s := time.monotonic() - began) < seconds:
         if signals:
             raise _AskedToStopError
-        time.sleep(POLL_S)
+        time.sleep(backed_off_s(waited_s))
     return found
 
 

@@ -21,7 +21,9 @@ def test_what_a_library_prints_does_not_reach_the_script(tmp_path: Path, capsys:
     # Making a row of this task prints a dot.
     assert begin(["data.train=reasoning_gym:bf", f"run_dir={run_dir}"]) == ExitCode.DONE
     shown = capsys.readouterr()
-    assert (shown.out, set(shown.err)) == (f"1 0 {run_dir}\n", {"."})
+    assert (shown.out, set(shown.err)) == (f"1 0 50 {run_dir}\n", {"."}), (
+        "attempt, no end, a tenth of 900 / 2 + 2 x 10 + 30 s"
+    )
 
 
 def test_a_job_with_other_nodes_than_the_layout_opens_no_attempt(

@@ -76,6 +76,13 @@ def test_further_options_stand_in_every_component_and_before_the_program() -> No
     assert step[-2:] == ["--mpi=pmix", "--label"], "the last of two equal options counts"
 
 
+def test_the_step_is_bound_to_no_core_and_waits_for_all_its_nodes() -> None:
+    step = re.search(r"^srun (.+?) \\$", script(), re.M)
+    assert step is not None
+    # A site's defaults are one core, its MPI, and an end for all some seconds after that of the first node.
+    assert {"--cpu-bind=none", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--export=ALL"} <= set(step[1].split())
+
+
 @pytest.mark.parametrize("word", ['data.system_prompt=it\'s "so" $HOME `x` \\n', "rollout.stop=[a b,'c d']"])
 def test_the_shell_hands_the_words_on_unchanged(word: str) -> None:
     line = next(line for line in render_words(word).splitlines() if line.startswith("words="))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import ConfigError
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import render
+from hpcrl.node.preflight import read_reports
+from hpcrl.rundir import world_folder
 from tests.slurm.jobs import COMPLETED, FAILED, launch, log, show, submit, wait_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -87,6 +90,25 @@ def test_a_run_in_a_reservation_uses_its_nodes(cluster: Any, tmp_path: Path, tin
     assert set(re.findall(r" NodeList=(\S+)", shown)) == {"n2", "n3"}
     missing = launch(cluster, tmp_path / "other", *tiny, "cluster.reservation=none_such", "max_steps=1")
     assert missing.returncode == 2 and "reservation" in missing.stderr and len(missing.stderr.splitlines()) == 1
+
+
+def test_a_step_may_use_every_core_that_was_asked_for(
+    one_machine: ModuleType, tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the site's task plugin binds the one task of a node to one core."""
+    cores = len(os.sched_getaffinity(0))
+    conf = one_machine.CONF.replace("TaskPlugin=task/none", "TaskPlugin=task/affinity")
+    monkeypatch.setattr(one_machine, "CONF", conf)
+    with one_machine.Cluster(tmp_path / "slurm", [one_machine.Nodes("a", 1, cpus=cores)]) as cluster:
+        look = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
+        assert (
+            cluster.run("srun", "--ntasks=1", f"--cpus-per-task={cores}", "--cpu-bind=map_cpu:0", *look).strip() == "1"
+        )
+        words = [f"cluster.components={{main: {{cpus_per_node: {cores}}}}}", "max_steps=1"]
+        job = submit(cluster, tmp_path / "run", *tiny, *words)
+        wait_state(cluster, tmp_path / "run", job, (COMPLETED,))
+    (report,) = read_reports(world_folder(tmp_path / "run", 1))
+    assert report.cpus == cores
 
 
 def stand_in(folder: Path, image: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,11 @@ def test_good_nodes_report_what_they_are(cluster: Any, tmp_path: Path) -> None:
         ("[ $SLURMD_NODENAME = n3 ] && export TMPDIR=/no/such", "node n3 cannot write to its scratch /no/such"),
         ("[ $SLURMD_NODENAME != n1 ] && export TMPDIR=/no", "nodes n2, n3 cannot write to its scratch /no"),
         ("[ $SLURMD_NODENAME = n2 ] && export PYTHONPATH=FAKE", "node n2 has torch 0.1, where the others have "),
+        ("[ $SLURMD_NODENAME = n3 ] && export GLOO_SOCKET_IFNAME=ib9", "node n3 has no interface ib9 that is up"),
+        (
+            "[ $SLURMD_NODENAME = n2 ] && taskset -p 1 $$ >/dev/null",
+            "node n2 lets the step use 1 CPU(s) of the 2 that the job asks for: srun --cpu-bind=none",
+        ),
     ],
 )
 def test_a_bad_node_is_named_once(cluster: Any, tmp_path: Path, prelude: str, told: str) -> None:
@@ -128,6 +134,23 @@ def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_older_configuration_on_a_node(cluster: Any, tmp_path: Path) -> None:
+    """As a network file system may still show it, with all else in place."""
+    make_run(tmp_path / "n1" / "run", start_s=3)
+    (tmp_path / "n1" / "run" / "world").mkdir()
+    for name in ("n2", "n3"):
+        own = tmp_path / name / "run"
+        own.mkdir(parents=True)
+        (own / "world").symlink_to(tmp_path / "n1" / "run" / "world")
+        shutil.copy(tmp_path / "n1" / "run" / CONFIG, own / CONFIG)
+    older = tmp_path / "n3" / "run" / CONFIG
+    older.write_text(older.read_text().replace("max_steps: 100", "max_steps: 99"))
+    code, lines, _ = srun(cluster, "run", f"cd {tmp_path}/$SLURMD_NODENAME")
+    assert code == ExitCode.BAD_INPUT
+    assert len(lines) == 1 and lines[0].startswith("hpcrl: node n3 reads another config.yaml than the first"), lines
+
+
+@pytest.mark.slow
 def test_another_number_of_nodes(cluster: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "layout.reward.num_ranks=6")
     code, lines, _ = srun(cluster, str(run))
@@ -135,8 +158,12 @@ def test_another_number_of_nodes(cluster: Any, tmp_path: Path) -> None:
     assert lines == ["hpcrl: the step runs on 3 node(s), the layout places its ranks on 5"]
 
 
-GOOD = Report("x", 0, "n1", [0], {"python": "3.11.2", "torch": "2.13"}, 8, 1000, RUN_FREE_BYTES, "/tmp", 1 << 30)
-NEED = Needs((0,), gpus=8, gpu_files=False, open_files=1000)
+GOOD = Report(
+    *("x", 0, "n1", [0], {"python": "3.11.2", "torch": "2.13"}, 8, 1000, RUN_FREE_BYTES, "/tmp", 1 << 30, 4, 64),
+    host="h1",
+    address="10.0.0.1",
+)
+NEED = Needs((0,), gpus=8, gpu_files=False, open_files=1000, cpus=4)
 
 
 def test_judgement() -> None:
@@ -150,6 +177,26 @@ def test_judgement() -> None:
     )
     line = judge([GOOD, full, GOOD], [NEED] * 3)
     assert line.count("node n2 has 1,023 MiB free in the run folder") == 1 and "its scratch /tmp, needs 64 MiB" in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"gpus": 3}, "shows 3 GPU(s) for its 4 ranks that hold a model: .*cluster.device=cpu"),
+        ({"gpus": 0}, ""),
+        ({"cpus": 3}, "lets the step use 3 CPU(s) of the 4 "),
+        ({"cpus": 2, "machine_cpus": 2}, ""),  # an emulated node: no more than there are
+        ({"config": "other"}, "reads another config.yaml than the first node"),
+        ({"no_network": "has no interface ib9"}, "has no interface ib9: cluster.network_interface"),
+        ({"unreached": "10.0.0.1 (timed out)"}, "cannot connect to the first node at 10.0.0.1 (timed out): "),
+        ({"address": "127.0.1.1"}, "has the address 127.0.1.1, which no other node reaches"),
+        ({"address": "127.0.1.1", "host": "h1"}, ""),  # emulated nodes of one host
+    ],
+)
+def test_what_is_wrong_with_one_node(changed: dict[str, Any], told: str) -> None:
+    need = dataclasses.replace(NEED, gpus=0, all_or_none=4)
+    line = judge([GOOD, msgspec.structs.replace(GOOD, **{"name": "n2", "host": "h2", **changed})], [need] * 2)
+    assert re.match("node n2 " + re.escape(told).replace(r"\.\*", ".*"), line) if told else line == ""
 
 
 def test_a_report_that_is_none(tmp_path: Path) -> None:

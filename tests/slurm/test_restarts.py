@@ -57,6 +57,23 @@ def test_a_hang_is_named_and_the_job_requeued(cluster: Any, tmp_path: Path, tiny
     assert re.search(r"attempt 1 ended \(deadline\): crash 1", said)
 
 
+def test_a_step_that_loses_its_daemon_is_given_up(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    """slurmstepd is killed, by the kernel for want of memory say: srun does not notice, and would wait for ever."""
+    words = ["timeouts.command_s=20", "timeouts.grace_s=1", "save_every=2", "max_steps=40"]
+    run = Run(cluster, tmp_path, *(word for word in tiny if "grace_s" not in word), *words)
+    run.wait_step(3)
+    rank = ranks(cluster, run.job)[0]
+    daemon = next(
+        process for process in rank.parents() if "slurmstepd" in " ".join([process.name(), *process.cmdline()])
+    )
+    daemon.kill()
+    run.wait_restart(1)
+    run.tell(pace=0)
+    said = run.wait_end()
+    assert "the agent of the first node has ended or hangs, and the step goes on: it is given up" in said
+    assert re.search(r"attempt 1 ended \(lost\): crash 1", said)
+
+
 def test_a_damaged_checkpoint_is_passed_over(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = Run(cluster, tmp_path, *tiny, "save_every=3", "max_steps=40")
     wait_until(lambda: committed_step(run.dir) >= 6, lambda: f"no two checkpoints:\n{run.log}")
