@@ -271,7 +271,7 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
     hosts = {report.host for report in reports}
     for report, need in zip(reports, needs, strict=True):
         stale = [STALE] if report.config != reports[0].config else []
-        for text in stale or [*_complaints(report, need, usual), *_unconnected(report, len(hosts))]:
+        for text in stale or [*_complaints(report, need, usual), *_unconnected(report, need, len(hosts))]:
             found.setdefault(text, []).append(report.name)
     return "; ".join(f"{_nodes(names)} {text}" for text, names in found.items())
 
@@ -342,9 +342,9 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
     return found
 
 
-def _unconnected(report: Report, num_hosts: int) -> Iterator[str]:
+def _unconnected(report: Report, need: Needs, num_hosts: int) -> Iterator[str]:
     """Why other nodes would not reach this one, or it not them."""
-    if report.no_network:
+    if report.no_network and (need.interface is not None or num_hosts > 1):
         yield f"{report.no_network}: cluster.network_interface"
     elif report.unreached:
         yield f"cannot connect to the first node at {report.unreached}: name another cluster.network_interface"

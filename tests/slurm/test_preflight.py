@@ -74,7 +74,6 @@ def test_good_nodes_report_what_they_are(cluster: Any, tmp_path: Path) -> None:
         ("[ $SLURMD_NODENAME = n3 ] && export TMPDIR=/no/such", "node n3 cannot write to its scratch /no/such"),
         ("[ $SLURMD_NODENAME != n1 ] && export TMPDIR=/no", "nodes n2, n3 cannot write to its scratch /no"),
         ("[ $SLURMD_NODENAME = n2 ] && export PYTHONPATH=FAKE", "node n2 has torch 0.1, where the others have "),
-        ("[ $SLURMD_NODENAME = n3 ] && export GLOO_SOCKET_IFNAME=ib9", "node n3 has no interface ib9 that is up"),
         (
             "[ $SLURMD_NODENAME = n2 ] && taskset -p 1 $$ >/dev/null",
             "node n2 lets the step use 1 CPU(s) of the 2 that the job asks for: srun --cpu-bind=none",
@@ -98,6 +97,18 @@ def test_agents_start_no_rank_beside_a_bad_node(cluster: Any, tmp_path: Path) ->
     assert code == ExitCode.BAD_INPUT and len(lines) == 1 and "node n2 allows 80" in lines[0]
     assert json.loads((world_folder(run, 1) / OUTCOME).read_text()) == {"code": ExitCode.BAD_INPUT}
     assert not (run / "logs").exists()
+
+
+@pytest.mark.slow
+def test_a_misspelt_interface(cluster: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "cluster.network_interface=ib9")
+    code, lines, _ = srun(cluster, str(run))
+    assert code == ExitCode.BAD_INPUT and len(lines) == 1, lines
+    assert re.fullmatch(
+        "hpcrl: nodes n1, n2, n3 has no interface ib9 that is up and has an address; it has .*lo.*: "
+        "cluster.network_interface",
+        lines[0],
+    )
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ def test_a_hang_is_named_and_the_job_requeued(cluster: Any, tmp_path: Path, tiny
     said = run.wait_end()
     assert re.search(r"rank 2 \(env\) on \S+ is lost: .* gave no sign of life for \d+ s", said)
     assert re.search(r"attempt 1 ended \(deadline\): crash 1", said)
+
+
+def test_a_job_that_is_suspended_for_long_goes_on(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
+    words = ["layout=colocated", "layout.trainer.num_ranks=2", "timeouts.command_s=16", "max_steps=30"]
+    run = Run(cluster, tmp_path, *tiny, *words)
+    run.wait_step(3)
+    cluster.run("scontrol", "suspend", str(run.job))
+    time.sleep(20)
+    before = step_of(run.dir)
+    cluster.run("scontrol", "resume", str(run.job))
+    run.tell(pace=0)
+    assert "attempt 1 ended (done)" in run.wait_end()
+    assert run.restarts == 0 and before < 30 == step_of(run.dir)
 
 
 def test_a_step_that_loses_its_daemon_is_given_up(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
