@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.control.bootstrap import ENDPOINT, Place, find_place, make_key_file, share_endpoint
+from hpcrl.files import backed_off_s
 
 Environ = dict[str, str]
 
@@ -281,3 +282,12 @@ def test_mpirun_trains_and_goes_on_where_another_launcher_stopped(run_dir: Path)
     attempt = prepare_run(run_dir, len(before) + 2)
     start(["mpirun", "--oversubscribe", "-n", "3", sys.executable, "-m", "hpcrl.run"], run_dir, attempt)
     assert steps_done(run_dir) == [*before, len(before) + 1, len(before) + 2]
+
+
+def test_whoever_waits_for_long_looks_less_often() -> None:
+    waited_s, looks = 0.0, 0
+    while waited_s < 60:
+        waited_s += backed_off_s(waited_s)
+        looks += 1
+        assert backed_off_s(waited_s) <= max(0.02, min(waited_s / 20, 1.0)), "what it waits for is seen soon"
+    assert looks < 150, "50 a second from each of hundreds of ranks would be a load"
