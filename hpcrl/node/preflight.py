@@ -178,7 +178,7 @@ def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: in
             text = f"node {node_name()} saw no {meeting / CANARY} within {start_s:g} s: the first node is stuck, or"
             return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
         # What this node has read itself may be an older one, which its network file system still keeps.
-        same = _await(lambda: _hash(run_dir) == canary.config or None, min(CACHED_S, start_s), signals)
+        same = _await(lambda: _hash(run_dir) == canary.config or None, min(CACHED_S, start_s / 2), signals)
         needs = needs_of(stored_config(run_dir)) if same else [NOTHING] * num_nodes
         if num_nodes != len(needs):
             text = f"the step runs on {num_nodes} node(s), the layout places its ranks on {len(needs)}"

@@ -147,7 +147,7 @@ def test_a_run_folder_that_is_not_shared(cluster: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_older_configuration_on_a_node(cluster: Any, tmp_path: Path) -> None:
     """As a network file system may still show it, with all else in place."""
-    make_run(tmp_path / "n1" / "run", start_s=3)
+    make_run(tmp_path / "n1" / "run", start_s=8)
     (tmp_path / "n1" / "run" / "world").mkdir()
     for name in ("n2", "n3"):
         own = tmp_path / name / "run"
