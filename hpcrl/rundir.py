@@ -72,6 +72,7 @@ MAY_CHANGE = (
 it computes. max_steps also stretches a cosine or linear lr schedule: from there on it follows the new length."""
 
 PACKAGES = ("hpcrl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "h5py", "msgspec", "pydantic")
+MOST_PIDS = 1 << 31  # what the system's calls take
 SAME_START_S = 2.0  # a process start read twice differs by less, also when the clock is stepped in between
 
 
@@ -161,8 +162,8 @@ def submitted_jobs(run_dir: Path) -> list[int]:
     """The jobs of the newest submission; none for a run that was not submitted by hpcrl.launch."""
     path = run_dir / SUBMITTED
     jobs = read_record(path, jobs=list).get("jobs", [])
-    if not all(isinstance(job, int) for job in jobs):
-        raise _damaged(path, f"jobs are numbers, not {jobs}")
+    if not all(isinstance(job, int) and job > 0 for job in jobs):
+        raise _damaged(path, f"jobs are numbers above 0, not {jobs}")
     return jobs
 
 
@@ -172,8 +173,12 @@ def read_owner(run_dir: Path, attempt: int) -> dict[str, Any]:
     owner = read_record(path, since=str)
     if "job" in owner:
         owner = read_record(path, job=int, restarts=int)
+        if owner["job"] <= 0:
+            raise _damaged(path, f"job is {owner['job']}")
     if "pid" in owner or not ("job" in owner or "ended" in owner):
         owner = read_record(path, pid=int, host=str, process_start=float)
+        if owner and not 0 < owner["pid"] < MOST_PIDS:
+            raise _damaged(path, f"pid is {owner['pid']}")
     return owner
 
 
@@ -202,7 +207,7 @@ def read_record(path: Path, **needs: type) -> dict[str, Any]:
                 raise ValueError(f"{name} is {found.get(name, 'missing')!r}")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
     return found
 
@@ -249,6 +254,9 @@ def _check_place(folder: Path) -> None:
         raise ConfigError([f"run folder {folder} cannot be made: {existing} is not a folder"])
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError([f"run folder {folder} cannot be written: no permission in {existing}"])
+    longest = os.pathconf(existing, "PC_NAME_MAX")
+    if name := next((part for part in folder.parts if len(os.fsencode(part)) > longest), ""):
+        raise ConfigError([f"run folder {folder} cannot be made: a name has {len(name)} characters, {longest} may be"])
     if existing == folder and not (folder / CONFIG).exists():
         own = (SLURM, OWNERS, FACTS, f".{FACTS}.tmp", f".{CONFIG}.tmp")  # killed before config.yaml stood there
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)

@@ -168,7 +168,18 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, make: str) -> Non
 @pytest.mark.parametrize("name", ["finished.json", "facts.json", "owners/0001", "slurm/submitted.json"])
 @pytest.mark.parametrize(
     "content",
-    [b'{"since": "to', b"\xff\xfe", b"[1]", b"null", b'{"jobs": [null], "attempts": 3, "since": "today"}', None],
+    [
+        b'{"since": "to',
+        b"\xff\xfe",
+        b"[1]",
+        b"null",
+        b'{"jobs": [null], "attempts": 3, "since": "today"}',
+        b'{"jobs": [-1], "attempts": 3, "since": "today", "pid": -1, "host": "h", "process_start": 1.5}',
+        b'{"jobs": [0], "attempts": 3, "since": "today", "pid": 99999999999999, "host": "h", "process_start": 1.5}',
+        b'{"jobs": [0], "attempts": 3, "since": "today", "job": -7, "restarts": 0}',
+        b"[" * 100_000,
+        None,
+    ],
 )
 def test_a_damaged_record_is_named_and_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
@@ -195,6 +206,12 @@ def test_a_damaged_record_is_named_and_left_alone(
 def test_an_unwritable_place_is_named() -> None:
     with pytest.raises(ConfigError, match=r"run folder /proc/demo cannot be (written|made)"):
         open_run(CONFIG, "/proc/demo", "auto")
+
+
+def test_a_name_that_no_file_can_have_is_named(tmp_path: Path) -> None:
+    """Also below a folder that is still to be made."""
+    with pytest.raises(ConfigError, match=r"cannot be made: a name has 300 characters, 255 may be"):
+        check_run(CONFIG, tmp_path / "runs" / ("x" * 300), "auto")
 
 
 def test_a_live_owner_is_named_and_a_dead_one_taken_over(tmp_path: Path) -> None:

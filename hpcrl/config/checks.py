@@ -20,6 +20,9 @@ NOT_BUILT: dict[Path, tuple[str, ...]] = {
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling that keeps every token."""
 
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
+LARGE_BUCKET = 4096  # tokens; up to it a bucket may be longer than the sequences
+
 FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
 """Keys whose text may go to the model, where <answer> is no placeholder."""
 
@@ -29,6 +32,7 @@ def check(config: Config) -> list[Problem]:
     return [
         *_debug(config),
         *_reinforcement(config),
+        *_sampling(config),
         *_correction(config),
         *_whole_responses(config),
         *_filters(config),
@@ -136,6 +140,27 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
             f"{rollout.group_size} = {samples} responses"
         )
         yield Problem(("algorithm", "num_mini_batches"), text, (("rollout", "num_prompts"), ("rollout", "group_size")))
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    """Values that numbers of the engines cannot hold, or that end every response before it begins."""
+    for section in ("rollout", "eval"):
+        temperature = getattr(config, section).temperature
+        if 0 < temperature < LEAST_TEMPERATURE or temperature > MOST_TEMPERATURE:
+            text = (
+                f"{section}.temperature: {temperature:g} is no temperature to divide by; use {LEAST_TEMPERATURE:g} to "
+                f"{MOST_TEMPERATURE:g}" + (", or 0 for greedy" if section == "eval" else "")
+            )
+            yield Problem((section, "temperature"), text)
+    for index, text in enumerate(config.rollout.stop):
+        if not text:
+            yield Problem(("rollout", "stop", index), "rollout.stop: '' ends every response before its first token")
+    bucket, longest = config.generator.kv_bucket, config.max_sequence_tokens
+    if bucket > max(longest, LARGE_BUCKET):
+        text = (
+            f"generator.kv_bucket: {bucket} tokens of cache for each response, and the longest has {longest}; use less"
+        )
+        yield Problem(("generator", "kv_bucket"), text, (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens")))
 
 
 def _correction(config: Config) -> Iterator[Problem]:

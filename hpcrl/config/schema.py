@@ -15,7 +15,19 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
 from hpcrl.config.data import DataConfig
 from hpcrl.config.fake import FakeConfig
-from hpcrl.spec.fields import NUMBER, Count, Float, Natural, NonNegative, Positive, PositiveFloat, Section, Seed, Share
+from hpcrl.spec.fields import (
+    NUMBER,
+    Count,
+    Float,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+)
 from hpcrl.spec.kinds import PipelineSpec, Spec
 from hpcrl.spec.table import Table
 from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, TRAIN_ENGINES
@@ -24,6 +36,8 @@ S = TypeVar("S", bound=Section)
 MOST_MEMBERS = 1 << 14
 MOST_HELD_OUT = 1 << 20
 """What a sample id has room for (hpcrl.rollout.types)."""
+LEAST_VOCABULARY = 259
+"""Tokens of the tokenizer that is made for model.tiny: every byte and three special tokens."""
 
 
 class TinyModel(Section):
@@ -31,19 +45,19 @@ class TinyModel(Section):
 
     architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"] = "qwen2"
     """The family."""
-    vocab_size: Positive = 320
+    vocab_size: Annotated[int, Field(ge=LEAST_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
-    hidden_size: Positive = 64
+    hidden_size: Annotated[int, Field(ge=1, le=1 << 16), NUMBER] = 64
     """Width."""
-    num_layers: Positive = 2
+    num_layers: Annotated[int, Field(ge=1, le=1000), NUMBER] = 2
     """Decoder layers."""
     num_heads: Positive = 4
     """Query heads."""
     num_kv_heads: Positive = 2
     """Key and value heads; divides num_heads."""
-    intermediate_size: Positive = 192
+    intermediate_size: Annotated[int, Field(ge=1, le=1 << 20), NUMBER] = 192
     """Width of the feed-forward part."""
-    num_experts: Positive = 4
+    num_experts: Annotated[int, Field(ge=1, le=1 << 12), NUMBER] = 4
     """Experts of a layer (qwen3_moe)."""
     max_position_embeddings: Positive = 4096
     """Longest sequence, tokens."""
@@ -75,7 +89,7 @@ class RolloutConfig(Section):
     """Longest response, tokens."""
     temperature: NonNegative = 1.0
     """Sampling temperature; above 0, since greedy responses to a prompt are all the same."""
-    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
+    top_p: Annotated[float, Field(ge=1e-3, le=1), NUMBER] = 1.0
     """Nucleus; 1: off."""
     top_k: Natural = 0
     """Most likely tokens kept; 0: off."""
@@ -232,7 +246,7 @@ class RewardConfig(Section):
     """package.module:callable or file.py:callable, with name=function."""
     signature: Literal["auto", "verl", "trl", "openrlhf", "hpcrl"] = "auto"
     """How the function is called; auto: by its parameter names."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds for one response; after that it scores 0."""
     num_processes: Count = 1
     """Worker processes of each reward rank."""
@@ -255,7 +269,7 @@ class EnvConfig(Section):
     num_threads: Count = 1
     """Environments of an env rank that step at once; more than 1 for those that wait (a network, a process), whose
     code must be fit for threads."""
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Seconds | None = None
     """Seconds for one turn; after that its sample ends with reward 0 and its thread is given up; null: half of
     timeouts.command_s."""
     options: dict[str, Any] = {}
@@ -279,7 +293,7 @@ class TrainerConfig(Section):
     """AdamW's decoupled weight decay."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW's moments."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[float, Field(gt=0, le=1), NUMBER] = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.0
     """Gradients are clipped to this norm; inf: off."""
@@ -340,16 +354,19 @@ class EvalConfig(Section):
     """Sample completions shown before and after."""
 
 
+Deadline = Annotated[float, Field(ge=1, le=1e7), NUMBER]
+
+
 class Timeouts(Section):
     """Deadlines in seconds. Every wait of the program is under one of them."""
 
-    start_s: PositiveFloat = 300.0
+    start_s: Deadline = 300.0
     """Process start to ready, seconds."""
-    command_s: PositiveFloat = 900.0
+    command_s: Deadline = 900.0
     """One command, from its sending to the last answer; files of a checkpoint without progress; seconds."""
-    grace_s: PositiveFloat = 10.0
+    grace_s: Deadline = 10.0
     """From the end of the world to SIGKILL, seconds."""
-    store_s: PositiveFloat = 30.0
+    store_s: Deadline = 30.0
     """One store call, and the time until a lost store is noticed, seconds."""
 
 

@@ -67,6 +67,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("model", "tiny", "num_experts"), ("model", "tiny", "architecture"), "the model has no experts"
     if config.data.val is None:
         yield ("eval",), ("data", "val"), "data.val is null"
+        if config.eval_every:
+            yield ("eval_every",), ("data", "val"), "data.val is null, so there is nothing to evaluate on"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
     fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]

@@ -163,9 +163,13 @@ def open_table(source: DataSource, seed: int, split: Split) -> Table:
         task.row(0)  # what is wrong with the options shows in the first row
         return TaskTable(task, source.path, seed, source.options)
     path = Path(source.path).expanduser()
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise ValueError(f"{source.path}: {error.strerror}") from error
+    if not there:
         raise ValueError(f"{source.path}: no such file")
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if not path.is_file() and not path.is_dir():
         raise ValueError(f"{source.path}: not a regular file")
     if not path.is_file():
         raise ValueError(f"{source.path}: a folder; give a jsonl or parquet file, or a list of them")

@@ -26,9 +26,10 @@ from transformers import (
 )
 
 from hpcrl.config import TinyModel
+from hpcrl.config.schema import LEAST_VOCABULARY
 
 PAD, START, END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # every byte has a token, so any text can be encoded
+assert 256 + len(SPECIAL_TOKENS) == LEAST_VOCABULARY  # every byte has a token, so any text can be encoded
 
 # Digits one by one, as Qwen2 splits them; a word takes the space before it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -96,10 +97,6 @@ def make_tiny_model(spec: TinyModel, folder: Path) -> None:
 
 def check_spec(spec: TinyModel) -> None:
     """ValueError when the numbers of `spec` do not fit together."""
-    if spec.vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"model.tiny.vocab_size={spec.vocab_size} is below {MIN_VOCAB_SIZE} (bytes and special tokens)"
-        )
     if spec.hidden_size % (2 * spec.num_heads):
         raise ValueError(
             f"model.tiny.hidden_size={spec.hidden_size} must be a multiple of 2 x num_heads ({spec.num_heads}): "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.BAD_INPUT
     except OSError as error:  # a full disk, a folder that went away
         print(f"hpcrl: {error}", file=sys.stderr)
-        return ExitCode.FAILED
+        return ExitCode.BAD_INPUT if error.errno == errno.ENAMETOOLONG else ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
 

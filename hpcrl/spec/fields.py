@@ -23,6 +23,8 @@ Float = Annotated[float, NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegative = Annotated[float, Field(ge=0), NUMBER]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63), NUMBER]
+Seconds = Annotated[float, Field(ge=0.01, le=1e7), NUMBER]
+"""Of a deadline: nothing answers sooner, and a system call takes no more."""
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 
 

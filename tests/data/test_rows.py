@@ -190,7 +190,15 @@ def test_problems_are_capped_and_said_to_be_more(write_jsonl):
 def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
     (tmp_path / "x.parquet").write_bytes(b"no parquet")
     empty, array = write_jsonl("empty.jsonl", "", "  "), write_jsonl("array.json", '[{"prompt": "a"}]')
-    train = [f"{tmp_path}/missing.jsonl", str(tmp_path), empty, f"{tmp_path}/x.parquet", "task:nope", __file__]
+    train = [
+        f"{tmp_path}/missing.jsonl",
+        str(tmp_path),
+        empty,
+        f"{tmp_path}/x.parquet",
+        "task:nope",
+        __file__,
+        "x" * 300,
+    ]
     sized = DataSource(path=array, size=3)
     problems = validate_sources(DataConfig(train=[*train, sized], val=array))
     expected = [
@@ -200,6 +208,7 @@ def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
         "x.parquet: not a parquet file",
         "task:nope: there is no task 'nope'; built in are add, sort_digits",
         "unknown format '.py'",
+        "xxx: File name too long",
         "size is for generated sources",
         "array.json:1: an array; write one object per line",
     ]
