@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcrl.checkpoint.failpoint import failpoint
-from hpcrl.files import STEP_NAME, fsync_path, rename_durably, step_name, steps_in, write_durably
+from hpcrl.files import STEP_NAME, fsync_path, remove, rename_durably, step_name, steps_in, write_durably
 
 FORMAT = 2
 UNSEALED = 1
@@ -80,10 +79,13 @@ def begin(root: Path, step: int, attempt: int) -> Path:
     Removes what killed attempts left of the same step. ValueError when the step is already committed.
     """
     root.mkdir(parents=True, exist_ok=True)
-    if (root / step_name(step)).exists():
-        raise ValueError(f"{root / step_name(step)} is already committed; a checkpoint is never written twice")
+    final = root / step_name(step)
+    if final.is_symlink() and not final.exists():
+        raise ValueError(f"{final} is a symbolic link to {os.readlink(final)}, which is not there; remove or mend it")
+    if final.exists():
+        raise ValueError(f"{final} is already committed; a checkpoint is never written twice")
     for stale in root.glob(f"{step_name(step)}.tmp-*"):
-        shutil.rmtree(stale)
+        remove(stale)
     folder = root / f"{step_name(step)}.tmp-{attempt}"
     folder.mkdir()
     return folder
@@ -256,7 +258,7 @@ def _prune(root: Path, step: int, keep: int) -> None:
     for entry in list(root.iterdir()):
         match = LEFTOVER.fullmatch(entry.name)
         if match and entry.is_dir() and (match[2] == "abandoned" or int(match[1]) <= step):
-            shutil.rmtree(entry)
+            remove(entry)  # of a link to where a user has moved it the link alone
 
 
 def _inside(name: str) -> bool:

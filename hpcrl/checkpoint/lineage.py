@@ -33,8 +33,39 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
         moved.append(f"rollouts of steps {past[0]} to {past[-1]} moved to {target}")
     lines = cut_metrics(run_dir, step, attempt)
     if lines:
-        moved.append(f"{lines} lines of {METRICS} past step {step} moved to {target}")
+        moved.append(f"{lines} lines of {METRICS} {since(step)} moved to {target}")
     return moved
+
+
+def gaps(run_dir: Path, step: int, rollouts: bool) -> list[str]:
+    """What is missing of the history up to `step`, one line each; `rollouts`: whether the run stores them.
+
+    To be asked after abandon_after. The contents of rollouts are not read: their reader names a damaged file.
+    """
+    path = run_dir / METRICS
+    logged = {_line_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.is_file() else set()
+    found = {METRICS: logged}
+    if rollouts:
+        stored = steps_in(run_dir / "rollouts")
+        found["rollouts/"] = {n for n in stored if any((run_dir / "rollouts" / step_name(n)).glob("rank_*.h5"))}
+    lines = []
+    for name, steps in found.items():
+        if missing := [number for number in range(1, step + 1) if number not in steps]:
+            lines.append(f"{run_dir / name} lacks steps {_ranges(missing)} (of {step}): damaged, or removed")
+    return lines
+
+
+def since(step: int) -> str:
+    """How messages say what came after a checkpoint; -1 where there is none."""
+    return f"after step {step}" if step >= 0 else "without a checkpoint"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`1 to 3, 7` for 1, 2, 3, 7, rising; at most five of them."""
+    known = set(numbers)
+    begins, ends = [n for n in numbers if n - 1 not in known], [n for n in numbers if n + 1 not in known]
+    parts = [f"{a} to {b}" if a != b else str(a) for a, b in zip(begins, ends, strict=True)]
+    return ", ".join(parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
 
 
 def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
@@ -72,6 +103,7 @@ def _abandon_checkpoints(root: Path, step: int, attempt: int) -> list[str]:
 
 def _line_step(line: bytes) -> float:
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
+    return step if isinstance(step, int) else float("inf")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrl.checkpoint.commit import Facts, FileEntry, begin, commit, find_latest, seal_files
-from hpcrl.checkpoint.lineage import abandon_after, cut_metrics
+from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps, since
 from hpcrl.checkpoint.state import STATE, encode_state, read_state
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
@@ -251,7 +251,10 @@ class Checkpoints:
         with self._setting_aside(step):
             abandoned = abandon_after(self._run_dir, step, self._attempt)
         if abandoned:
-            print(f"hpcrl: {len(abandoned)} item(s) written after step {step} moved to abandoned/", flush=True)
+            print(f"hpcrl: {len(abandoned)} item(s) written {since(step)} moved to abandoned/", flush=True)
+        stores = self._config.generates and self._config.rollout.save_rollouts
+        for gap in gaps(self._run_dir, step, stores):
+            print(f"hpcrl: {gap}; the run goes on without", flush=True)
         if latest is None or latest.path is None:
             return 0
         assert latest.manifest is not None
@@ -280,7 +283,7 @@ class Checkpoints:
         return step
 
     def _setting_aside(self, step: int) -> AbstractContextManager[None]:
-        return _explained(f"what came after step {step} not set aside in {self._run_dir}", NotSavedError)
+        return _explained(f"what was written {since(step)} not set aside in {self._run_dir}", NotSavedError)
 
     def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
         """What is wrong with the first damaged file that a rank comes upon; every trainer rank reads its share."""

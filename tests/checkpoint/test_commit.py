@@ -300,3 +300,20 @@ def test_state_is_checked_on_both_sides(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="has format 99, this version reads 1"):
         read_state(tmp_path)
+
+
+def test_a_checkpoint_that_a_user_moved_and_linked_is_read_and_left_where_it_is(tmp_path: Path) -> None:
+    root, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    for step in (10, 20):
+        save(root, step)
+    (root / "step_000010").rename(archive)
+    (root / "step_000010").symlink_to(archive)
+    shutil.rmtree(root / "step_000020")
+    check_whole(root, 10)
+    for step in (30, 40):
+        save(root, step)
+    assert sorted(p.name for p in root.iterdir()) == ["LATEST", "step_000030", "step_000040"]
+    assert (archive / "manifest.json").is_file()
+    (root / "step_000050").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="step_000050 is a symbolic link to nowhere, which is not there"):
+        save(root, 50)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import pytest
+
 from hpcrl.checkpoint.commit import find_latest
-from hpcrl.checkpoint.lineage import abandon_after
+from hpcrl.checkpoint.lineage import abandon_after, cut_metrics, gaps
 from hpcrl.files import steps_in
 from tests.checkpoint.test_commit import flip, save
 
@@ -36,7 +39,7 @@ def test_everything_past_the_checkpoint_moves(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "checkpoints") == [2, 4]
     assert [line.split(" moved")[0] for line in moved] == [
         "rollouts of steps 5 to 6",
-        "3 lines of metrics.jsonl past step 4",
+        "3 lines of metrics.jsonl after step 4",
     ]
     assert abandon_after(tmp_path, 4, attempt=3) == [] and not (tmp_path / "abandoned/3").exists()
 
@@ -61,3 +64,26 @@ def test_a_run_that_starts_over_keeps_nothing(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "rollouts") == [] and (tmp_path / "metrics.jsonl").read_text() == ""
     assert metric_steps(tmp_path / "abandoned/2/metrics.jsonl") == [0, 1, 2, 3, 4, 5, 6]
     assert abandon_after(tmp_path / "fresh", -1, attempt=1) == []
+
+
+@pytest.mark.parametrize("line", ['{"step": "3"}', '{"step": [1]}', "[" * 100_000, "null", '{"step": null}'])
+def test_a_line_without_a_step_goes_too(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    assert cut_metrics(tmp_path, 2, attempt=2) == 1
+    assert metric_steps(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+def test_missing_history_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    abandon_after(tmp_path, 4, attempt=2)
+    assert gaps(tmp_path, 4, rollouts=True) == gaps(tmp_path, -1, rollouts=True) == []
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"step": 2}\n{"st\xff\xff": 3}\n')
+    shutil.rmtree(tmp_path / "rollouts/step_000001")
+    (tmp_path / "rollouts/step_000003/rank_00001.h5").unlink()
+    assert gaps(tmp_path, 4, rollouts=True) == [
+        f"{tmp_path}/metrics.jsonl lacks steps 1, 3 to 4 (of 4): damaged, or removed",
+        f"{tmp_path}/rollouts lacks steps 1, 3 (of 4): damaged, or removed",
+    ]
+    (tmp_path / "metrics.jsonl").unlink()
+    (said,) = gaps(tmp_path, 20, rollouts=False)
+    assert said.startswith(f"{tmp_path}/metrics.jsonl lacks steps 1 to 20 (of 20)")

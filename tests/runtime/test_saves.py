@@ -440,5 +440,38 @@ def test_what_cannot_be_set_aside_is_no_unreadable_checkpoint(tmp_path: Path, ra
     make(tmp_path, ranks).save(2)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
     (tmp_path / "abandoned").write_text("a file")
-    with pytest.raises(NotSavedError, match=r"what came after step 2 not set aside in .*abandoned"):
+    with pytest.raises(NotSavedError, match=r"what was written after step 2 not set aside in .*abandoned"):
         make(tmp_path, ranks).restore()
+
+
+def test_lost_history_is_told_at_resume(tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, ranks).save(3)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
+    for step in (2, 3):
+        (tmp_path / f"rollouts/step_{step:06d}").mkdir(parents=True)
+        (tmp_path / f"rollouts/step_{step:06d}/rank_00001.h5").write_text("")
+    make(tmp_path, ranks).restore()
+    said = capsys.readouterr().out
+    assert (
+        f"hpcrl: {tmp_path}/metrics.jsonl lacks steps 2 (of 3): damaged, or removed; the run goes on without\n" in said
+    )
+    assert f"hpcrl: {tmp_path}/rollouts lacks steps 1 (of 3): damaged, or removed; the run goes on without\n" in said
+
+
+def test_a_run_without_a_checkpoint_does_not_speak_of_step_minus_one(
+    tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = make(tmp_path, ranks)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    checkpoints.restore()
+    assert "hpcrl: 1 item(s) written without a checkpoint moved to abandoned/" in capsys.readouterr().out
+
+
+def test_a_save_that_is_discarded_leaves_nothing_of_this_attempt(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = make(tmp_path, ranks)
+    checkpoints.save(1)
+    checkpoints._begin(2)
+    other = tmp_path / "checkpoints/step_000009.tmp-77"
+    other.mkdir()
+    checkpoints.discard()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["LATEST", "step_000001", other.name]
