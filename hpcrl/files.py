@@ -129,10 +129,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        mode = 0o666 & (partial.stat().st_mode | 0o600)
+        give_usual_modes(partial)
         for file in partial.rglob("*"):
-            if file.is_file():
-                file.chmod(mode)
             with naming(file):
                 fsync_path(file)
         fsync_path(partial)
@@ -143,6 +141,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     remove(before)
+
+
+def give_usual_modes(folder: Path) -> None:
+    """Let the files below a new folder have the permissions of new files, as the umask gave its own to the folder;
+    safetensors makes files that nobody else may read."""
+    mode = 0o666 & (folder.stat().st_mode | 0o600)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def remove(path: Path) -> None:

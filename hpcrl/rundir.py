@@ -287,7 +287,7 @@ def _claim(run: RunState, lasts: bool) -> bool:
     if own is None or lasts:
         owner |= {"pid": process.pid, "process_start": process.create_time()}
     try:
-        descriptor = os.open(_record(run.run_dir, run.attempt), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        descriptor = os.open(_record(run.run_dir, run.attempt), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
     with open(descriptor, "wb") as file:

@@ -27,6 +27,7 @@ from transformers import (
 
 from hpcrl.config import TinyModel
 from hpcrl.config.schema import LEAST_VOCABULARY
+from hpcrl.files import give_usual_modes
 
 PAD, START, END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 assert 256 + len(SPECIAL_TOKENS) == LEAST_VOCABULARY  # every byte has a token, so any text can be encoded
@@ -86,6 +87,7 @@ def make_tiny_model(spec: TinyModel, folder: Path) -> None:
         tokenizer = make_tokenizer(spec.vocab_size)
         _write_tokenizer(tokenizer, spec, partial)
         _write_model(spec, tokenizer, partial)
+        give_usual_modes(partial)
         try:
             partial.rename(folder)
         except OSError:

@@ -47,6 +47,9 @@ def test_same_spec_same_files_and_another_seed_other_weights(tmp_path: Path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_model(TinyModel(hidden_size=16, num_heads=2, seed=seed), tmp_path / name)
     assert torch.equal(state, torch.get_rng_state()), "the caller's random state was changed"
+    (tmp_path / "a" / "probe").touch()
+    assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1, "others may read some files only"
+    (tmp_path / "a" / "probe").unlink()
     a, b, c = (digests(tmp_path / name) for name in "abc")
     assert a == b
     assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
