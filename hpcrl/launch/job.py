@@ -23,7 +23,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import committed_step, step_name, write_durably
+from hpcrl.files import committed_step, is_storage_error, step_name, write_durably
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
 from hpcrl.rundir import (
@@ -126,10 +126,16 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     name = "lost" if code is None and began else "not_started" if code is None else code.name.lower()
     try:
         check_owner(run_dir, attempt)
-        goes_on, why = _goes_on(run_dir, code, _taken(job, own), own)
+        try:
+            goes_on, why = _goes_on(run_dir, code, _taken(job, own), own)
+        except OSError as error:
+            if not is_storage_error(error):
+                raise
+            goes_on, why = False, f"{error}; crashes that cannot be counted would go on for ever: does not go on"
         if code in (None, ExitCode.BAD_INPUT) and not began and own is not None:
             why = f"the step ended with code {step_code} before any agent began: {_cause(attempt, own)}; {why}"
-        close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
+        with contextlib.suppress(OSError):  # who opens the run next asks Slurm for the job instead
+            close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
     except SupersededError as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.SUPERSEDED

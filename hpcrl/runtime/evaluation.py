@@ -62,7 +62,7 @@ class Evaluation:
 
     def before_and_after(self, last: int) -> str:
         """The kept examples as text, a few short lines each."""
-        kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
+        kept = self._kept_examples()
         lines = []
         afterwards = {example["prompt"]: example for example in kept.get(str(last), [])}
         for before in kept.get("0", []):
@@ -89,9 +89,19 @@ class Evaluation:
             evaluation_sampling(self._config, temperature),
         )
 
+    def _kept_examples(self) -> dict[str, list[dict[str, Any]]]:
+        """By step; none where the file is damaged, which is no reason to end a run."""
+        try:
+            return dict(json.loads(self._examples_file.read_bytes()))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            print(f"hpcrl: {self._examples_file} cannot be read: {error}; the run goes on without", flush=True)
+            return {}
+
     def _keep_examples(self, step: int, harvest: Harvest) -> None:
         chosen = zip(self._prompts, harvest.groups, strict=True)  # both in order of uid
-        kept = json.loads(self._examples_file.read_text()) if self._examples_file.exists() else {}
+        kept = self._kept_examples()
         examples = []
         for prompt, group in islice(chosen, self._config.eval.num_examples):
             sample = group.samples[0]

@@ -144,6 +144,18 @@ def test_jobs_that_are_too_short_do_not_go_on_for_ever(tmp_path: Path, monkeypat
     assert last_end(run_dir)["goes_on"] is False
 
 
+def test_on_a_full_disk_a_job_ends_with_the_code_of_its_step_and_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word of the agent did not fit, nor does the count of crashes."""
+    run_dir = tmp_path / "run"
+    assert end_with(run_dir, None, "", monkeypatch, step=ExitCode.NOT_SAVED).startswith("crash 1 of at most 3")
+    (run_dir / ".restarts.json.tmp").symlink_to("/dev/full")
+    why = end_with(run_dir, None, "", monkeypatch, step=ExitCode.NOT_SAVED)
+    assert why.startswith("[Errno 28] No space left on device: ") and why.endswith("does not go on")
+    assert (last_end(run_dir)["how"], last_end(run_dir)["goes_on"]) == ("not_saved", False)
+
+
 def test_a_person_who_submits_again_starts_the_count_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     said = [end_with(run_dir, ExitCode.RANK_KILLED, "", monkeypatch) for _ in range(4)]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from hpcrl.rollout.events import DoneSample, Group
 from hpcrl.rollout.loop import Harvest, Sizes
 from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, held_out_uid, make_sample_id
-from hpcrl.runtime.evaluation import _score_stats
+from hpcrl.runtime.evaluation import Evaluation, _score_stats
 
 
 def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
@@ -26,3 +30,13 @@ def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> Non
     uids = {held_out_uid(evaluation, row) for evaluation in (0, 1, 2, 9, 262_143) for row in (0, 1, MAX_HELD_OUT - 1)}
     assert len(uids) == 15 and held_out_uid(262_144, 3) == held_out_uid(0, 3)
     assert make_sample_id(max(uids), 0, 0) < 1 << 63
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"3", b"[" * 100_000])
+def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    evaluation = object.__new__(Evaluation)  # what it shows at the end of a run needs its file alone
+    evaluation._examples_file = tmp_path / "examples.json"
+    assert evaluation.before_and_after(3) == ""
+    evaluation._examples_file.write_bytes(content)
+    assert evaluation.before_and_after(3) == ""
+    assert f"hpcrl: {tmp_path}/examples.json cannot be read: " in capsys.readouterr().out
