@@ -31,7 +31,8 @@ CONFIG = {
 
 OPEN = """
 import json, sys
-from hpcrl.rundir import ConfigError, open_run
+from hpcrl.config import ConfigError
+from hpcrl.rundir import open_run
 try:
     state = open_run(json.loads(sys.argv[1]), sys.argv[2], "auto")
     print("got", state.attempt, flush=True)

@@ -1,0 +1,120 @@
+"""The configuration of a run, and what may differ in it when the run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcrl.config import Config, ConfigError, parse
+from hpcrl.rundir.records import CONFIG
+from hpcrl.spec.kinds import Spec
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+
+
+def _own_keys(section: str, entries: Iterable[tuple[str, Spec]]) -> list[str]:
+    """The keys of engines that may change, or an engine's whole section where all of its keys may."""
+    keys: list[str] = []
+    for name, spec in entries:
+        whole = spec.section is not None and set(spec.resume_keys) == set(spec.section.model_fields)
+        keys += [f"{section}.{name}"] if whole else [f"{section}.{name}.{key}" for key in spec.resume_keys]
+    return keys
+
+
+DIVISION = (
+    *_own_keys("trainer", TRAIN_ENGINES.items()),
+    *_own_keys("generator", GEN_ENGINES.items()),
+    "trainer.max_tokens_per_micro_batch",
+    "trainer.activation_checkpointing",
+    "trainer.cpu_offload",
+    "trainer.logits_chunk_tokens",
+    "generator.max_slots",
+    "generator.burst_tokens",
+    "generator.kv_bucket",
+)
+"""Keys that cut the work up for the memory of a rank: other values round numbers differently."""
+MAY_CHANGE = (
+    "max_steps",
+    "save_every",
+    "eval_every",
+    "keep_checkpoints",
+    "resume",
+    "dry_run",
+    "run_name",
+    "run_dir",
+    "timeouts",
+    "cluster",
+    "layout",
+    *DIVISION,
+)
+"""Keys (with all below them) that may differ between attempts: they change how long and where a run goes on, not what
+it computes. max_steps also stretches a cosine or linear lr schedule: from there on it follows the new length."""
+_ABSENT = object()
+
+
+def stored_config(run_dir: Path) -> Config:
+    """The configuration of a run folder. ConfigError where it is damaged or another version's."""
+    stored = read_config(run_dir)
+    try:
+        return parse(stored)
+    except ConfigError as error:
+        raise ConfigError([f"{run_dir / CONFIG}: {line}" for line in error.problems]) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.yaml as it stands. ConfigError where it is damaged."""
+    try:
+        stored = yaml.safe_load((folder / CONFIG).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError([f"{folder / CONFIG} cannot be read: {' '.join(str(error).split())}"]) from error
+    if not isinstance(stored, dict):
+        raise ConfigError([f"{folder / CONFIG} holds no configuration; {folder} is not a run folder of hpcrl"])
+    return stored
+
+
+def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration as it reads after being stored (tuples become lists), with the folder it is used in."""
+    return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False)) | {"run_dir": str(folder)}
+
+
+def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
+    """`key: old -> new` of every key that differs from the stored configuration.
+
+    ConfigError lists those that may not differ where a run goes on.
+    """
+    changes = _differences(*_complete(read_config(folder), effective(config, folder)))
+    refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
+    if refused:
+        head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
+        raise ConfigError([head, *(f"  {line}" for line in refused)])
+    return [line for _, line in changes]
+
+
+def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With the keys that the version which stored the old one had not; as they are where it had others."""
+    try:
+        return parse(old).model_dump(mode="json"), parse(new).model_dump(mode="json")
+    except ConfigError:
+        return old, new
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, `key: old -> new`) of every leaf that differs, in the order of the new configuration."""
+    before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
+    changed = (key for key in after | before if before.get(key, _ABSENT) != after.get(key, _ABSENT))
+    return [(key, f"{key}: {_show(before, key)} -> {_show(after, key)}") for key in changed]
+
+
+def _show(leaves: Mapping[str, Any], key: str) -> str:
+    return json.dumps(leaves[key], default=str) if key in leaves else "(not set)"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

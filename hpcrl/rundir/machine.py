@@ -1,0 +1,66 @@
+"""Facts about the machine and the packages that an attempt runs on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcrl.rundir.records import now
+
+PACKAGES = ("hpcrl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "h5py", "msgspec", "pydantic")
+
+
+def machine_facts() -> dict[str, Any]:
+    """What this attempt runs on."""
+    return {
+        "start": now(),
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "num_cpus": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "git_commit": _git_commit(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree hpcrl runs from, with `+changes` where files differ; None for an installed package."""
+    source = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(source), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", __file__) is None:
+        return None
+    commit = git("rev-parse", "HEAD")
+    return commit and commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no", ".") else "")

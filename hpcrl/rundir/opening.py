@@ -1,0 +1,113 @@
+"""Making a run folder, or opening it again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hpcrl.config import ConfigError
+from hpcrl.files import write_durably
+from hpcrl.rundir.changes import effective, permitted_changes
+from hpcrl.rundir.machine import machine_facts
+from hpcrl.rundir.ownership import check_free, claim
+from hpcrl.rundir.records import CONFIG, FACTS, FINISHED, OWNERS, SLURM, newest_attempt, read_attempts, read_finished
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run folder as found.
+
+    attempt: the number this process owns, from open_run; the newest so far, 0 without one, from check_run.
+    changes: permitted differences to the stored configuration, `key: old -> new`.
+    finished: content of finished.json when kind is finished.
+    """
+
+    run_dir: Path
+    kind: Literal["fresh", "resume", "finished"]
+    attempt: int = 0
+    changes: list[str] = field(default_factory=list)
+    finished: dict[str, Any] = field(default_factory=dict)
+
+
+def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
+    """What open_run would find, without writing anything: for a dry run and for validation.
+
+    ConfigError, one line each: the folder cannot be used or holds no run, another configuration, another live owner.
+    """
+    folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
+    _check_place(folder)
+    if not (folder / CONFIG).exists():
+        return RunState(folder, "fresh", check_free(folder))
+    read_attempts(folder)  # the job will add one
+    permitted = permitted_changes(config, folder)
+    finished = read_finished(folder)
+    if finished and int(config.get("max_steps", 0)) <= finished["max_steps"]:
+        return RunState(folder, "finished", newest_attempt(folder), permitted, finished)
+    return RunState(folder, "resume", check_free(folder), permitted)
+
+
+def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
+    """Make or reopen the run folder and own it until close_run or the end of this process.
+
+    A finished run is returned as it is, not owned. Afterwards config.yaml and facts.json describe this attempt. The
+    folder to use is the returned run_dir (`resume=fresh` gives `NAME-2`, `NAME-3`, ... where NAME exists). ConfigError
+    as in check_run, also when another launch was faster.
+    """
+    while True:
+        found = check_run(config, run_dir, resume)
+        if found.kind == "finished":
+            return found
+        opened = replace(found, attempt=found.attempt + 1)
+        try:
+            lasts = config.get("cluster", {}).get("name", "local") == "local"
+            if claim(opened.run_dir, opened.attempt, lasts):
+                _describe(config, opened)
+                return opened
+        except OSError as error:
+            raise ConfigError([f"run folder {found.run_dir} cannot be written: {error}"]) from error
+
+
+def _check_place(folder: Path) -> None:
+    """The folder is a run, empty, or can be made."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    except OSError as error:
+        raise ConfigError([f"run folder {folder} cannot be made: {error.strerror}"]) from error
+    if not existing.is_dir():
+        raise ConfigError([f"run folder {folder} cannot be made: {existing} is not a folder"])
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError([f"run folder {folder} cannot be written: no permission in {existing}"])
+    longest = os.pathconf(existing, "PC_NAME_MAX")
+    if name := next((part for part in folder.parts if len(os.fsencode(part)) > longest), ""):
+        raise ConfigError([f"run folder {folder} cannot be made: a name has {len(name)} characters, {longest} may be"])
+    if existing == folder and not (folder / CONFIG).exists():
+        own = (SLURM, OWNERS, FACTS, f".{FACTS}.tmp", f".{CONFIG}.tmp")  # killed before config.yaml stood there
+        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
+        if foreign:
+            shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+            raise ConfigError([f"{folder} is not a run folder: no {CONFIG}, but {shown}; choose another run_dir"])
+
+
+def _fresh_name(folder: Path) -> Path:
+    """The folder itself where it does not exist, else the first free of NAME-2, NAME-3, ..."""
+    number, free = 1, folder
+    while free.exists() and any(free.iterdir() if free.is_dir() else [free]):
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
+def _describe(config: Mapping[str, Any], run: RunState) -> None:
+    """Let config.yaml and facts.json tell of the attempt that begins."""
+    folder = run.run_dir
+    attempts = read_attempts(folder)
+    attempts.append({"attempt": run.attempt, "kind": run.kind, "changes": run.changes, **machine_facts()})
+    write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
+    write_durably(folder / CONFIG, yaml.safe_dump(effective(config, folder), sort_keys=False).encode())
+    (folder / FINISHED).unlink(missing_ok=True)
