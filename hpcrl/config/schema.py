@@ -247,9 +247,11 @@ class RewardConfig(Section):
     signature: Literal["auto", "verl", "trl", "openrlhf", "hpcrl"] = "auto"
     """How the function is called; auto: by its parameter names."""
     timeout_s: Seconds = 10.0
-    """Seconds for one response; after that it scores 0."""
+    """Seconds for one response, or one group where the reward scores groups; after that its samples have an error."""
     num_processes: Count = 1
     """Worker processes of each reward rank."""
+    concurrency: Count = 64
+    """Calls that each worker process of an asynchronous reward waits for at once."""
     options: dict[str, Any] = {}
     """Arguments of the reward."""
 

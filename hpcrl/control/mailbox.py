@@ -95,6 +95,8 @@ def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
             weight = len(item.token_ids) + len(item.messages)
         else:
             weight = len(item.text) * 4 + len(item.meta)
+        if isinstance(item, Response):
+            weight += len(item.token_ids)
         if chunk and size + weight > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

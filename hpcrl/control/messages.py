@@ -102,6 +102,18 @@ class Rescore(Message):
     receivers: list[int]
 
 
+class ScoreTogether(Message):
+    """These samples, which the reward rank has said to await siblings, are the group that their reward wants."""
+
+    samples: list[int]
+
+
+class Unwanted(Message):
+    """Drop samples that await siblings at this reward rank."""
+
+    samples: list[int]
+
+
 class Forget(Message):
     """Drop held samples."""
 
@@ -293,6 +305,8 @@ Command = (
     | Burst
     | AbortSamples
     | Rescore
+    | ScoreTogether
+    | Unwanted
     | Forget
     | SaveHeld
     | LoadHeld
@@ -317,7 +331,7 @@ Command = (
 )
 
 
-ONE_WAY = (Admit, Rescore, Forget, DropBatch)
+ONE_WAY = (Admit, Rescore, ScoreTogether, Unwanted, Forget, DropBatch)
 """Commands without an answer; a failure in one is still reported."""
 
 
@@ -401,6 +415,12 @@ class Scored(Message):
     samples: list[ScoredSample]
 
 
+class AwaitSiblings(Message):
+    """Samples that reached a reward rank whose reward scores groups; each is scored by a ScoreTogether."""
+
+    samples: list[int]
+
+
 class Observed(Message):
     """An environment answered the turn of a sample; the tokens went to its generator rank.
 
@@ -421,20 +441,22 @@ class Lost(Message):
     silent: bool = False
 
 
-Event = Joined | Done | Failed | BurstDone | Scored | Observed | Lost
+Event = Joined | Done | Failed | BurstDone | Scored | AwaitSiblings | Observed | Lost
 
 
 # -- mailbox: rank to rank, finished text and turns ---------------------------------------------------------------
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A finished response on its way to a reward rank; `meta` is the prompt's JSON."""
+    """A finished response on its way to a reward rank; `meta` is the prompt's JSON, token_ids the last turn as
+    int32."""
 
     sample: int
     domain: str
     text: str
     meta: bytes
     reason: str
+    token_ids: bytes = b""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

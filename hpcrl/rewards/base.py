@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score. `prompt` and `response` are text, `answer` and `extra` what the data row held."""
+    """One response to score. `prompt` and `response` are text, `answer` and `extra` what the data row held, `token_ids`
+    the response as it was generated (empty where there is none, as in hpcrl.score)."""
 
     sample_id: int
     domain: str
@@ -18,6 +19,7 @@ class RewardItem:
     answer: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = "stop"
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,18 @@ class Score:
 
 
 class Reward(Protocol):
-    """Scores come back in the order of the items. May raise or hang: the pool that calls it turns both into data."""
+    """Scores come back in the order of the items. May raise or hang: the pool that calls it turns both into data.
 
-    inline: bool  # cheap and harmless: called in the rank itself, not in a worker process
-    batched: bool  # wants many items per call; others get one item at a time
+    A reward says as class attributes how it wants to be called; a subclass of this class inherits the usual answers.
+    """
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]: ...
+    inline: bool = False
+    """Cheap and harmless: called in the rank itself, not in a worker process."""
+    batched: bool = False
+    """Wants many items per call; others get one item at a time."""
+    scores: Literal["samples", "groups"] = "samples"
+    """groups: a call has all siblings of one prompt, and nothing else."""
+    pool: Literal["process", "async"] = "process"
+    """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
+
+    def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...

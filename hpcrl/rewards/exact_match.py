@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pydantic import field_validator
 
 from hpcrl.config import RewardConfig, Section
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
 from hpcrl.spec.options import read_options
 
@@ -31,13 +31,11 @@ class Options(Section):
         return pattern
 
 
-class ExactMatch:
+class ExactMatch(Reward):
     """1 where the response equals the answer, or one of the answers if it is a list; else 0.
 
     Compared after NFKC, with white space collapsed, without a final full stop and by default without case.
     """
-
-    batched = False
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(Options, config.options)
@@ -56,9 +54,9 @@ class ExactMatch:
             if not matches:
                 return Score(0.0, 0.0)
             given = matches[-1].group(1 if self._pattern.groups else 0) or ""
-        answers = item.answer if isinstance(item.answer, list) else [item.answer]
-        hit = float(self._normalise(given) in {self._normalise(as_text(answer)) for answer in answers})
-        return Score(hit, hit)
+        answers = [as_text(answer) for answer in (item.answer if isinstance(item.answer, list) else [item.answer])]
+        hit = float(self._normalise(given) in {self._normalise(answer) for answer in answers})
+        return Score(hit, hit, given=given, gold=" or ".join(answers))
 
     def _normalise(self, text: str) -> str:
         text = " ".join(unicodedata.normalize("NFKC", text).split()).removesuffix(".")

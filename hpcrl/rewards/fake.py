@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from hpcrl.config import NonNegative, RewardConfig, Section, Share
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.spec.options import read_options
 
 
@@ -18,10 +18,8 @@ class Options(Section):
     latency_s: NonNegative = 0.0
 
 
-class FakeReward:
+class FakeReward(Reward):
     """1 or 0, a function of the sample's id alone."""
-
-    batched = False
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(Options, config.options)

@@ -3,57 +3,99 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score
 
-# signature -> the parameter names it is recognised by
-SIGNATURES = {
-    "verl": ("solution_str", "ground_truth"),
-    "trl": ("completions",),
-    "openrlhf": ("queries", "prompts", "labels"),
-    "hpcrl": ("items",),
+# signature -> the sets of parameter names, each of which it is recognised by
+SIGNATURES: dict[str, list[tuple[str, ...]]] = {
+    "verl": [("solution_str", "ground_truth")],
+    "trl": [("completions",), ("completion_ids",)],
+    "openrlhf": [("queries", "prompts", "labels")],
+    "hpcrl": [("items",)],
 }
+# signature -> the parameters that a call has besides options; trl: the columns of the rows too
+GIVEN = {
+    "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+    "openrlhf": {"queries", "prompts", "labels"},
+    "hpcrl": {"items"},
+}
+# What a function made for messages says when it gets text, and the other way round.
+_WANTS_MESSAGES = re.compile(r"string indices must be integers|'str' object has no attribute")
+_WANTS_TEXT = re.compile(r"'(?:list|dict)' object has no attribute|expected string|must be str|not list|not dict")
 
 
-class FunctionReward:
+class FunctionReward(Reward):
     """Calls `function`, `package.module:callable` or `path/to/file.py:callable`, sync or async.
 
     verl:     f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with "score"
-    trl:      f(prompts, completions, **columns) -> list of float or None
+    trl:      f(prompts, completions, completion_ids, **columns) -> list of float or None
     openrlhf: f(queries, prompts, labels, **kw) -> dict with "rewards", maybe "scores" and "extra_logs", or the rewards
     hpcrl:    f(items: list[RewardItem]) -> list of Score or float
-    `options` are passed on as keyword arguments; `conversational` is ours: under trl a prompt and a completion are a
-    list of one message instead of text. A class is made an object first, without arguments.
+    It gets the parameters of these that it has. `options` are passed on as keyword arguments; `conversational` is ours:
+    under trl, whether a prompt and a completion are a list of one message instead of text. Without it text is tried,
+    and messages where the function takes text for one. A class is made an object first, without arguments. Attributes
+    `scores = "groups"` and `pool = "async"` of the function or class mean what they mean for hpcrl.rewards.base.Reward.
     """
-
-    inline = False
 
     def __init__(self, config: RewardConfig):
         """ValueError says why the function cannot be loaded or how its parameters differ from the known ones."""
         if not config.function:
             raise ValueError("name=function needs a function, package.module:callable or file.py:callable")
+        self._path = config.function
         self._function = load_function(config.function)
         self.signature = recognise(self._function, config.signature, config.function)
         self.batched = self.signature != "verl"
+        self.scores = self._declared("scores", ("samples", "groups"))
+        self.pool = self._declared("pool", ("process", "async"))
+        self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        if self.scores == "groups" and not self.batched:
+            raise ValueError(f"{self._path}: scores = 'groups' needs a signature with many responses, not verl's")
+        if self.pool == "async" and not self._is_async:
+            raise ValueError(f"{self._path}: pool = 'async' needs a function made with async def")
+        self._parameters = inspect.signature(self._function).parameters
         self._options = {name: value for name, value in config.options.items() if name != "conversational"}
-        self._conversational = bool(config.options.get("conversational"))
+        conversational = config.options.get("conversational")
+        self._conversational: bool | None = None if conversational is None else bool(conversational)
+        self._check_parameters()
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+    def _check_parameters(self) -> None:
+        known = GIVEN.get(self.signature)
+        several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        parameters = [each for each in self._parameters.values() if each.kind not in several]
+        required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+        if known is not None and (missing := sorted(required - known - self._options.keys())):
+            raise ValueError(
+                f"{self._path}: signature {self.signature} gives no {', '.join(missing)}; "
+                f"it gives {', '.join(sorted(known))} and reward.*.options"
+            )
+
+    def _declared(self, name: str, known: tuple[str, ...]) -> Any:
+        value = getattr(self._function, name, known[0])
+        if value not in known:
+            raise ValueError(f"{self._path}: {name} = {value!r}: expected {' or '.join(known)}")
+        return value
+
+    def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
         call = {"verl": self._verl, "trl": self._trl, "openrlhf": self._openrlhf, "hpcrl": self._hpcrl}[self.signature]
-        return call(items)
+        scoring = call(items)
+        if self.pool == "async":
+            return scoring
+        return asyncio.run(scoring) if self._is_async else _result_without_waiting(scoring)
 
-    def _verl(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def _verl(self, items: Sequence[RewardItem]) -> list[Score]:
         scores = []
         for item in items:
-            result = self._call(
+            result = await self._call(
                 data_source=item.extra.get("data_source", item.domain),
                 solution_str=item.response,
                 ground_truth=item.answer,
@@ -67,20 +109,44 @@ class FunctionReward:
                 scores.append(as_score(result))
         return scores
 
-    def _trl(self, items: Sequence[RewardItem]) -> list[Score]:
+    async def _trl(self, items: Sequence[RewardItem]) -> list[Score]:
         keys = dict.fromkeys(key for item in items for key in item.extra)
         columns: dict[str, list[Any]] = {key: [item.extra.get(key) for item in items] for key in keys}
         columns.setdefault("answer", [item.answer for item in items])
-        columns["prompts"] = [self._turn("user", item.prompt) for item in items]
-        columns["completions"] = [self._turn("assistant", item.response) for item in items]
-        result = self._call(**columns)
+        ids = [list(item.token_ids) for item in items]
+        if "completion_ids" in self._parameters and any(item.response and not item.token_ids for item in items):
+            raise ValueError("the function wants completion_ids, and the response came without token ids")
+        result = await self._call_trl(items, columns | {"completion_ids": ids})
         return [Score(0.0, 0.0) if value is None else as_score(value) for value in _list(result, len(items))]
 
-    def _turn(self, role: str, text: str) -> Any:
-        return [{"role": role, "content": text}] if self._conversational else text
+    async def _call_trl(self, items: Sequence[RewardItem], columns: dict[str, Any]) -> Any:
+        """The result with prompts and completions as text or as messages, whichever the function takes."""
 
-    def _openrlhf(self, items: Sequence[RewardItem]) -> list[Score]:
-        result = self._call(
+        async def call(as_messages: bool) -> Any:
+            turn = _message if as_messages else lambda role, text: text
+            prompts = [turn("user", item.prompt) for item in items]
+            return await self._call(
+                **columns, prompts=prompts, completions=[turn("assistant", i.response) for i in items]
+            )
+
+        try:
+            result = await call(bool(self._conversational))
+        except Exception as error:
+            wanted = _WANTS_TEXT if self._conversational else _WANTS_MESSAGES
+            if not isinstance(error, TypeError | AttributeError) or not wanted.search(str(error)):
+                raise
+            if self._conversational is None:
+                with contextlib.suppress(Exception):
+                    result = await call(True)
+                    self._conversational = True
+                    return result
+            other = str(not self._conversational).lower()
+            raise TypeError(f"{error} (the function may want options.conversational={other})") from error
+        self._conversational = bool(self._conversational)
+        return result
+
+    async def _openrlhf(self, items: Sequence[RewardItem]) -> list[Score]:
+        result = await self._call(
             queries=[item.prompt + item.response for item in items],
             prompts=[item.prompt for item in items],
             labels=[item.answer for item in items],
@@ -88,23 +154,38 @@ class FunctionReward:
         if not isinstance(result, dict):
             return [as_score(value) for value in _list(result, len(items))]
         rewards = [_number(value, "a reward") for value in _list(result.get("rewards"), len(items))]
-        scores = [_number(value, "a score") for value in _list(result.get("scores", rewards), len(items))]
-        logs = {key: _list(value, len(items)) for key, value in (result.get("extra_logs") or {}).items()}
+        given = result.get("scores")
+        scores = rewards if given is None else [_number(value, "a score") for value in _list(given, len(items))]
+        logs = {key: _spread(value, len(items)) for key, value in (result.get("extra_logs") or {}).items()}
         return [
-            Score(reward, score, metrics={key: float(values[n]) for key, values in logs.items()})
+            Score(reward, score, metrics={key: _number(values[n], f"extra_logs.{key}") for key, values in logs.items()})
             for n, (reward, score) in enumerate(zip(rewards, scores, strict=True))
         ]
 
-    def _hpcrl(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [as_score(value) for value in _list(self._call(items=list(items)), len(items))]
+    async def _hpcrl(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [as_score(value) for value in _list(await self._call(items=list(items)), len(items))]
 
-    def _call(self, **arguments: Any) -> Any:
-        result = self._function(**_accepted(self._function, {**arguments, **self._options}))
-        return asyncio.run(_result_of(result)) if inspect.isawaitable(result) else result
+    async def _call(self, **arguments: Any) -> Any:
+        arguments |= self._options
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()):
+            arguments = {name: value for name, value in arguments.items() if name in self._parameters}
+        result = self._function(**arguments)
+        if not inspect.isawaitable(result):
+            return result
+        return await result if self._is_async else asyncio.run(_result_of(result))
 
 
 async def _result_of(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
+
+
+def _result_without_waiting(coroutine: Coroutine[Any, Any, list[Score]]) -> list[Score]:
+    """What a coroutine returns that waits for nothing, without the price of an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waited")
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -155,20 +236,13 @@ def recognise(function: Callable[..., Any], signature: str, path: str) -> str:
         raise ValueError(f"{path}: its parameters cannot be read ({error}); wrap it in a Python function") from error
     if signature != "auto":
         return signature
-    for known, wanted in SIGNATURES.items():
-        if set(wanted) <= set(names):
+    for known, forms in SIGNATURES.items():
+        if any(set(wanted) <= set(names) for wanted in forms):
             return known
-    forms = "; ".join(f"{known}: {', '.join(wanted)}" for known, wanted in SIGNATURES.items())
+    told = [f"{known}: {' or '.join(', '.join(form) for form in forms)}" for known, forms in SIGNATURES.items()]
     raise ValueError(
-        f"{path}: parameters ({', '.join(names)}) fit no known signature ({forms}); set reward.*.signature"
+        f"{path}: parameters ({', '.join(names)}) fit no known signature ({'; '.join(told)}); set reward.*.signature"
     )
-
-
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def as_score(value: Any) -> Score:
@@ -187,8 +261,21 @@ def _number(value: Any, what: str) -> float:
 
 def _list(value: Any, count: int) -> list[Any]:
     values = value.tolist() if hasattr(value, "tolist") else value
+    if count == 1 and isinstance(values, bool | int | float):  # of a tensor without dimensions
+        values = [values]
     if not isinstance(values, list | tuple):
         raise TypeError(f"the function returned {type(value).__name__} instead of a list of {count}")
     if len(values) != count:
         raise ValueError(f"the function returned {len(values)} results for {count} responses")
     return list(values)
+
+
+def _spread(value: Any, count: int) -> list[Any]:
+    """A value per response; one number, of any kind, is the same for all of the call."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return _list(value, count) if isinstance(value, list | tuple) else [value] * count
+
+
+def _message(role: str, text: str) -> Any:
+    return [{"role": role, "content": text}]

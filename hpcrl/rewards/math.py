@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from hpcrl.config import Positive, RewardConfig, Section
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.equality import equivalent
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import final_answer, gold_answer
@@ -20,14 +20,11 @@ class Options(Section):
     max_answer_chars: Positive = 300
 
 
-class MathReward:
+class MathReward(Reward):
     """1 where the final answer equals the gold answer, else 0. A comparison that takes too long is an error.
 
     docs/rewards.md has a table of what counts as equal, and says where the answer is looked for.
     """
-
-    batched = False
-    inline = False
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(Options, config.options)

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 
@@ -21,7 +22,7 @@ from hpcrl.config import Config, RewardConfig
 from hpcrl.rewards import make_reward
 from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.guarded import describe, failed, score_each
-from hpcrl.rewards.protocol import Answer, Ready, frame, pack, take_answers
+from hpcrl.rewards.protocol import Answer, Ready, frame, pack, take_answers, to_message
 from hpcrl.rewards.router import Router
 from hpcrl.signals import held_back
 
@@ -44,7 +45,7 @@ class RewardPool:
         self._inline: dict[str, Reward] = {}
         self._crews: dict[str, _Crew] = {}
         self._keys: dict[str, str] = {}  # domain -> its reward's section, which rewards and crews go by
-        self._done: list[tuple[int, Score]] = []
+        self._done: list[tuple[RewardItem, Score]] = []
         self._counts: Counter[str] = Counter()
         for name, section in self._router.sections.items():
             reward = make_reward(section) if section.name != "function" else None
@@ -54,18 +55,31 @@ class RewardPool:
             elif key not in self._crews:
                 self._crews[key] = _Crew(name, section, clock)
 
+    def scores(self, domain: str) -> Literal["samples", "groups"] | None:
+        """What the domain's reward scores; None while it is being loaded. ValueError names a domain without one."""
+        key = self._key(domain)
+        return self._inline[key].scores if key in self._inline else self._crews[key].scores
+
     def submit(self, items: Sequence[RewardItem]) -> None:
-        """Take responses to score. ValueError names a domain that has no reward."""
+        """Take responses to score, each by itself. ValueError names a domain that has no reward."""
         for item in items:
-            key = self._keys.get(item.domain)
-            if key is None:
-                key = self._keys[item.domain] = self._router.of(item.domain).model_dump_json()
-            if key in self._inline:
-                scores = score_each(self._inline[key], [item])
-                assert scores is not None
-                self._done.append((item.sample_id, scores[0]))
-            else:
-                self._crews[key].add(item)
+            self.submit_group([item])
+
+    def submit_group(self, items: Sequence[RewardItem]) -> None:
+        """Take the siblings of one prompt, for a reward that scores groups."""
+        key = self._key(items[0].domain)
+        if key in self._inline:
+            scores = score_each(self._inline[key], items)
+            assert scores is not None
+            self._done += zip(items, scores, strict=True)
+        else:
+            self._crews[key].add(items)
+
+    def _key(self, domain: str) -> str:
+        key = self._keys.get(domain)
+        if key is None:
+            key = self._keys[domain] = self._router.of(domain).model_dump_json()
+        return key
 
     def poll(self) -> list[tuple[int, Score]]:
         """(sample id, score) of what was scored since the last call. RuntimeError when a worker does not start."""
@@ -74,7 +88,14 @@ class RewardPool:
             done += crew.pump()
         self._counts["scored"] += len(done)
         self._counts["errors"] += sum(bool(score.error) for _, score in done)
-        return done
+        return [(item.sample_id, self._with_its_place(item, score)) for item, score in done]
+
+    def _with_its_place(self, item: RewardItem, score: Score) -> Score:
+        """The score whose error, if it is one, also says what failed."""
+        if not score.error:
+            return score
+        section = self._router.of(item.domain)
+        return replace(score, error=f"{score.error} (domain {item.domain}, reward {section.function or section.name})")
 
     @property
     def pending(self) -> int:
@@ -94,11 +115,13 @@ class RewardPool:
             crew.close()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
-    item: RewardItem
-    message: bytes
-    alone: bool = False  # it was in a batched call that failed
+    """What one call is made for: a response, or the siblings of a prompt."""
+
+    items: Sequence[RewardItem]
+    messages: list[bytes]
+    alone: bool = False  # it was with others in a call, or in a process, that failed
 
 
 class _Crew:
@@ -106,31 +129,36 @@ class _Crew:
 
     def __init__(self, name: str, section: RewardConfig, clock: Clock):
         self.counts: Counter[str] = Counter()
+        self.scores: Literal["samples", "groups"] | None = None
         self._name = name
         self._section = section
         self._clock = clock
         self._waiting: deque[_Job] = deque()
-        self._done: list[tuple[int, Score]] = []
+        self._done: list[tuple[RewardItem, Score]] = []
         self._failed_starts = 0
         self._workers = [_Worker(section, clock()) for _ in range(section.num_processes)]
 
     @property
     def pending(self) -> int:
-        return len(self._waiting) + len(self._done) + sum(len(worker.jobs) for worker in self._workers)
+        return (
+            sum(len(job.items) for job in self._waiting)
+            + len(self._done)
+            + sum(len(worker.at_work) for worker in self._workers)
+        )
 
-    def add(self, item: RewardItem) -> None:
+    def add(self, items: Sequence[RewardItem]) -> None:
         try:
-            message = msgspec.msgpack.encode(astuple(item))
+            messages = [to_message(item) for item in items]
         except Exception as error:  # a value of the row that no message can hold
-            self._done.append((item.sample_id, failed(describe(error))))
+            self._charge(items, describe(error))
             return
-        self._waiting.append(_Job(item, message))
+        self._waiting.append(_Job(items, messages))
 
-    def pump(self) -> list[tuple[int, Score]]:
+    def pump(self) -> list[tuple[RewardItem, Score]]:
         for place, worker in enumerate(self._workers):
             self._receive(worker)
-            if worker.idle and self._waiting:
-                worker.send(self._next_chunk(worker))
+            while self._waiting and worker.has_room and not (self._waiting[0].alone and worker.at_work):
+                worker.send(self._next_chunk(worker), self._clock())
             worker.flush(self._clock())
             problem = worker.problem(self._clock())
             if problem:
@@ -144,26 +172,28 @@ class _Crew:
                 if answer.error:
                     raise RuntimeError(f"reward {self._name}: {answer.error}")
                 self._failed_starts = 0
-                worker.batched, worker.started = answer.batched, True
+                self.scores = answer.scores
+                worker.ready = answer
             elif answer.place is None:
-                self._waiting.extendleft(reversed([_Job(j.item, j.message, alone=True) for j in worker.take_jobs()]))
+                self._retry(job for job, _ in worker.take_jobs())
             else:
+                self.counts["timeouts"] += answer.error.startswith("timeout after")
                 score = Score(answer.reward, answer.score, answer.error, answer.metrics)
-                self._done.append((worker.jobs.pop(answer.place).item.sample_id, score))
+                self._done.append((worker.at_work.pop(answer.place)[0], score))
             worker.heard(self._clock())
 
     def _next_chunk(self, worker: _Worker) -> list[_Job]:
-        if self._waiting[0].alone:
-            return [self._waiting.popleft()]
-        fair = -(-len(self._waiting) // len(self._workers))
         chunk = [self._waiting.popleft()]
+        if chunk[0].alone or worker.several or self.scores == "groups":
+            return chunk
+        fair = -(-(len(self._waiting) + 1) // len(self._workers))
         most = min(BATCH if worker.batched else CHUNK, fair)
         while len(chunk) < most and not self._waiting[0].alone:
             chunk.append(self._waiting.popleft())
         return chunk
 
     def _replace(self, worker: _Worker, problem: str) -> _Worker:
-        """Kill a worker; the response it was at is charged, the others go back to the head of the queue."""
+        """Kill a worker; the call it was at is charged, the others go back to the head of the queue."""
         worker.kill()
         self.counts["restarts"] += 1
         if not worker.started:
@@ -171,13 +201,22 @@ class _Crew:
             if self._failed_starts == MAX_STARTS:
                 raise RuntimeError(f"reward {self._name}: no worker came up in {MAX_STARTS} attempts: {problem}")
         jobs = worker.take_jobs()
-        if worker.batched and len(jobs) > 1:
-            jobs = [_Job(job.item, job.message, alone=True) for job in jobs]
-        elif jobs:
-            self.counts["timeouts"] += worker.timed_out
-            self._done.append((jobs.pop(0).item.sample_id, failed(problem)))
-        self._waiting.extendleft(reversed(jobs))
+        if (worker.batched or worker.several) and len(jobs) > 1:  # which one it was shows when each is alone
+            charged = [(job, left) for job, left in jobs if len(left) < len(job.items)]
+            self._retry(job for job, left in jobs if len(left) == len(job.items))
+        else:
+            charged = jobs[:1]
+            self._waiting.extendleft(job for job, _ in reversed(jobs[1:]))
+            self.counts["timeouts"] += bool(charged) and worker.timed_out
+        for _, left in charged:
+            self._charge(left, problem)
         return _Worker(self._section, self._clock())
+
+    def _retry(self, jobs: Iterable[_Job]) -> None:
+        self._waiting.extendleft(reversed([replace(job, alone=True) for job in jobs]))
+
+    def _charge(self, items: Sequence[RewardItem], error: str) -> None:
+        self._done += [(item, failed(error)) for item in items]
 
     def close(self) -> None:
         for worker in self._workers:
@@ -185,10 +224,11 @@ class _Crew:
 
 
 class _Worker:
-    """One process, its pipes, and the responses it has: place in the chunk -> job."""
+    """One process, its pipes, and the responses it has: number -> response and what was sent with it."""
 
     def __init__(self, section: RewardConfig, now: float):
         self._timeout_s = section.timeout_s
+        self._concurrency = section.concurrency
         with held_back():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "hpcrl.rewards.worker", str(os.getpid())],
@@ -205,27 +245,53 @@ class _Worker:
         self._out = bytearray(frame(section.model_dump_json().encode()))
         self._in = bytearray()
         self._gone = False
-        self.jobs: dict[int, _Job] = {}
-        self.started = False
-        self.batched = False
+        self._sent = 0
+        self.at_work: dict[int, tuple[RewardItem, _Job]] = {}
+        self.ready: Ready | None = None
         self.timed_out = False
         self._deadline = now + START_TIMEOUT_S
 
     @property
-    def idle(self) -> bool:
-        return self.started and not self.jobs
+    def started(self) -> bool:
+        return self.ready is not None
+
+    @property
+    def batched(self) -> bool:
+        return self.ready is not None and self.ready.batched and self.ready.scores == "samples"
+
+    @property
+    def several(self) -> bool:
+        """It waits for several calls at once."""
+        return self.ready is not None and self.ready.pool == "async"
+
+    @property
+    def has_room(self) -> bool:
+        if not self.several:
+            return self.started and not self.at_work
+        jobs = {id(job): job for _, job in self.at_work.values()}
+        return len(jobs) < self._concurrency and not any(job.alone for job in jobs.values())
 
     def heard(self, now: float) -> None:
-        """It has done something: the time for the next response begins."""
-        self._deadline = now + self._timeout_s
+        """It has done something: the time for the next response begins. Calls that wait end each by its own clock in
+        the process; nothing from any of them for twice the time means that it is stuck."""
+        self._deadline = now + self._timeout_s * (2 if self.several else 1)
 
-    def send(self, chunk: list[_Job]) -> None:
-        self.jobs = dict(enumerate(chunk))
-        self._out += pack([msgspec.Raw(job.message) for job in chunk])
+    def send(self, chunk: list[_Job], now: float) -> None:
+        if not self.at_work:
+            self.heard(now)
+        for job in chunk:
+            for item in job.items:
+                self.at_work[self._sent] = item, job
+                self._sent += 1
+        self._out += pack([msgspec.Raw(message) for job in chunk for message in job.messages])
 
-    def take_jobs(self) -> list[_Job]:
-        jobs, self.jobs = list(self.jobs.values()), {}
-        return jobs
+    def take_jobs(self) -> list[tuple[_Job, list[RewardItem]]]:
+        """What it was sent and has not answered, in order: (job, its responses without a score)."""
+        left: dict[int, tuple[_Job, list[RewardItem]]] = {}
+        for item, job in self.at_work.values():
+            left.setdefault(id(job), (job, []))[1].append(item)
+        self.at_work = {}
+        return list(left.values())
 
     def flush(self, now: float) -> None:
         """Write what the pipe takes. The time for a response begins when the worker has it."""
@@ -236,7 +302,7 @@ class _Worker:
                 return
             except BrokenPipeError:  # it has ended, which receive() finds out
                 self._out.clear()
-            if self.started:
+            if self.started and not self.several:
                 self.heard(now)
 
     def receive(self) -> list[Answer]:
@@ -257,9 +323,12 @@ class _Worker:
             code = self.kill()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return f"the reward's process ended {how}"
-        if now > self._deadline and (self.jobs or not self.started):
+        if now > self._deadline and (self.at_work or not self.started):
             self.timed_out = self.started
-            return f"timeout after {self._timeout_s:g} s" if self.started else f"no start in {START_TIMEOUT_S:g} s"
+            stuck = " (its code blocks the event loop)" if self.several else ""
+            return (
+                f"timeout after {self._timeout_s:g} s{stuck}" if self.started else f"no start in {START_TIMEOUT_S:g} s"
+            )
         return None
 
     def kill(self) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from array import array
+from typing import Any, Literal
 
 import msgspec
+
+from hpcrl.rewards.base import RewardItem
 
 LENGTH = struct.Struct("<I")
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A response in a message; the fields of RewardItem."""
+    """A response in a message; the fields of RewardItem, token_ids as int32."""
 
     sample_id: int
     domain: str
@@ -20,17 +23,32 @@ class Item(msgspec.Struct, array_like=True):
     answer: Any
     extra: dict[str, Any]
     finish_reason: str
+    token_ids: bytes
+
+
+def to_message(item: RewardItem) -> bytes:
+    """TypeError when a value of the row is something that msgpack does not know."""
+    fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
+    return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes()))
+
+
+def from_message(item: Item) -> RewardItem:
+    """The item that to_message() was given."""
+    fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
+    return RewardItem(*fields, array("i", item.token_ids))
 
 
 class Ready(msgspec.Struct, tag="ready"):
     """The first message of a worker: the reward is loaded. `error`: why it is not."""
 
     batched: bool = False
+    scores: Literal["samples", "groups"] = "samples"
+    pool: Literal["process", "async"] = "process"
     error: str = ""
 
 
 class Scored(msgspec.Struct, tag="scored"):
-    """The score of the item at `place` of the current chunk; None: the call failed for the chunk as a whole."""
+    """The score of the `place`-th item that the worker was sent; None: the call failed for all that it has."""
 
     place: int | None
     reward: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcrl.config import RewardConfig, Section, Share
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
 from hpcrl.spec.options import read_options
 
@@ -20,15 +20,12 @@ class Options(Section):
     threshold: Share | None = None
 
 
-class ReasoningGym:
+class ReasoningGym(Reward):
     """The answer is the last <answer> tag after the thinking, or all of that text. A verifier that raises scores 0.
 
     `extra["reasoning_gym"]` says how to make the entry again ({name, size, seed, index, options}); rows of a file that
     hold reasoning-gym entries have `extra["metadata"]["source_dataset"]` instead.
     """
-
-    batched = False
-    inline = False
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(Options, config.options)
@@ -45,9 +42,9 @@ class ReasoningGym:
         try:
             value = float(dataset.score_answer(answer, entry))
         except Exception:  # the verifiers raise on answers they cannot read: such an answer is wrong
-            return Score(0.0, 0.0, metrics={"unreadable": 1.0})
+            return Score(0.0, 0.0, metrics={"unreadable": 1.0}, given=answer)
         right = float(value >= (1.0 if self.options.threshold is None else self.options.threshold))
-        return Score(value if self.options.threshold is None else right, right)
+        return Score(value if self.options.threshold is None else right, right, given=answer)
 
     def _entry(self, item: RewardItem) -> tuple[Any, dict[str, Any]]:
         recipe = item.extra.get("reasoning_gym")

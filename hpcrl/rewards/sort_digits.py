@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcrl.config import RewardConfig, Section, Share
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.spec.options import read_options
 
 
@@ -15,10 +15,9 @@ class Options(Section):
     partial: Share = 0.0
 
 
-class SortDigits:
+class SortDigits(Reward):
     """Score 1 when the response is the sorted line and nothing else; reward the same, or partial credit."""
 
-    batched = False
     inline = True
 
     def __init__(self, config: RewardConfig):

@@ -6,19 +6,21 @@ torch nor anything of a rank, what user code prints goes to the rank's log, and 
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 import msgspec
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards import make_reward
-from hpcrl.rewards.base import Reward, RewardItem
-from hpcrl.rewards.guarded import score_each
-from hpcrl.rewards.protocol import LENGTH, Answer, Item, Ready, Scored, pack
+from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.guarded import score_each, score_each_async
+from hpcrl.rewards.protocol import LENGTH, Answer, Item, Ready, Scored, from_message, pack
 from hpcrl.signals import let_signals_pass
 
 PR_SET_PDEATHSIG = 1
@@ -37,18 +39,45 @@ def main() -> None:
     except ValueError as error:
         _write(sink, Ready(error=" ".join(str(error).split())))
         return
-    _write(sink, Ready(batched=reward.batched))
+    _write(sink, Ready(batched=reward.batched, scores=reward.scores, pool=reward.pool))
+    if reward.pool == "async":
+        asyncio.run(_serve_async(reward, config.timeout_s, source, sink))
+    else:
+        _serve(reward, source, sink)
+
+
+def _serve(reward: Reward, source: BinaryIO, sink: BinaryIO) -> None:
+    together = reward.batched or reward.scores == "groups"
+    place = 0
     while body := _read(source):
-        items = [RewardItem(*msgspec.structs.astuple(item)) for item in msgspec.msgpack.decode(body, type=list[Item])]
-        chunks = [items] if reward.batched else [[item] for item in items]
-        first = 0
-        for chunk in chunks:
-            _answer(reward, chunk, first, sink)
-            first += len(chunk)
+        items = _items(body)
+        for chunk in [items] if together else [[item] for item in items]:
+            _answer(score_each(reward, chunk), place, sink)
+            place += len(chunk)
 
 
-def _answer(reward: Reward, items: list[RewardItem], first: int, sink: BinaryIO) -> None:
-    scores = score_each(reward, items)
+async def _serve_async(reward: Reward, timeout_s: float, source: BinaryIO, sink: BinaryIO) -> None:
+    """Every message is a call, and the calls wait at the same time; the rank bounds their number."""
+    calls: set[asyncio.Task[None]] = set()
+
+    async def call(items: list[RewardItem], place: int) -> None:
+        _answer(await score_each_async(reward, items, timeout_s), place, sink)
+
+    place = 0
+    with ThreadPoolExecutor(1) as reader:
+        while body := await asyncio.get_running_loop().run_in_executor(reader, _read, source):
+            items = _items(body)
+            task = asyncio.create_task(call(items, place))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+            place += len(items)
+
+
+def _items(body: bytes) -> list[RewardItem]:
+    return [from_message(item) for item in msgspec.msgpack.decode(body, type=list[Item])]
+
+
+def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:
     if scores is None:
         _write(sink, Scored(None))
         return

@@ -270,7 +270,9 @@ class GeneratorRole:
                 row = json.loads(meta)
                 meta = json.dumps(row | {"extra": row["extra"] | {"messages": held.messages}}).encode()
             text = held.messages[-1]["content"]
-            response = Response(sample, prompt.domain, text, meta, str(held.finish_reason))
+            turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
+            ids = np.asarray(turn, dtype=np.int32).tobytes()
+            response = Response(sample, prompt.domain, text, meta, str(held.finish_reason), ids)
             posts[self._receiver("reward", sample, receivers)].append(response)
         self._mail(posts)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.control.messages import Response, Scored, ScoredSample
+from hpcrl.control.messages import AwaitSiblings, Response, Scored, ScoredSample, ScoreTogether, Unwanted
 from hpcrl.rewards.base import RewardItem
 from hpcrl.rewards.pool import RewardPool
 
@@ -15,30 +16,55 @@ if TYPE_CHECKING:
 
 
 class RewardRole:
-    """Has no commands of its own."""
+    """Scores each response when it comes. Where the reward scores groups the responses wait until the controller, which
+    knows which attempts at a prompt count, says which of them belong together."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
         self._pool = RewardPool(worker.config)
+        self._arrived: list[RewardItem] = []  # while their reward is being loaded
+        self._held: dict[int, RewardItem] = {}  # these await their siblings
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {}
+        return {ScoreTogether: self._score_together, Unwanted: self._drop}
 
     @property
     def busy(self) -> bool:
-        return self._pool.pending > 0
+        return self._pool.pending > 0 or bool(self._arrived)
 
     def look_after(self) -> bool:
         arrived = self._worker.world.mailbox.receive(Response)
-        if arrived:
-            self._pool.submit([_item(response) for response in arrived])
+        self._arrived += map(_item, arrived)
+        self._sort()
         scores = self._pool.poll()
         if scores:
             self._worker.emit(
                 Scored([ScoredSample(i, float(s.reward), float(s.score), s.error, s.metrics) for i, s in scores])
             )
         return bool(arrived or scores)
+
+    def _sort(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        waiting = []
+        for item in arrived:
+            match self._pool.scores(item.domain):
+                case "samples":
+                    self._pool.submit([item])
+                case "groups":
+                    self._held[item.sample_id] = item
+                    waiting.append(item.sample_id)
+                case None:
+                    self._arrived.append(item)
+        if waiting:
+            self._worker.emit(AwaitSiblings(waiting))
+
+    def _score_together(self, command: ScoreTogether, seq: int) -> None:
+        self._pool.submit_group([self._held.pop(sample) for sample in command.samples])
+
+    def _drop(self, command: Unwanted, seq: int) -> None:
+        for sample in command.samples:
+            self._held.pop(sample, None)
 
     def close(self) -> None:
         self._pool.close()
@@ -47,5 +73,12 @@ class RewardRole:
 def _item(response: Response) -> RewardItem:
     meta = json.loads(response.meta)
     return RewardItem(
-        response.sample, response.domain, meta["prompt"], response.text, meta["answer"], meta["extra"], response.reason
+        response.sample,
+        response.domain,
+        meta["prompt"],
+        response.text,
+        meta["answer"],
+        meta["extra"],
+        response.reason,
+        array("i", response.token_ids),
     )

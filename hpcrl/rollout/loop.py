@@ -94,6 +94,8 @@ class RolloutLoop:
         self._bursts: Counter[int] = Counter()  # bursts on their way
         self._reached: dict[int, _Reached] = {}  # samples that are with a scorer or environment
         self._waiting: Counter[int] = Counter()  # of these, the number per rank
+        self._held: set[int] = set()  # samples that await their siblings at a scorer
+        self._siblings_meet = False  # some reward scores groups
         self._early: set[int] = set()  # samples whose answer overtook the BurstDone they ended in
         self._told: dict[tuple[int, int], messages.Burst] = {}  # (replica, burst) -> whom it was told to send to
         self._dropped: dict[tuple[int, int], list[int]] = {}  # (replica, abort) -> samples it was told to drop
@@ -129,7 +131,7 @@ class RolloutLoop:
                 if not any(isinstance(event, events.ReplicaLost) for event in stream.arrived):
                     break
             self._keep_busy(self._replicas)
-            if any(self._bursts.values()) or self._reached:
+            if any(self._bursts.values()) or self._awaited():
                 self._collect()
             elif not any(moved) and not stream.arrived:
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
@@ -173,7 +175,42 @@ class RolloutLoop:
         commands = stream.scheduler.plan()
         for command in commands:
             self._carry_out(command, stream.prompts, stream.sampling)
-        return bool(arrived or fresh or commands)
+        return self._bring_together(stream) or bool(arrived or fresh or commands)
+
+    def _bring_together(self, stream: _Stream) -> bool:
+        """Have the groups scored whose samples are all with a reward that scores groups; whether there was one."""
+        if not self._held:
+            return False
+        held = sorted(sample for sample in self._held & self._reached.keys() if self._stream_of(sample) is stream)
+        complete, unwanted = stream.scheduler.together(held)
+        self._release_held(unwanted)
+        for samples in complete:
+            receivers = [self._reached[sample].receiver for sample in samples]
+            for sample, receiver in zip(samples, receivers, strict=True):
+                if receiver != receivers[0]:  # sent before it was known that siblings have to meet
+                    replica = self._reached[sample].replica
+                    self._release_held([sample])
+                    self._reach(replica, [sample], receivers[:1], acting=False)
+                    self._controller.send(replica, messages.Rescore([sample], receivers[:1]))
+            if len(set(receivers)) == 1:
+                self._held -= set(samples)
+                self._expect(receivers[0], len(samples))
+                self._controller.send(receivers[0], messages.ScoreTogether(samples))
+        return bool(complete)
+
+    def _release_held(self, samples: Sequence[int]) -> None:
+        """Let the scorers forget samples that await their siblings."""
+        unwanted: dict[int, list[int]] = {}
+        for sample in samples:
+            unwanted.setdefault(self._reached[sample].receiver, []).append(sample)
+            self._leave(sample)
+        for receiver, held in unwanted.items():
+            if receiver not in self._controller.lost:
+                self._controller.send(receiver, messages.Unwanted(held))
+
+    def _awaited(self) -> bool:
+        """Whether a scorer or environment is at work."""
+        return len(self._reached) > len(self._held & self._reached.keys())
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
         """Of the samples of groups that were not taken yet."""
@@ -240,7 +277,11 @@ class RolloutLoop:
     def _alive(self, ranks: Sequence[int], replica: int) -> list[int]:
         """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
         would only cost time and each has as many."""
-        if replica in ranks and self._replicas.keys() >= set(ranks):
+        if (
+            replica in ranks
+            and self._replicas.keys() >= set(ranks)
+            and not (self._siblings_meet and ranks == self._scorers)
+        ):
             return [replica]
         return [rank for rank in ranks if rank not in self._controller.lost]
 
@@ -248,15 +289,28 @@ class RolloutLoop:
         for sample in samples:
             receiver = receiver_of(sample, self._envs if acting else self._scorers, alive)
             self._reached[sample] = _Reached(receiver, replica, acting)
-            if not self._waiting[receiver]:
-                self._heard[receiver] = self._clock.now()
-            self._waiting[receiver] += 1
+            if acting or sample not in self._held:
+                self._expect(receiver, 1)
+
+    def _expect(self, receiver: int, count: int) -> None:
+        if not self._waiting[receiver]:
+            self._heard[receiver] = self._clock.now()
+        self._waiting[receiver] += count
+
+    def _hold(self, samples: Iterable[int]) -> None:
+        """These await their siblings: their scorer is not asked for an answer. It may say so before the BurstDone."""
+        self._siblings_meet = True
+        for sample in samples:
+            if sample in self._reached and sample not in self._held:
+                self._waiting[self._reached[sample].receiver] -= 1
+            self._held.add(sample)
 
     def _leave(self, sample: int) -> bool:
         """The sample is with its scorer or environment no more; whether it was."""
         reached = self._reached.pop(sample, None)
-        if reached is not None:
+        if reached is not None and sample not in self._held:
             self._waiting[reached.receiver] -= 1
+        self._held.discard(sample)
         return reached is not None
 
     def _lose(self, replica: int) -> None:
@@ -265,7 +319,9 @@ class RolloutLoop:
         self._live.pop(replica, None)
         self._sizes.pop(replica, None)
         self._pace.forget(replica)
-        for sample in [sample for sample, reached in self._reached.items() if reached.replica == replica]:
+        at_home = [sample for sample, reached in self._reached.items() if reached.replica == replica]
+        self._release_held([sample for sample in at_home if sample in self._held])
+        for sample in [sample for sample in at_home if sample in self._reached]:
             self._leave(sample)
 
     def _check_receivers(self) -> None:
@@ -285,7 +341,7 @@ class RolloutLoop:
             self._check_receivers()
             if not self._deterministic:
                 return
-            if not any(self._bursts.values()) and not self._reached:
+            if not any(self._bursts.values()) and not self._awaited():
                 for stream in self._streams:
                     stream.arrived.sort(key=_order)
                 return
@@ -317,6 +373,8 @@ class RolloutLoop:
                 yield from self._burst_done(rank, event)
             case messages.Scored():
                 yield from (self._scored(result) for result in event.samples)
+            case messages.AwaitSiblings():
+                self._hold(event.samples)
             case messages.Observed():
                 if event.ended and event.add_reward:
                     self._answered(event.sample)

@@ -265,6 +265,24 @@ class RolloutScheduler:
         may be trained later. Between two steps more of the old weights would only grow stale."""
         return self._ahead + (0 if self._closed else self.config.extra_prompts)
 
+    def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
+        """Of samples that await their siblings at a scorer: those of each group that has all it needs, and those that
+        nobody wants any more."""
+        groups: dict[int, list[LiveSample]] = {}
+        unwanted = []
+        for sample_id in held:
+            sample = self._samples.get(sample_id)
+            if sample is None:
+                unwanted.append(sample_id)
+            elif sample.state is State.SCORING:  # else its replica has not yet told of its end
+                groups.setdefault(sample.group.uid, []).append(sample)
+        complete = []
+        for samples in groups.values():
+            missing = samples[0].group.keep - samples[0].group.num_done  # one that ended without a scorer is done
+            if len(samples) >= missing:
+                complete.append(sorted(sample.id for sample in samples)[: max(missing, 0)])
+        return [ids for ids in complete if ids], unwanted
+
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
         """(sum, count, min, max) of what happened since the last call; hpcrl.metrics.stats.Stat(*value) takes them."""
         self._tell_taken()

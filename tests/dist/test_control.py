@@ -55,6 +55,8 @@ COMMANDS: list[Any] = [
     m.Burst(16, [1], [2]),
     m.AbortSamples([1, 2]),
     m.Rescore([1], [2]),
+    m.ScoreTogether([1, 2]),
+    m.Unwanted([3]),
     m.Forget([]),
     m.Peek([2**62]),
     m.HandOver(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),
@@ -83,6 +85,7 @@ EVENTS: list[Any] = [
     m.Failed(4, "Burst", "ValueError: no"),
     m.BurstDone(4, [m.Ended(5, 9, 4, "stop")], [], 16, 0.1),
     m.Scored([SCORED]),
+    m.AwaitSiblings([5, 6]),
     m.Observed(5, True, SCORED),
     m.Lost(2, "was killed"),
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,42 @@ def test_openrlhf():
     ]
 
 
+def test_openrlhf_logs_may_be_scalars():
+    both = make("openrlhf_scalars").score([item("a"), item("b")])
+    assert both == [
+        Score(1.0, 1.0, metrics={"mean": 0.5, "max": 2.5, "each": 2.0, "numpy": 0.0}),
+        Score(0.0, 0.0, metrics={"mean": 0.5, "max": 2.5, "each": 0.0, "numpy": 0.0}),
+    ]
+    assert make("openrlhf_one").score([item("a")]) == [Score(0.5, 0.5)]
+
+
+def test_trl_with_token_ids_alone():
+    reward = make("completion_lengths")
+    assert reward.signature == "trl" and reward.batched
+    items = [replace(item("ab"), token_ids=array("i", [3, 4])), replace(item(""), token_ids=())]
+    assert [score.reward for score in reward.score(items)] == [7.0, 0.0]
+    with pytest.raises(ValueError, match="wants completion_ids, and the response came without token ids"):
+        reward.score([item("ab")])
+
+
+@pytest.mark.parametrize("name", ["last_message", "get_content"])
+def test_trl_message_style_is_found(name: str):
+    reward = make(name)
+    for _ in range(2):
+        assert [score.reward for score in reward.score([item("yes"), item("no")])] == [1.0, 0.0]
+
+
+def test_trl_message_style_that_is_not_found_is_told():
+    with pytest.raises(TypeError, match=r"string indices .* may want options.conversational=true\)"):
+        make("broken_messages").score([item("yes")])
+    with pytest.raises(TypeError, match=r"'list' object .* may want options.conversational=false\)"):
+        make("only_text", options={"conversational": True}).score([item("yes")])
+    reward = make("only_text")
+    assert reward.score([item("yes")]) == [Score(1.0, 1.0)]
+    with pytest.raises(KeyError):
+        make("trl").score([item("raise", level=1)])
+
+
 def test_native_and_objects_and_import_paths():
     assert make("native").score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
     assert make("Judge").score([item("a")]) == [Score(1.0, 1.0)]
@@ -78,6 +117,9 @@ def test_a_result_that_is_no_number_is_an_error(response: str):
         (f"{FILE}:NUMBER", "NUMBER is not callable, it is int"),
         (f"{FILE}:Unmakable", r"Unmakable\(\) raised RuntimeError: no weights"),
         (f"{FILE}:unknown", r"parameters \(a, b\) fit no known signature"),
+        (f"{FILE}:wrong_pool", r"wrong_pool: pool = 'async' needs a function made with async def"),
+        (f"{FILE}:wrong_scores", r"wrong_scores: scores = 'groups' needs a signature with many responses"),
+        (f"{FILE}:unknown_scores", r"unknown_scores: scores = 'pairs': expected samples or groups"),
         ("nowhere.py:f", "no such file"),
         ("no_such_module:f", "importing no_such_module failed: ModuleNotFoundError"),
         ("justaname", r"an import path is package.module:callable or file.py:callable"),
@@ -95,4 +137,18 @@ def test_a_file_that_fails_names_its_error(tmp_path: Path):
 
 
 def test_a_signature_can_be_given():
-    assert make("unknown", signature="verl").signature == "verl"
+    assert make("any_parameters", signature="verl").score([item("a")]) == [Score(1.0, 1.0)]
+    with pytest.raises(ValueError, match=r":unknown: signature verl gives no a, b; it gives data_source, .*options"):
+        make("unknown", signature="verl")
+    assert make("unknown", signature="openrlhf", options={"a": 1, "b": 2}).signature == "openrlhf"
+
+
+def test_the_documents_examples_are_rewards(tmp_path: Path):
+    document = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    assert len(blocks) == 2
+    (tmp_path / "mine.py").write_text("\n".join(blocks))
+    score = FunctionReward(RewardConfig(name="function", function=f"{tmp_path}/mine.py:score"))
+    assert [each.reward for each in score.score([item("a"), item("b"), item("a\nb")])] == [1.5, 1.0, 0.0]
+    compare = FunctionReward(RewardConfig(name="function", function=f"{tmp_path}/mine.py:compare"))
+    assert (compare.scores, compare.pool, compare.signature) == ("groups", "async", "hpcrl")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def test_each_bad_response_costs_itself_alone(make_pool):
     assert pool.pending == len(responses)
     found = collect(pool)
     for n, response in enumerate(responses):
-        expected = {"right": Score(1.0, 1.0), "wrong": Score(0.0, 0.0)}.get(response) or Score(0.0, 0.0, bad[response])
+        place = f" (domain d, reward {FILE}:compute_score)"
+        expected = {"right": Score(1.0, 1.0), "wrong": Score(0.0, 0.0)}.get(response)
+        expected = expected or Score(0.0, 0.0, bad[response] + place)
         assert found[n] == expected
     stats = pool.stats()
     assert stats["scored"] == len(responses) and stats["errors"] == len(bad)
@@ -88,7 +91,7 @@ def test_batched_calls_are_taken_apart_when_they_fail(make_pool):
     assert {responses[n]: score.reward for n, score in found.items() if not score.error} == {
         "a": 1, "bb": 2, "ccc": 3, "skip": 0, "short": 1, "dddd": 4,
     }  # fmt: skip
-    assert {responses[n]: score.error for n, score in found.items() if score.error} == {
+    assert {responses[n]: score.error.partition(" (")[0] for n, score in found.items() if score.error} == {
         "raise": "KeyError: 'level'",
         "die": "the reward's process ended with exit code 1",
         "nan": "the reward returned nan",
@@ -130,13 +133,79 @@ def test_long_responses_and_unsendable_rows(make_pool):
     assert found[1] == Score(1.0, 1.0) and found[2].error.startswith("TypeError")
 
 
+def test_token_ids_reach_a_function_that_wants_them(make_pool):
+    pool = make_pool(default=function("completion_lengths", timeout_s=30))
+    pool.submit([RewardItem(1, "d", "p", "ab", token_ids=array("i", [70_000, 2]))])
+    assert collect(pool) == {1: Score(70_002.0, 70_002.0)}
+
+
+def siblings(group: int, *responses: str) -> list[RewardItem]:
+    return [RewardItem(10 * group + n, "d", "p", response, "right") for n, response in enumerate(responses)]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_groups_are_scored_by_calls_of_their_own(make_pool, num_processes: int):
+    pool = make_pool(default=function("longest", num_processes=num_processes))
+    assert pool.scores("d") is None, "it is being loaded"
+    groups = [("a", "bbb", "cc"), ("dddd", "e"), ("raise", "f"), ("hang", "ggggggg"), ("hhhhhhhhh",)]
+    for n, responses in enumerate(groups):
+        pool.submit_group(siblings(n, *responses))
+    assert pool.pending == 10
+    found = collect(pool)
+    assert pool.scores("d") == "groups"
+    assert {n: score.reward for n, score in found.items() if not score.error} == {0: 0, 1: 1, 2: 0, 10: 1, 11: 0, 40: 1}
+    place = f" (domain d, reward {FILE}:longest)"
+    assert {found[n].error for n in (20, 21)} == {f"RuntimeError: no group{place}"}
+    assert {found[n].error for n in (30, 31)} == {f"timeout after 1 s{place}"}
+    assert pool.stats() == {"scored": 10, "errors": 4, "timeouts": 1, "restarts": 1}
+
+
+def test_calls_that_wait_wait_together_and_each_bad_one_costs_itself_alone(make_pool):
+    pool = make_pool(default=function("judge", timeout_s=2, concurrency=70))
+    responses = ["right"] * 60 + ["slow", "raise", "own timeout", "wrong"]
+    pool.submit(items(["right"]))
+    collect(pool)  # it has started
+    start = time.monotonic()
+    pool.submit(items(responses))
+    found = collect(pool)
+    assert time.monotonic() - start < 15, "one after the other 60 of them would take 18 s"
+    assert [found[n].score for n in range(60)] == [1.0] * 60 and found[63] == Score(0.0, 0.0)
+    assert [found[n].error.partition(" (")[0] for n in (60, 61, 62)] == [
+        "timeout after 2 s", "RuntimeError: no service", "TimeoutError: the service's",
+    ]  # fmt: skip
+    assert pool.stats()["timeouts"] == 1 and pool.stats()["restarts"] == 0
+
+
+@pytest.mark.slow
+def test_a_call_that_blocks_the_loop_or_ends_the_process_costs_itself_alone(make_pool):
+    pool = make_pool(default=function("judge", timeout_s=1, concurrency=4))
+    responses = ["right", "block", "right", "die", "right", "right"]
+    pool.submit(items(responses))
+    found = collect(pool)
+    assert [found[n].score for n in (0, 2, 4, 5)] == [1.0] * 4
+    assert found[1].error.startswith("timeout after 1 s (its code blocks the event loop)")
+    assert found[3].error.startswith("the reward's process ended with exit code 3")
+
+
+def test_no_more_calls_wait_than_the_concurrency_and_groups_may_wait_too(make_pool):
+    pool = make_pool(default=function("judge", timeout_s=30, concurrency=2))
+    pool.submit(items(["right"] * 5))
+    found = collect(pool)
+    assert [found[n].score for n in range(5)] == [1.0] * 5
+    groups = make_pool(default=function("judge_groups", timeout_s=30))
+    groups.submit_group(siblings(1, "a", "b", "c"))
+    groups.submit_group(siblings(2, "d"))
+    assert {n: score.score for n, score in collect(groups).items()} == {10: 3, 11: 3, 12: 3, 20: 1}
+
+
 def test_domains_go_to_their_rewards_and_cheap_ones_are_scored_at_once(make_pool):
     pool = make_pool(a=RewardConfig(), b=RewardConfig(name="sort_digits"), default=function("native"))
     pool.submit([RewardItem(1, "a", "p", "Right", "right"), RewardItem(2, "b", "p", "1 2", "1 2")])
     assert dict(pool.poll()) == {1: Score(1.0, 1.0), 2: Score(1.0, 1.0)}
     pool.submit([RewardItem(3, "a", "p", "x", None), RewardItem(4, "else", "p", "x", "x", {}, "length")])
     found = collect(pool)
-    assert found[3].error == "ValueError: the row has no answer to compare with (data.answer_key)"
+    no_answer = "ValueError: the row has no answer to compare with (data.answer_key)"
+    assert found[3].error == f"{no_answer} (domain a, reward exact_match)"
     assert found[4] == Score(0.0, 0.0)
 
 

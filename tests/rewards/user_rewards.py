@@ -98,3 +98,123 @@ def unknown(a, b):
 
 
 NUMBER = 3
+
+
+def completion_lengths(completion_ids, **columns):
+    """TRL's signature with token ids alone."""
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def last_message(completions, level=None):
+    """Messages, without saying so."""
+    return [float(completion[-1]["content"] == "yes") for completion in completions]
+
+
+def get_content(completions):
+    return [float(completion[0].get("content", "") == "yes") for completion in completions]
+
+
+def broken_messages(completions):
+    return [completion[0]["content"].no_such_method() for completion in completions]
+
+
+def only_text(completions):
+    return [float(completion.strip() == "yes") for completion in completions]
+
+
+class Scalar:
+    """A tensor without dimensions, as far as rewards look."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tolist(self):
+        return self.value
+
+    def __float__(self):
+        return float(self.value)
+
+
+def openrlhf_scalars(queries, prompts, labels):
+    """OpenRLHF's published examples: a tensor of rewards, and logs that are one number for the call."""
+    import numpy as np
+
+    rewards = np.array([float(query.endswith(label)) for query, label in zip(queries, labels, strict=True)])
+    return {
+        "rewards": rewards,
+        "scores": rewards,
+        "extra_logs": {"mean": rewards.mean().item(), "max": Scalar(2.5), "each": rewards * 2, "numpy": rewards.min()},
+    }
+
+
+def openrlhf_one(queries, prompts, labels):
+    return {"rewards": Scalar(0.5), "scores": None, "extra_logs": None}
+
+
+def any_parameters(**arguments):
+    return float(arguments["solution_str"] == arguments["ground_truth"])
+
+
+def longest(items):
+    """1 for the longest of the siblings, else 0."""
+    longest_chars = max(len(item.response) for item in items)
+    if any(item.response == "raise" for item in items):
+        raise RuntimeError("no group")
+    if any(item.response == "hang" for item in items):
+        time.sleep(1000)
+    return [float(len(item.response) == longest_chars) for item in items]
+
+
+longest.scores = "groups"
+
+
+async def judge(items):
+    """Waits for a service; `block` is what no coroutine may do."""
+    (item,) = items
+    match item.response:
+        case "slow":
+            await asyncio.sleep(1000)
+        case "block":
+            time.sleep(1000)
+        case "die":
+            os._exit(3)
+        case "raise":
+            raise RuntimeError("no service")
+        case "own timeout":
+            raise TimeoutError("the service's")
+        case _:
+            await asyncio.sleep(0.3)
+    return [float(item.response == item.answer)]
+
+
+judge.pool = "async"
+
+
+async def judge_groups(items):
+    await asyncio.sleep(0.01)
+    return [float(len(items)) for _ in items]
+
+
+judge_groups.pool = "async"
+judge_groups.scores = "groups"
+
+
+def wrong_pool(items):
+    return [0.0 for _ in items]
+
+
+wrong_pool.pool = "async"
+
+
+def wrong_scores(solution_str, ground_truth):
+    return 0.0
+
+
+wrong_scores.scores = "groups"
+
+
+def unknown_scores(items):
+    return [0.0 for _ in items]
+
+
+unknown_scores.scores = "pairs"

@@ -1,0 +1,185 @@
+"""Try a reward on responses, without a run.
+
+    python -m hpcrl.score --reward math --answer 18 "The answer is **18**."
+    python -m hpcrl.score --reward math --file rows.jsonl
+    python -m hpcrl.score --reward rewards.py:my_reward --options bonus=0.5 --answer 18 "It is 18." "It is 17."
+
+Prints for each response its reward and score, what was taken as the answer, and the reward's metrics. A file has a JSON
+object a line with "response", maybe "answer", "prompt" and "domain"; other keys are the row's columns. Responses of one
+call, or rows with the same prompt, are siblings for a reward that scores groups. Imports no torch of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from hpcrl.config import RewardConfig
+from hpcrl.exitcodes import ExitCode
+from hpcrl.rewards import REWARDS, make_reward
+from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.guarded import score_each
+
+KEYS = ("response", "answer", "prompt", "domain")
+MAX_SHOWN_CHARS = 200
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 where a response could not be scored, 2 on bad input."""
+    try:
+        words = _parser().parse_args(argv)
+        reward = _reward(words)
+        rows = list(_rows(Path(words.file))) if words.file else _arguments(words)
+    except (ValueError, OSError) as error:
+        print(f"hpcrl.score: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    scores: list[Score] = []
+    for group in _calls(reward, rows):
+        places, items = zip(*group, strict=True)
+        found = score_each(reward, items)
+        found = found if found is not None else [score_each(reward, [item])[0] for item in items]  # type: ignore[index]
+        for place, item, score in zip(places, items, found, strict=True):
+            print(_shown(place, item, score, words.json), flush=True)
+        scores += found
+    errors = sum(bool(score.error) for score in scores)
+    if len(scores) > 1 and not words.json:
+        mean = [sum(values) / len(scores) for values in ([s.reward for s in scores], [s.score for s in scores])]
+        print(f"\n{len(scores)} responses: mean reward {mean[0]:.4g}, mean score {mean[1]:.4g}, {errors} errors")
+    return 1 if errors else ExitCode.DONE
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m hpcrl.score", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    names = ", ".join(name for name in REWARDS if name != "function")
+    parser.add_argument("response", nargs="*", help="what a model has written; - reads it from standard input")
+    parser.add_argument(
+        "--reward", default="math", metavar="NAME", help=f"{names},\nor package.module:callable or file.py:callable"
+    )
+    parser.add_argument("--answer", help="the gold answer, as a row of the data would have it")
+    parser.add_argument("--prompt", default="", help="the prompt")
+    parser.add_argument("--file", metavar="JSONL", help="rows instead of responses")
+    parser.add_argument(
+        "--column", action="append", default=[], metavar="KEY=VALUE", help="another column of the row; may be repeated"
+    )
+    parser.add_argument(
+        "--options", action="append", default=[], metavar="KEY=VALUE", help="of reward.*.options; may be repeated"
+    )
+    parser.add_argument("--signature", default="auto", help="reward.*.signature: auto, verl, trl, openrlhf or hpcrl")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    return parser
+
+
+def _reward(words: argparse.Namespace) -> Reward:
+    """ValueError says what is wrong with the reward, its options or its function."""
+    if ":" not in words.reward and words.reward not in REWARDS:
+        names = ", ".join(name for name in REWARDS if name != "function")
+        raise ValueError(f"--reward {words.reward}: there are {names}, and package.module:callable or file.py:callable")
+    section: dict[str, Any] = {"name": words.reward, "signature": words.signature}
+    section["options"] = _pairs("--options", words.options)
+    if ":" in words.reward:
+        section |= {"name": "function", "function": words.reward}
+    try:
+        return make_reward(RewardConfig.model_validate(section))
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise ValueError(f"--{detail['loc'][0]} {detail['input']}: {detail['msg']}") from error
+
+
+def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise ValueError(f"{option} {word}: expected KEY=VALUE")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
+def _arguments(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
+    if not words.response:
+        raise ValueError("give a response, or --file with rows")
+    texts = [sys.stdin.read() if text == "-" else text for text in words.response]
+    columns = _pairs("--column", words.column)
+    return [
+        ("", RewardItem(place, "default", words.prompt, text, words.answer, columns))
+        for place, text in enumerate(texts)
+    ]
+
+
+def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
+    """(where, row); ValueError names file and line."""
+    count = 0
+    with file.open(encoding="utf-8", errors="strict") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{file}:{number}"
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{where}: no JSON: {error.msg} (column {error.colno})") from error
+                if not isinstance(row, dict) or not isinstance(row.get("response"), str):
+                    there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise ValueError(
+                        f'{where}: expected an object with a text "response", there is: {there or "nothing"}'
+                    )
+                extra = {key: value for key, value in row.items() if key not in KEYS}
+                texts = str(row.get("domain", "default")), str(row.get("prompt", "")), row["response"]
+                yield where, RewardItem(count, *texts, row.get("answer"), extra)
+                count += 1
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: no UTF-8 text") from error
+    if not count:
+        raise ValueError(f"{file}: no rows")
+
+
+def _calls(reward: Reward, rows: Sequence[tuple[str, RewardItem]]) -> Iterator[list[tuple[str, RewardItem]]]:
+    """The rows of each call of the reward."""
+    if reward.scores != "groups":
+        yield from ([row] for row in rows)
+        return
+    groups: dict[tuple[str, str], list[tuple[str, RewardItem]]] = {}
+    for where, item in rows:
+        groups.setdefault((item.domain, item.prompt), []).append((where, item))
+    yield from groups.values()
+
+
+def _shown(where: str, item: RewardItem, score: Score, as_json: bool) -> str:
+    if as_json:
+        fields = ("reward", "score", "error", "metrics", "given", "gold")
+        return json.dumps({"where": where} | {name: getattr(score, name) for name in fields}, ensure_ascii=False)
+    taken = "nothing" if score.given is None else score.given
+    gold = item.answer if score.gold is None else score.gold
+    parts = {
+        "reward": f"{score.reward:.4g}, score {score.score:.4g}",
+        "error": score.error,
+        "taken": taken if score.gold is not None or score.given is not None else "",
+        "gold": "" if gold is None else str(gold),
+        "metrics": "  ".join(f"{name} {value:.4g}" for name, value in score.metrics.items()),
+    }
+    lines = [f"{name:<8}{_short(text)}" for name, text in parts.items() if text]
+    return "\n".join([*([where] if where else []), *lines])
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... ({len(text)} characters)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Rewards that score groups: siblings meet at one scorer, and every group is scored once, as a whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from hpcrl.control import messages as m
+from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.types import HELD_OUT, receiver_of, split_sample_id
+from tests.rollout.ranks import Ranks
+from tests.rollout.test_loop import SAMPLING, draw_from, prompts
+
+REPLICAS = {1: 2, 2: 2}
+
+
+class GroupRanks(Ranks):
+    """Replicas and scorers whose reward scores groups; a sample takes as many bursts as its member's number says."""
+
+    def __init__(self, scorers: list[int]):
+        super().__init__()
+        self.scorers = scorers
+        self.waiting: dict[int, set[int]] = {scorer: set() for scorer in scorers}
+        self.scored: list[list[int]] = []
+        self.unwanted: list[int] = []
+
+    def send(self, rank: int, command: m.Command) -> int:
+        scores, self._scores = self._scores, deque()  # what scorers of samples would say is left out
+        seq = super().send(rank, command)
+        self._scores = scores
+        running = self._running[rank]
+        match command:
+            case m.Admit():
+                running |= {sample: 1 + split_sample_id(sample)[2] for sample, _ in command.samples}
+            case m.Burst():
+                finished = [end.sample for _, event in self._events for end in self._ended(event, seq)]
+                self._arrive(finished, command.receivers)
+            case m.Rescore():
+                self._arrive(command.samples, command.receivers)
+            case m.ScoreTogether():
+                assert set(command.samples) <= self.waiting[rank], "all of them are there"
+                self.waiting[rank] -= set(command.samples)
+                self.scored.append(command.samples)
+                scored = [m.ScoredSample(sample, float(sample % 2), float(sample % 2)) for sample in command.samples]
+                self._scores.append((rank, m.Scored(scored)))
+            case m.Unwanted():
+                assert set(command.samples) <= self.waiting[rank]
+                self.waiting[rank] -= set(command.samples)
+                self.unwanted += command.samples
+        return seq
+
+    def _ended(self, event: Any, seq: int) -> list[m.Ended]:
+        return event.finished if isinstance(event, m.BurstDone) and event.seq == seq else []
+
+    def _arrive(self, samples: list[int], receivers: list[int]) -> None:
+        for sample in samples:
+            scorer = receiver_of(sample, self.scorers, receivers)
+            self.waiting[scorer].add(sample)
+            self._events.appendleft((scorer, m.AwaitSiblings([sample])))  # it overtakes the BurstDone
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("scorers", [[3, 4], [1, 2]], ids=["apart", "with the replicas"])
+def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic: bool, scorers: list[int]) -> None:
+    ranks = GroupRanks(scorers)
+    loop = RolloutLoop(ranks, REPLICAS, scorers, [], seed=0, burst_tokens=4, deterministic=deterministic)  # type: ignore[arg-type]
+    scheduler = RolloutScheduler(SchedulerConfig(4, deterministic=deterministic, siblings_together=False), REPLICAS)
+    known, draw, spread = {}, draw_from(prompts()), False
+    for version in range(3):
+        scheduler.begin_step(version, 2)
+        harvest = loop.drive(scheduler, known, draw, SAMPLING)
+        assert len(harvest.groups) == 2
+        for group in harvest.groups:
+            assert [sample.reward for sample in group.samples] == [float(sample.id % 2) for sample in group.samples]
+            assert sorted(sample.id for sample in group.samples) in map(sorted, ranks.scored)
+            spread |= {sample.replica for sample in group.samples} == {1, 2}
+    assert spread or deterministic, "siblings came from two replicas"
+    for samples in ranks.scored:
+        assert len(samples) == 4 and len({split_sample_id(sample)[0] for sample in samples}) == 1
+    assert len({sample for samples in ranks.scored for sample in samples}) == 4 * len(ranks.scored), "each once"
+
+
+def test_what_redundancy_leaves_over_is_forgotten() -> None:
+    ranks = GroupRanks([3])
+    loop = RolloutLoop(ranks, REPLICAS, [3], [], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
+    scheduler = RolloutScheduler(SchedulerConfig(2, extra_members=2), REPLICAS)
+    known, draw = {}, draw_from(prompts())
+    for version in range(3):
+        scheduler.begin_step(version, 2)
+        groups = loop.drive(scheduler, known, draw, SAMPLING).groups
+        assert all(len(group.samples) == 2 for group in groups)
+    assert all(len(samples) == 2 for samples in ranks.scored)
+    assert all(count == 0 for count in loop._waiting.values())
+
+
+def test_held_out_samples_are_groups_of_one() -> None:
+    ranks = GroupRanks([3])
+    loop = RolloutLoop(ranks, REPLICAS, [3], [], seed=0, burst_tokens=4, deterministic=True)  # type: ignore[arg-type]
+    scheduler = RolloutScheduler(SchedulerConfig(1, deterministic=True, accept_errors=True), REPLICAS)
+    scheduler.begin_step(0, 3)
+    harvest = loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 3)), SAMPLING)
+    assert len(harvest.groups) == 3 and all(len(samples) == 1 for samples in ranks.scored)

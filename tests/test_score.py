@@ -1,0 +1,83 @@
+"""The command that tries a reward."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.score import main
+
+FUNCTIONS = Path(__file__).parent / "rewards" / "user_rewards.py"
+
+
+def test_one_response_with_what_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--reward", "math", "--answer", "so 9*2\n#### 18", "The answer is **18**."]) == 0
+    assert capsys.readouterr().out.splitlines() == ["reward  1, score 1", "taken   18", "gold    18"]
+    assert main(["--answer", "18", "--options", "require_boxed=true", "It is 18."]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "reward  0, score 0", "taken   nothing", "gold    18", "metrics no_answer 1",
+    ]  # fmt: skip
+
+
+def test_a_file_of_rows_and_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"response": r"\boxed{2}", "answer": 2}, {"response": "3", "answer": "2", "level": 1}, {"response": "1"}]
+    (tmp_path / "rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    assert main(["--file", f"{tmp_path}/rows.jsonl"]) == 1, "one has no answer to compare with"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}/rows.jsonl:1" and lines[4] == f"{tmp_path}/rows.jsonl:3"
+    assert "error   ValueError: the row has no answer to compare with (data.answer_key)" in lines
+    assert lines[-1] == "3 responses: mean reward 0.3333, mean score 0.3333, 1 errors"
+    assert main(["--file", f"{tmp_path}/rows.jsonl", "--json"]) == 1
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["score"] for each in found] == [1.0, 0.0, 0.0] and found[0]["given"] == "2"
+
+
+def test_functions_with_options_columns_and_siblings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--reward", f"{FUNCTIONS}:trl", "--options", "bonus=0.5", "--column", "level=2", "xx", "yyy"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "score" in line] == [
+        "reward  4.5, score 4.5", "reward  5.5, score 5.5", "2 responses: mean reward 5, mean score 5, 0 errors",
+    ]  # fmt: skip
+    assert main(["--reward", "tests.rewards.user_rewards:longest", "a", "bbb", "cc"]) == 0
+    assert "mean reward 0.3333" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--reward", "mathz", "x"], "--reward mathz: there are exact_match, math, "),
+        (["--options", "requireboxed=1", "x"], "there is no option 'requireboxed' (there are: require_boxed, "),
+        (["--options", "bonus", "x"], "--options bonus: expected KEY=VALUE"),
+        (["--reward", "nowhere.py:f", "x"], "nowhere.py:f: no such file"),
+        (["--signature", "ppo", "x"], "--signature ppo: Input should be 'auto', 'verl'"),
+        ([], "give a response, or --file with rows"),
+        (["--file", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
+        (["--file", "bad.jsonl"], 'bad.jsonl:2: expected an object with a text "response", there is: respons'),
+        (["--file", "broken.jsonl"], "broken.jsonl:1: no JSON: "),
+        (["--file", "empty.jsonl"], "empty.jsonl: no rows"),
+        (["--file", "latin.jsonl"], "latin.jsonl: no UTF-8 text"),
+        (["--whatever", "x"], "unrecognized arguments: --whatever"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"response": "a"}\n{"respons": "a"}\n')
+    Path("broken.jsonl").write_text('{"response": "a"\n')
+    Path("empty.jsonl").write_text("\n")
+    Path("latin.jsonl").write_bytes(b'{"response": "\xe4"}\n')
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert told.err.startswith("hpcrl.score: ") and message in told.err and "--help" in told.err
+
+
+def test_the_module_runs_and_imports_no_torch() -> None:
+    code = "import sys; from hpcrl.score import main; code = main(); print('torch' in sys.modules); sys.exit(code)"
+    words = ["--reward", "math", "--answer", "1/2", r"\boxed{\frac{1}{2}}"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("\nFalse\n")
