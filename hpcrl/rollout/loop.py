@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,8 +49,7 @@ class _Stream:
     stats: list[Stats] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Reached:
+class _Reached(NamedTuple):
     """Where a sample is that has left its replica for an answer; acting: with its environment, else with a scorer."""
 
     receiver: int
