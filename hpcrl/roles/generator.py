@@ -57,6 +57,7 @@ class GeneratorRole:
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer)
         self.held: dict[int, Sample] = {}
         self._prompts: dict[int, PromptPayload] = {}
+        self._messages: dict[int, list[dict[str, Any]]] = {}  # of these prompts
         self._admitted: dict[int, int] = {}  # sample -> most tokens of one of its turns
         self._beginning: list[int] = []  # held samples whose environment is to be told in the next burst
         self._env_of: dict[int, int] = {}  # sample -> rank of its environment
@@ -91,6 +92,7 @@ class GeneratorRole:
 
     def _admit(self, command: Admit, seq: int) -> None:
         self._prompts |= {prompt.uid: prompt for prompt in command.prompts}
+        self._messages |= {prompt.uid: json.loads(prompt.meta)["messages"] for prompt in command.prompts}
         s = command.sampling
         params = SamplingParams(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, tuple(s.stop))
         going_on = {sample for sample, _ in command.samples if sample in self.held}
@@ -223,9 +225,9 @@ class GeneratorRole:
     ) -> Sample:
         """Hold a prompt alone, the row's own where no other is given. truncated: with the optional fields."""
         if token_ids is None or messages is None:
-            payload = self._prompts[split_sample_id(sample)[0]]
-            token_ids = np.frombuffer(payload.token_ids, dtype=np.int32)
-            messages = json.loads(payload.meta).get("messages", [])
+            uid = split_sample_id(sample)[0]
+            token_ids = np.frombuffer(self._prompts[uid].token_ids, dtype=np.int32)
+            messages = self._messages[uid]
         columns = {
             field.name: np.full(len(token_ids), field.fill, dtype=field.travels_as)
             for field in fields_of(Origin.GENERATOR, Level.TOKEN)
@@ -325,6 +327,7 @@ class GeneratorRole:
         self._beginning = [sample for sample in self._beginning if sample in self.held]
         live = {split_sample_id(sample)[0] for sample in self._admitted}
         self._prompts = {uid: prompt for uid, prompt in self._prompts.items() if uid in live}
+        self._messages = {uid: self._messages[uid] for uid in self._prompts}
 
     def _peek(self, command: Peek, seq: int) -> Done:
         held = [self.held[sample] for sample in command.samples]
