@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from hpcrl.config import EnvConfig
+from hpcrl.config import Config, EnvConfig
+from hpcrl.data.rows import RowSet
+from hpcrl.data.tasks import Split
 from hpcrl.envs.base import Env
 from hpcrl.envs.scripted import ScriptedEnv
 
@@ -46,3 +48,23 @@ def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
         names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
         known = {name: value for name, value in known.items() if name in names}
     return made(**(known | config.options))
+
+
+def validate_envs(config: Config) -> list[str]:
+    """A line for every environment of a domain that no prompt has."""
+    named = [name for name in config.env if name != "default"]
+    if not named:
+        return []
+    domains: dict[str, None] = {}
+    splits: tuple[Split, ...] = ("train", "val")
+    for split in splits:
+        try:
+            domains |= dict.fromkeys(RowSet(config.data, split, config.seed).domain_names)
+        except ValueError:  # it is not set, or validate_sources tells the user
+            continue
+    there = ", ".join(domains)
+    return [
+        f"env.{name}: no prompt has this domain; there are: {there}"
+        for name in named
+        if domains and name not in domains
+    ]

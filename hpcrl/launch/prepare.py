@@ -54,6 +54,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 def _check_inputs(reading: Reading, config: Config) -> None:
     """Files of prompts, how they are scored, stored rollouts, and what the ranks run in."""
     from hpcrl.data import validate_sources
+    from hpcrl.envs import validate_envs
     from hpcrl.rewards.router import validate_rewards
 
     if config.debug != "train_only" or config.evaluates:
@@ -62,6 +63,7 @@ def _check_inputs(reading: Reading, config: Config) -> None:
         lines = [line for line in validate_sources(config.data, prompts) if not line.endswith(lacking or ("\n",))]
         reading.add([Problem((), line, (("data",),)) for line in lines])
         reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
+        reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config)])
     reading.add(check_rollouts(config))
     reading.add(check_container(config.cluster))
     reading.add(check_prologue(config.cluster))
