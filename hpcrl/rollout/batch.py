@@ -156,9 +156,8 @@ class Batch:
 
     def as_generated(self) -> Batch:
         """The same rows without what training adds to them."""
-        return replace(
-            self, columns={n: column for n, column in self.columns.items() if FIELDS[n].origin is not Origin.TRAINING}
-        )
+        kept = {name: tensor for name, tensor in self.columns.items() if FIELDS[name].origin is not Origin.TRAINING}
+        return replace(self, columns=kept | {"weights": torch.ones_like(self.weights)})
 
     def to(self, device: torch.device | str) -> Batch:
         moved = {name: tensor.to(device) for name, tensor in self.columns.items()}
