@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Disposition
+from tests.terminal import read_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(600)]
 
@@ -58,23 +59,12 @@ def launch_on_a_terminal(columns: int, *words: str) -> str:
         stderr=terminal,
     )
     os.close(terminal)
-    shown = b""
     try:
-        while block := _read(ours):
-            shown += block
-        assert process.wait(60) == 0, shown.decode()
+        shown = read_to_end(ours)
+        assert process.wait(60) == 0, shown
     finally:
         process.kill()
-        os.close(ours)
-    return shown.decode()
-
-
-def _read(terminal: int) -> bytes:
-    """What is there; nothing once the last process has closed the other end."""
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:
-        return b""
+    return shown
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import pty
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.progress import Progress, duration, summary
 from hpcrl.plot import main as plot_command
 from hpcrl.plot import plot
+from tests.terminal import read_to_end
 
 
 class Terminal(io.StringIO):
@@ -145,14 +146,14 @@ def test_the_bar_is_one_line_of_a_real_terminal(columns: int, monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm-256color")
     ours, terminal = pty.openpty()
-    with open(terminal, "w") as screen:
+    with ThreadPoolExecutor(1) as reader, open(terminal, "w") as screen:
+        sent = reader.submit(read_to_end, ours)
         progress = Progress(0, 120, screen)
         for step in range(0, 121, 20):
             progress.update(step, {"critic/rewards/mean": 0.5, "val/score/mean": 0.46, "system/tps": 12345.6})
         progress.note("a line that stays")
         progress.close()
-        shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    shown = sent.result()
     assert "\x1b[1A" not in shown, "the cursor goes up where a bar takes more than one line"
     kept = [line.rsplit("\r\x1b[2K", 1)[-1] for line in shown.split("\r\n")]
     kept = [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", line) for line in kept]
