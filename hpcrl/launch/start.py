@@ -19,8 +19,7 @@ def start(argv: Sequence[str]) -> int:
     """Check the run, print its plan and, unless there is nothing to do, run it to its end; returns the exit code."""
     config, layout, model, run = prepare(argv)
     print(describe(config, layout, model, run), flush=True)
-    if config.cluster.name == "slurm":
-        print("".join(f"shell   note: {note}\n" for note in environment_notes(config, layout)), end="", flush=True)
+    print("".join(environment_notes(config, layout)), end="", flush=True)
     if config.dry_run:
         print("\ndry_run: nothing was started or written")
         print("".join(f"this version cannot run it: {problem.text}\n" for problem in check_built(config)), end="")

@@ -116,9 +116,11 @@ def _check_ended(run_dir: Path, claim: Path) -> None:
 
 
 def environment_notes(config: Config, layout: RoleLayout) -> list[str]:
-    """A line for each of sbatch's and srun's variables in this shell: whether the job heeds it."""
+    """A line of the plan for each of sbatch's and srun's variables in this shell: whether a job heeds it."""
+    if config.cluster.name != "slurm":
+        return []
     left_out, held = slurm.colliding(script_of(config, layout, []), os.environ)
     return [
-        *(f"{name}={os.environ[name]} in this shell is not handed on: the run sets it itself" for name in left_out),
-        *(f"{name}={os.environ[name]} in this shell holds for all nodes of the job" for name in held),
+        *(f"shell   note: {name}={os.environ[name]} is not handed on: the run sets it itself\n" for name in left_out),
+        *(f"shell   note: {name}={os.environ[name]} holds for all nodes of the job\n" for name in held),
     ]

@@ -22,6 +22,7 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.start import start
+from hpcrl.launch.submission import environment_notes
 from hpcrl.metrics.progress import SHOWN
 from hpcrl.rundir import CONFIG
 from hpcrl.status import Run
@@ -52,6 +53,7 @@ def sweep(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     print(describe(*prepared[0]))
+    print("".join(environment_notes(*prepared[0][:2])), end="")
     folders = [Path(config.run_dir) for config, *_ in prepared]
     print("\n".join([f"\nand so {len(points)} runs:", *(f"  {folder}" for folder in folders)]), flush=True)
     config = prepared[0][0]
