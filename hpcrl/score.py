@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from hpcrl.config import RewardConfig
 from hpcrl.exitcodes import ExitCode
-from hpcrl.rewards import REWARDS, make_reward
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each
+from hpcrl.spec.tables import REWARDS
 
 KEYS = ("response", "answer", "prompt", "domain")
 MAX_SHOWN_CHARS = 200
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="python -m hpcrl.score", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    names = ", ".join(name for name in REWARDS if name != "function")
+    names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
     parser.add_argument("response", nargs="*", help="what a model has written; - reads it from standard input")
     parser.add_argument(
         "--reward", default="math", metavar="NAME", help=f"{names},\nor package.module:callable or file.py:callable"
@@ -82,8 +82,8 @@ def _parser() -> _Parser:
 
 def _reward(words: argparse.Namespace) -> Reward:
     """ValueError says what is wrong with the reward, its options or its function."""
-    if ":" not in words.reward and words.reward not in REWARDS:
-        names = ", ".join(name for name in REWARDS if name != "function")
+    if ":" not in words.reward and words.reward not in list(REWARDS):
+        names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
         raise ValueError(f"--reward {words.reward}: there are {names}, and package.module:callable or file.py:callable")
     section: dict[str, Any] = {"name": words.reward, "signature": words.signature}
     section["options"] = _pairs("--options", words.options)

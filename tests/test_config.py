@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.config import GRPO, Config, ConfigError, Reinforce, RolloutConfig, load, parse
+from hpcrl.algorithms.specs import GRPO, Reinforce
+from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.rollout.policies import SchedulerConfig

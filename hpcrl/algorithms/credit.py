@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.base import AllSum, Credit, RewardTable, is_last, model_tokens, required
-from hpcrl.config import PolicyLoss
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
+from hpcrl.spec.policy_loss import PolicyLoss
 
 Section = TypeVar("Section", bound=PolicyLoss)
 

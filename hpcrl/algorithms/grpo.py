@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.credit import ReturnsCredit
 from hpcrl.algorithms.functional import Over, normalize_rewards
-from hpcrl.config import GRPO
+from hpcrl.algorithms.specs import GRPO
 
 
 class GRPOCredit(ReturnsCredit[GRPO]):

@@ -14,9 +14,9 @@ from torch import Tensor
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.base import Objective, Outputs, model_tokens, required
 from hpcrl.algorithms.metrics import LossSums
-from hpcrl.config import PolicyLoss
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
+from hpcrl.spec.policy_loss import PolicyLoss
 
 ENTROPY = frozenset({"entropy"})
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.credit import ReturnsCredit
 from hpcrl.algorithms.functional import normalize_rewards
-from hpcrl.config import Reinforce
+from hpcrl.algorithms.specs import Reinforce
 
 
 class ReinforceCredit(ReturnsCredit[Reinforce]):

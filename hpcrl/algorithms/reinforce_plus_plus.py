@@ -8,7 +8,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.credit import ReturnsCredit
 from hpcrl.algorithms.functional import normalize_rewards
-from hpcrl.config import ReinforcePlusPlus
+from hpcrl.algorithms.specs import ReinforcePlusPlus
 
 
 class ReinforcePlusPlusCredit(ReturnsCredit[ReinforcePlusPlus]):

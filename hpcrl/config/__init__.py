@@ -11,15 +11,10 @@ from hpcrl.config.data import DataConfig, DataSource
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.reading import Reading, load, parse, read
 from hpcrl.config.schema import (
-    GRPO,
-    AlgorithmConfig,
     EnvConfig,
     EvalConfig,
     GeneratorConfig,
     ModelConfig,
-    PolicyLoss,
-    Reinforce,
-    ReinforcePlusPlus,
     RewardConfig,
     RolloutConfig,
     Timeouts,
@@ -28,6 +23,7 @@ from hpcrl.config.schema import (
     config_class,
 )
 from hpcrl.spec.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
+from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -36,8 +32,6 @@ else:
     Config = config_class()  # with what the tables list
 
 __all__ = [
-    "GRPO",
-    "AlgorithmConfig",
     "ClusterConfig",
     "ComponentConfig",
     "Config",
@@ -57,8 +51,6 @@ __all__ = [
     "PositiveFloat",
     "Problem",
     "Reading",
-    "Reinforce",
-    "ReinforcePlusPlus",
     "RewardConfig",
     "RoleConfig",
     "RoleName",

@@ -7,15 +7,11 @@ from math import ceil
 from typing import Any
 
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
-from hpcrl.config.schema import MOST_MEMBERS, Config, Reinforce, RolloutConfig
+from hpcrl.config.schema import MOST_MEMBERS, Config, EnvConfig, RewardConfig, RolloutConfig
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
-from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
-
-NOT_BUILT: dict[Path, tuple[str, ...]] = {
-    ("env", "*", "name"): ("sokoban", "frozen_lake", "webshop"),
-}
-"""Values that a configuration may have and a plan is made for, but that cannot run yet; * stands for any name."""
+from hpcrl.spec.table import Table
+from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, TRAIN_ENGINES
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling that keeps every token."""
@@ -55,6 +51,12 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
     yield ("pipeline",), config.pipeline, config.pipeline_spec
     yield ("trainer", "engine"), config.trainer.engine, TRAIN_ENGINES[config.trainer.engine]
     yield ("generator", "engine"), config.generator.engine, GEN_ENGINES[config.generator.engine]
+    if config.reinforces:
+        yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
+    for domain, reward in config.reward.items():
+        yield ("reward", domain, "name"), reward.name, REWARDS[reward.name]
+    for domain, env in config.envs.items():
+        yield ("env", domain, "name"), env.name, ENVS[env.name]
 
 
 def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:
@@ -84,21 +86,7 @@ def check_built(config: Config) -> list[Problem]:
         elif lacking := spec.lacking():
             install = f"pip install 'hpcrl[{','.join(lacking)}]'"
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install}"))
-    for path, values in NOT_BUILT.items():
-        for at, value in _found(config, path):
-            if value in values:
-                problems.append(Problem(at, f"{dotted(at)}: {value} is not built yet"))
     return problems
-
-
-def _found(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The values at a path, in which * stands for any name, with their own paths."""
-    if not path:
-        yield (), value
-        return
-    for name in value if path[0] == "*" else path[:1]:
-        inner = value.get(name) if isinstance(value, Mapping) else getattr(value, str(name), None)
-        yield from (((name, *at), found) for at, found in _found(inner, path[1:]))
 
 
 def _debug(config: Config) -> Iterator[Problem]:
@@ -123,11 +111,9 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
     if not config.reinforces:
         return
     algorithm, rollout = config.algorithm, config.rollout
-    by_group = algorithm.name == "grpo" or (
-        isinstance(algorithm, Reinforce) and "group" in (algorithm.norm_mean_type, algorithm.norm_std_type)
-    )
-    if by_group and rollout.group_size == 1:
-        text = f"rollout.group_size: {algorithm.name} compares the responses of a group and needs at least 2, got 1"
+    if config.algorithm_spec.compares_siblings(algorithm) and rollout.group_size == 1:
+        name = getattr(algorithm, "name", "the algorithm")
+        text = f"rollout.group_size: {name} compares the responses of a group and needs at least 2, got 1"
         yield Problem(("rollout", "group_size"), text, (("algorithm",),))
     for key, greedy, way_out in (("temperature", 0, "1"), ("top_k", 1, "0 (off) or at least 2"), ("min_p", 1, "less")):
         if getattr(rollout, key) == greedy and config.generates:
@@ -220,7 +206,7 @@ def _filters(config: Config) -> Iterator[Problem]:
     if low is not None and high is not None and low >= high:
         text = f"rollout.filter_mean_low: {low:g} must be below rollout.filter_mean_high, which is {high:g}"
         yield Problem(("rollout", "filter_mean_low"), text, (("rollout", "filter_mean_high"),))
-    elif not config.envs and all(reward.name != "function" for reward in config.reward.values()):
+    elif not config.envs and all(REWARDS[reward.name].scores_in_unit_interval for reward in config.reward.values()):
         scores = "scores are between 0 and 1, so that every group would be rejected"
         if low is not None and low >= 1:
             yield Problem(
@@ -421,27 +407,29 @@ def check_family(config: Config, model_type: str, path: Path) -> Iterator[Proble
 
 def _user_code(config: Config) -> Iterator[Problem]:
     for domain, reward in config.reward.items():
-        at = ("reward", domain)
-        if reward.name == "function" and reward.function is None:
-            text = f"reward.{domain}.function: name=function needs an import path, package.module:callable"
-            yield Problem((*at, "function"), text, ((*at, "name"),))
-        elif reward.name != "function" and reward.function is not None:
-            text = f"reward.{domain}.function: read with name=function only, and name is {reward.name}"
-            yield Problem((*at, "function"), text, ((*at, "name"),))
+        yield from _imported_code(("reward", domain), reward, REWARDS)
     for domain, env in config.envs.items():
         at, name = ("env", domain), f"env.{domain}"
-        if env.name == "class" and env.class_path is None:
-            text = f"{name}.class_path: name=class needs an import path, package.module:Class"
-            yield Problem((*at, "class_path"), text, ((*at, "name"),))
-        elif env.name != "class" and env.class_path is not None:
-            text = f"{name}.class_path: read with name=class only, and name is {env.name}"
-            yield Problem((*at, "class_path"), text, ((*at, "name"),))
+        yield from _imported_code(at, env, ENVS)
         if config.turn_timeout_s(env) >= config.timeouts.command_s:
             text = (
                 f"{name}.timeout_s: {config.turn_timeout_s(env):g} must be below timeouts.command_s, which is "
                 f"{config.timeouts.command_s:g}: after that the whole rank is given up"
             )
             yield Problem((*at, "timeout_s"), text, (("timeouts", "command_s"),))
+
+
+def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: Table[Any]) -> Iterator[Problem]:
+    """A key that names a user's code, given or left out where the chosen entry reads another."""
+    keys = {name: spec.imports_code for name, spec in table.items() if spec.imports_code}
+    for name, key in keys.items():
+        given, where = getattr(section, key), (*at, "name")
+        if section.name == name and given is None:
+            text = f"{dotted(at)}.{key}: name={name} needs an import path, package.module:NAME"
+            yield Problem((*at, key), text, (where,))
+        elif section.name != name and given is not None:
+            text = f"{dotted(at)}.{key}: read with name={name} only, and name is {section.name}"
+            yield Problem((*at, key), text, (where,))
 
 
 def _components(config: Config) -> Iterator[Problem]:

@@ -186,7 +186,8 @@ def _key_path(loc: tuple[int | str, ...]) -> Path:
 
 def _algorithms() -> dict[str, type[BaseModel]]:
     return {
-        get_args(m.model_fields["name"].annotation)[0]: m for m in get_args(Config.model_fields["algorithm"].annotation)
+        get_args(m.model_fields["name"].annotation)[0]: m
+        for m in get_args(config_class().model_fields["algorithm"].annotation)
     }
 
 

@@ -5,12 +5,15 @@ Every key has a line that says what it means and in which unit: `python -m hpcrl
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
 from hpcrl.config.data import DataConfig
@@ -28,9 +31,10 @@ from hpcrl.spec.fields import (
     Seed,
     Share,
 )
-from hpcrl.spec.kinds import PipelineSpec, Spec
-from hpcrl.spec.table import Table
-from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, TRAIN_ENGINES
+from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, Spec
+from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.table import SpecError, Table
+from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
 MOST_MEMBERS = 1 << 14
@@ -140,108 +144,21 @@ class RolloutConfig(Section):
         return self.max_generated_groups or 20 * self.num_prompts
 
 
-def _kl_in_loss(value: Any) -> Any:
-    if value == "k1":
-        raise ValueError("abs, k2 or k3 (in the loss, the expected gradient of k1 is zero: it would hold nothing back)")
-    return value
-
-
-class PolicyLoss(Section):
-    """Keys that every clipped policy-gradient algorithm reads."""
-
-    pg_clip_low: NonNegative = 0.2
-    """Ratio is clipped below at 1 - this."""
-    pg_clip_high: NonNegative = 0.2
-    """Ratio is clipped above at 1 + this."""
-    dual_clip: Annotated[float, Field(gt=1), NUMBER] | None = None
-    """c of dual clip (arXiv 1912.09729); null: off."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """How token losses become one number."""
-    kl_loss_coef: NonNegative = 0.0
-    """Weight of KL(policy, reference) in the loss."""
-    kl_reward_coef: NonNegative = 0.0
-    """Weight of the per-token KL(old policy, reference) taken from the reward."""
-    kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Estimator of the KL in the reward (docs/algorithms.md); k1, whose expected gradient is that of the exact KL."""
-    kl_loss_estimator: Annotated[Literal["abs", "k2", "k3"], BeforeValidator(_kl_in_loss)] = "k2"
-    """Estimator of the KL in the loss (docs/algorithms.md); k2, whose expected gradient is that of the exact KL."""
-    entropy_loss_coef: Float = 0.0
-    """Weight of the entropy bonus in the loss."""
-    reward_clip: PositiveFloat | None = None
-    """Rewards are clamped to +- this; null: off."""
-    advantage_clip: PositiveFloat | None = None
-    """Advantages are clamped to +- this; null: off."""
-    correction: Literal["none", "truncate", "mask"] = "none"
-    """What is done about responses of older weights or another engine: token losses are multiplied by the ratio of the
-    trainer's probabilities before the step to the generator's, cut at correction_high (TIS) or dropped outside
-    correction_low..correction_high (MIS)."""
-    correction_level: Literal["token", "geometric", "sequence"] = "token"
-    """The ratio is each token's, or the geometric mean or the product over a response."""
-    correction_low: NonNegative = 0.5
-    """Lower bound of the ratio, below 1; read by mask alone."""
-    correction_high: PositiveFloat = 2.0
-    """Upper bound of the ratio; above 1, with truncate at least 1."""
-    whiten_advantages: bool = False
-    """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
-    ppo_epochs: Positive = 1
-    """Passes over a step's batch."""
-    num_mini_batches: Positive = 1
-    """Optimizer steps of a pass."""
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether a KL term needs the reference policy's log-probs."""
-        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
-
-
-class GRPO(PolicyLoss):
-    """Group-relative policy optimisation (arXiv 2402.03300)."""
-
-    name: Literal["grpo"] = "grpo"
-    """The algorithm."""
-    std_normalize: bool = True
-    """Divide by the group's standard deviation; false: Dr. GRPO's advantage (arXiv 2503.20783)."""
-    std_eps: NonNegative = 1e-6
-    """Added to the standard deviation."""
-
-
-class ReinforcePlusPlus(PolicyLoss):
-    """REINFORCE++ (arXiv 2501.03262): rewards normalised over the batch, PPO clip."""
-
-    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    """The algorithm."""
-    whiten_advantages: bool = True
-    """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
-    gamma: Share = 1.0
-    """Discount per model token. Tokens of an environment between two turns are skipped and discount nothing; in verl
-    the tokens before them get nothing of what comes after."""
-    std_eps: NonNegative = 1e-6
-    """Added to the standard deviation."""
-
-
-class Reinforce(PolicyLoss):
-    """REINFORCE returns with PPO clip; rewards optionally normalised."""
-
-    name: Literal["reinforce"] = "reinforce"
-    """The algorithm."""
-    gamma: Share = 1.0
-    """Discount per model token; tokens of an environment between two turns are skipped and discount nothing."""
-    norm_mean_type: Literal["batch", "group"] | None = None
-    """Rewards minus the mean of the batch or group; null: off."""
-    norm_std_type: Literal["batch", "group"] | None = None
-    """Rewards over the standard deviation of the batch or group; null: off."""
-    std_eps: NonNegative = 1e-6
-    """Added to the standard deviation."""
-
-
-AlgorithmConfig = Annotated[GRPO | ReinforcePlusPlus | Reinforce, Field(discriminator="name")]
+def _listed(table: Table[Any], name: str) -> str:
+    if name not in table.paths and ":" not in name:
+        raise PydanticCustomError("literal_error", "one of {expected}", {"expected": ", ".join(map(repr, table))})
+    try:
+        table[name]
+    except SpecError as error:
+        raise ValueError(str(error)) from error
+    return name
 
 
 class RewardConfig(Section):
     """How the rows of one domain are scored: built in by name, or `function`, an import path or a file."""
 
-    name: Literal["exact_match", "math", "reasoning_gym", "sort_digits", "fake", "function"] = "exact_match"
-    """Built-in reward, or function."""
+    name: Annotated[str, AfterValidator(functools.partial(_listed, REWARDS))] = "exact_match"
+    """Built-in reward, function, or module:SPEC."""
     function: str | None = None
     """package.module:callable or file.py:callable, with name=function."""
     signature: Literal["auto", "verl", "trl", "openrlhf", "hpcrl"] = "auto"
@@ -260,8 +177,8 @@ class EnvConfig(Section):
     """The environment of one domain's prompts: built in by name, or `class_path`, an import path. Key default: of every
     domain that is not named; null: none, so that one response is all."""
 
-    name: Literal["scripted", "sokoban", "frozen_lake", "webshop", "class"] = "scripted"
-    """Built-in environment, or class."""
+    name: Annotated[str, AfterValidator(functools.partial(_listed, ENVS))] = "scripted"
+    """Built-in environment, class, or module:SPEC."""
     class_path: str | None = None
     """package.module:Class, with name=class."""
     max_turns: Positive = 2
@@ -407,7 +324,7 @@ class Config(Section):
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()
     """Rollout batches and sampling."""
-    algorithm: AlgorithmConfig = GRPO()
+    algorithm: PolicyLoss = PolicyLoss()
     """Advantages and policy loss."""
     reward: dict[str, RewardConfig] = {}
     """Domain -> reward; empty: the source's own, key default: every other domain."""
@@ -438,6 +355,11 @@ class Config(Section):
     def pipeline_spec(self) -> PipelineSpec:
         """What the pipeline says of itself."""
         return PIPELINES[self.pipeline]
+
+    @property
+    def algorithm_spec(self) -> AlgorithmSpec:
+        """What the algorithm says of itself."""
+        return ALGORITHMS[str(getattr(self.algorithm, "name", ""))]
 
     @property
     def train_engine(self) -> str:
@@ -522,11 +444,17 @@ class Named:
     pipeline: str = ""
     train_engine: str = ""
     gen_engine: str = ""
+    algorithm: str = ""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Named:
         """What plain data names."""
-        return cls(_path(data, "pipeline"), _path(data, "trainer", "engine"), _path(data, "generator", "engine"))
+        return cls(
+            pipeline=_path(data, "pipeline"),
+            train_engine=_path(data, "trainer", "engine"),
+            gen_engine=_path(data, "generator", "engine"),
+            algorithm=_path(data, "algorithm", "name"),
+        )
 
 
 def _path(data: Any, *keys: str) -> str:
@@ -544,8 +472,12 @@ def config_class(named: Named = Named()) -> type[Config]:
     trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine))
     generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine))
     layout = layout_class()
+    algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
+    union = functools.reduce(operator.or_, algorithms)  # a union of one is that one, which needs no discriminator
+    algorithm: Any = Annotated[union, Field(discriminator="name")] if len(algorithms) > 1 else union
     fields: dict[str, Any] = {
         "pipeline": (_literal(pipelines), _described(Config, "pipeline")),
+        "algorithm": (algorithm, Field(algorithms[0](), description=Config.model_fields["algorithm"].description)),
         "layout": (layout, Field(layout(), description=Config.model_fields["layout"].description)),
         "trainer": (trainer, Field(trainer(), description=Config.model_fields["trainer"].description)),
         "generator": (generator, Field(generator(), description=Config.model_fields["generator"].description)),
@@ -558,6 +490,15 @@ def _choices(table: Table[Any], path: str) -> dict[str, Spec]:
     """The entries that a key may name."""
     found = {name: spec for name, spec in table.items() if getattr(spec, "offered", True)}
     return found | ({path: table[path]} if path else {})
+
+
+def _named(name: str, spec: Spec) -> type[Section]:
+    """The section of an algorithm, with the name by which it is chosen."""
+    assert spec.section is not None, f"{name} has a section"
+    if "name" in spec.section.model_fields:
+        return spec.section
+    key: Any = (Literal[name], Field(name, description="The algorithm."))  # type: ignore[valid-type]
+    return create_model(spec.section.__name__, __base__=spec.section, __doc__=spec.section.__doc__, name=key)
 
 
 def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:

@@ -92,7 +92,7 @@ def _kind(run: RunState) -> str:
 def _work(config: Config) -> str:
     if config.pipeline_spec.work is not None:
         return config.pipeline_spec.work(config)
-    what = f"{config.pipeline}, {config.algorithm.name}" if config.reinforces else config.pipeline
+    what = f"{config.pipeline}, {getattr(config.algorithm, 'name', '')}" if config.reinforces else config.pipeline
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"

@@ -54,7 +54,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 def _check_inputs(reading: Reading, config: Config) -> None:
     """Files of prompts, how they are scored, stored rollouts, and what the ranks run in."""
     from hpcrl.data import validate_sources
-    from hpcrl.envs import validate_envs
+    from hpcrl.envs.making import validate_envs
     from hpcrl.rewards.router import validate_rewards
 
     if config.debug != "train_only" or config.evaluates:

@@ -34,6 +34,7 @@ SPEC = PipelineSpec(
     section=SFTConfig,
     check=_check,
     generates=False,
+    objective="hpcrl.algorithms.sft:CrossEntropy",
     batch_size=lambda config: config.sft.batch_size,
 )
 

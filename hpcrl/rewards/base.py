@@ -6,6 +6,9 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from hpcrl.config import RewardConfig
+from hpcrl.spec.tables import REWARDS
+
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
@@ -55,3 +58,9 @@ class Reward(Protocol):
     """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
+
+
+def make_reward(config: RewardConfig) -> Reward:
+    """The reward of a section of the configuration. ValueError when its options or its function do not fit."""
+    made: Reward = REWARDS[config.name].load()(config)
+    return made

@@ -7,28 +7,11 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from pydantic import field_validator
-
-from hpcrl.config import RewardConfig, Section
+from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
+from hpcrl.rewards.specs import ExactMatchOptions
 from hpcrl.spec.options import read_options
-
-
-class Options(Section):
-    """`pattern`: its last match (the first group, if it has one) is the answer; null: everything after the thinking."""
-
-    pattern: str | None = None
-    ignore_case: bool = True
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str | None) -> str | None:
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return pattern
 
 
 class ExactMatch(Reward):
@@ -38,7 +21,7 @@ class ExactMatch(Reward):
     """
 
     def __init__(self, config: RewardConfig):
-        self.options = read_options(Options, config.options)
+        self.options = read_options(ExactMatchOptions, config.options)
         self._pattern = re.compile(self.options.pattern) if self.options.pattern else None
         self.inline = self._pattern is None  # a user's pattern may backtrack for ever
 

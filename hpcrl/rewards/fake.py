@@ -6,23 +6,17 @@ import hashlib
 import time
 from collections.abc import Sequence
 
-from hpcrl.config import NonNegative, RewardConfig, Section, Share
+from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.specs import FakeOptions
 from hpcrl.spec.options import read_options
-
-
-class Options(Section):
-    """`pass_rate`: share of responses with reward 1. `latency_s`: seconds that scoring one takes."""
-
-    pass_rate: Share = 0.5
-    latency_s: NonNegative = 0.0
 
 
 class FakeReward(Reward):
     """1 or 0, a function of the sample's id alone."""
 
     def __init__(self, config: RewardConfig):
-        self.options = read_options(Options, config.options)
+        self.options = read_options(FakeOptions, config.options)
         self.inline = self.options.latency_s == 0
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from hpcrl.config import Positive, RewardConfig, Section
+from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.equality import equivalent
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import final_answer, gold_answer
+from hpcrl.rewards.specs import MathOptions
 from hpcrl.spec.options import read_options
-
-
-class Options(Section):
-    """`require_boxed`: only a box counts as the answer. `max_answer_chars`: a longer answer is wrong."""
-
-    require_boxed: bool = False
-    max_answer_chars: Positive = 300
 
 
 class MathReward(Reward):
@@ -27,7 +21,7 @@ class MathReward(Reward):
     """
 
     def __init__(self, config: RewardConfig):
-        self.options = read_options(Options, config.options)
+        self.options = read_options(MathOptions, config.options)
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one line of log per answer it cannot read
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:

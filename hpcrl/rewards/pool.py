@@ -19,12 +19,12 @@ from typing import Literal
 import msgspec
 
 from hpcrl.config import Config, RewardConfig
-from hpcrl.rewards import make_reward
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import describe, failed, score_each
 from hpcrl.rewards.protocol import Answer, Ready, frame, pack, take_answers, to_message
 from hpcrl.rewards.router import Router
 from hpcrl.signals import held_back
+from hpcrl.spec.tables import REWARDS
 
 CHUNK = 128  # most responses in one message, so that a worker has work while its rank is busy elsewhere
 BATCH = 16  # most responses in one call of a batched reward
@@ -48,7 +48,7 @@ class RewardPool:
         self._done: list[tuple[RewardItem, Score]] = []
         self._counts: Counter[str] = Counter()
         for name, section in self._router.sections.items():
-            reward = make_reward(section) if section.name != "function" else None
+            reward = make_reward(section) if not REWARDS[section.name].imports_code else None
             key = section.model_dump_json()
             if reward is not None and reward.inline:
                 self._inline[key] = reward

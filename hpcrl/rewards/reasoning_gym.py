@@ -6,18 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hpcrl.config import RewardConfig, Section, Share
+from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
+from hpcrl.rewards.specs import ReasoningGymOptions
 from hpcrl.spec.options import read_options
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-class Options(Section):
-    """`threshold`: reward 1 from this score on, else 0; null: the reward is the score with its partial credit."""
-
-    threshold: Share | None = None
 
 
 class ReasoningGym(Reward):
@@ -28,7 +23,7 @@ class ReasoningGym(Reward):
     """
 
     def __init__(self, config: RewardConfig):
-        self.options = read_options(Options, config.options)
+        self.options = read_options(ReasoningGymOptions, config.options)
         self._datasets: dict[str, Any] = {}
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:

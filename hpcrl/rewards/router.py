@@ -10,14 +10,13 @@ from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
 from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources
 from hpcrl.data.tasks import built_in_reward, is_generated
-from hpcrl.rewards import make_reward
+from hpcrl.rewards.base import make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
 from hpcrl.rewards.protocol import Ready, frame, take_answers
+from hpcrl.spec.tables import REWARDS
 
 DEFAULT = "default"
 CHECK_TIMEOUT_S = 60.0
-COMPARES = ("exact_match", "math", "sort_digits", "reasoning_gym")
-"""Rewards that score nothing without the row's answer."""
 
 
 class Router:
@@ -78,7 +77,7 @@ def validate_rewards(config: Config) -> list[str]:
     """
     problems = []
     for name, section in config.reward.items():
-        if section.name != "function":
+        if not REWARDS[section.name].imports_code:
             problem = _check_options(section)
         elif section.function:
             problem = _check_function(section)
@@ -112,7 +111,7 @@ def _check_domains(config: Config, router: Router) -> list[str]:
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            if rows is not None and domain in rows.unanswered and name in COMPARES:
+            if rows is not None and domain in rows.unanswered and REWARDS[name].compares_answer:
                 count, where = rows.unanswered[domain]
                 looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
                 problems.append(

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcrl.config import RewardConfig, Section, Share
+from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.specs import SortDigitsOptions
 from hpcrl.spec.options import read_options
-
-
-class Options(Section):
-    """`partial`: the largest reward a wrong line can get, for the share of digits in their places."""
-
-    partial: Share = 0.0
 
 
 class SortDigits(Reward):
@@ -21,7 +16,7 @@ class SortDigits(Reward):
     inline = True
 
     def __init__(self, config: RewardConfig):
-        self.options = read_options(Options, config.options)
+        self.options = read_options(SortDigitsOptions, config.options)
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self._score(item) for item in items]

@@ -17,8 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards import make_reward
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each, score_each_async
 from hpcrl.rewards.protocol import LENGTH, Answer, Item, Ready, Scored, from_message, pack
 from hpcrl.signals import let_signals_pass

@@ -17,8 +17,8 @@ import msgspec
 from hpcrl.config import EnvConfig
 from hpcrl.control.messages import Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
-from hpcrl.envs import env_class, make_env
 from hpcrl.envs.base import Env
+from hpcrl.envs.making import env_class, make_env
 from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
 from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.algorithms import make_algorithm
 from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.making import make_algorithm
 from hpcrl.algorithms.metrics import batch_stats, credit_stats
 from hpcrl.checkpoint.check import Check
 from hpcrl.checkpoint.commit import FileEntry

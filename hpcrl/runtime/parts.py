@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcrl.algorithms import make_algorithm
+from hpcrl.algorithms.making import make_algorithm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.control import messages

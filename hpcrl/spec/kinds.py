@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpcrl.spec.fields import Section
+from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
 
@@ -69,6 +70,8 @@ class PipelineSpec(Spec):
     """It changes the weights."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, where they are no prompts with groups of responses."""
+    objective: str = ""
+    """`module:NAME` of the objective, called without arguments, where the run chooses no algorithm."""
     work: Callable[[Any], str] | None = None
     """The plan's line on what it does, where it has no steps."""
 
@@ -127,3 +130,35 @@ class GenEngineSpec(Spec):
     """Whether it gives its memory back while the trainer works on the same GPU."""
     offered: bool = True
     """Whether generator.engine may name it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSpec(Spec):
+    """A pair of a credit and an objective (hpcrl.algorithms.base). `make` is the credit, called with the section."""
+
+    section: type[PolicyLoss]
+    objective: str
+    """`module:NAME` of the objective, called with the section and the temperature of the rollouts."""
+    compares_siblings: Callable[[Any], bool] = lambda section: False
+    """Whether the credit compares the responses to a prompt, so that a group needs at least two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec(Spec):
+    """`make` is called with the RewardConfig of a domain and returns a Reward (hpcrl.rewards.base); its section types
+    the options."""
+
+    compares_answer: bool = False
+    """It scores nothing without the row's answer."""
+    imports_code: str = ""
+    """The key of RewardConfig that names a user's code, which is imported in worker processes only."""
+    scores_in_unit_interval: bool = True
+    """Scores are between 0 and 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvSpec(Spec):
+    """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.base)."""
+
+    imports_code: str = ""
+    """The key of EnvConfig that names a user's class."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.spec.kinds import GenEngineSpec, PipelineSpec, RoleSpec, TrainEngineSpec
+from hpcrl.spec.kinds import AlgorithmSpec, EnvSpec, GenEngineSpec, PipelineSpec, RewardSpec, RoleSpec, TrainEngineSpec
 from hpcrl.spec.table import Table
 
 PIPELINES = Table(
@@ -48,5 +48,40 @@ GEN_ENGINES = Table(
         "vllm": "hpcrl.engines.gen.vllm.spec:SPEC",
         "sglang": "hpcrl.engines.gen.sglang.spec:SPEC",
         "fake": "hpcrl.engines.gen.fake.spec:SPEC",
+    },
+)
+
+ALGORITHMS = Table(
+    "algorithm",
+    AlgorithmSpec,
+    {
+        "grpo": "hpcrl.algorithms.specs:GRPO_SPEC",
+        "reinforce_plus_plus": "hpcrl.algorithms.specs:REINFORCE_PLUS_PLUS_SPEC",
+        "reinforce": "hpcrl.algorithms.specs:REINFORCE_SPEC",
+    },
+)
+
+REWARDS = Table(
+    "reward",
+    RewardSpec,
+    {
+        "exact_match": "hpcrl.rewards.specs:EXACT_MATCH",
+        "math": "hpcrl.rewards.specs:MATH",
+        "reasoning_gym": "hpcrl.rewards.specs:REASONING_GYM",
+        "sort_digits": "hpcrl.rewards.specs:SORT_DIGITS",
+        "fake": "hpcrl.rewards.specs:FAKE",
+        "function": "hpcrl.rewards.specs:FUNCTION",
+    },
+)
+
+ENVS = Table(
+    "environment",
+    EnvSpec,
+    {
+        "scripted": "hpcrl.envs.specs:SCRIPTED",
+        "sokoban": "hpcrl.envs.specs:SOKOBAN",
+        "frozen_lake": "hpcrl.envs.specs:FROZEN_LAKE",
+        "webshop": "hpcrl.envs.specs:WEBSHOP",
+        "class": "hpcrl.envs.specs:CLASS",
     },
 )

@@ -10,14 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.algorithms import ALGORITHMS, make_algorithm, make_pair
+from hpcrl.algorithms import making
 from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
+from hpcrl.algorithms.making import make_algorithm
 from hpcrl.algorithms.metrics import batch_stats, credit_stats
 from hpcrl.algorithms.sft import CrossEntropy
-from hpcrl.config import GRPO, PolicyLoss, Reinforce, ReinforcePlusPlus, parse
+from hpcrl.algorithms.specs import GRPO, Reinforce, ReinforcePlusPlus
+from hpcrl.config import PolicyLoss, parse
 from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.tables import ALGORITHMS
+from tests.algorithms.pairs import make_pair
 
 
 def identity(tensor):
@@ -335,13 +339,14 @@ def test_kl_terms_need_the_reference():
         advantages(make_pair(GRPO(kl_reward_coef=0.1)), batch, table)
 
 
-def test_every_section_of_the_configuration_has_its_algorithm():
-    for section in (GRPO(), Reinforce(), ReinforcePlusPlus()):
-        pair, (credit, objective) = make_pair(section), ALGORITHMS[section.name]
-        assert (type(pair.credit), type(pair.objective)) == (credit, objective)
-    assert len({type(make_pair(section).credit) for section in (GRPO(), Reinforce(), ReinforcePlusPlus())}) == 3
-    with pytest.raises(ValueError, match="there are grpo, reinforce, reinforce_plus_plus"):
-        make_pair(PolicyLoss())
+def test_every_algorithm_is_the_pair_that_its_specification_says():
+    for name, spec in ALGORITHMS.items():
+        section = spec.section(name=name)
+        pair = making.make_pair(spec, section)
+        module, _, credit = spec.make.partition(":")
+        assert (type(pair.credit).__module__, type(pair.credit).__name__) == (module, credit)
+        assert f"{type(pair.objective).__module__}:{type(pair.objective).__name__}" == spec.objective
+    assert len({spec.make for _, spec in ALGORITHMS.items()}) == 3
 
 
 def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.algorithms.base import Outputs
-from hpcrl.config import Reinforce
+from hpcrl.algorithms.specs import Reinforce
 from hpcrl.rollout.batch import Norms
 from tests.algorithms.test_algorithms import make_batch
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.algorithms import make_pair
 from hpcrl.algorithms.base import Outputs, RewardTable
-from hpcrl.config import PolicyLoss, Reinforce
+from hpcrl.algorithms.specs import Reinforce
+from hpcrl.config import PolicyLoss
 from hpcrl.rollout.batch import Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
+from tests.algorithms.pairs import make_pair
 
 LOGITS = torch.tensor([0.3, -1.2, 0.9, 0.1, -0.4])
 REFERENCE = torch.tensor([-0.5, 0.2, 1.4, -0.9, 0.6]).log_softmax(-1)

@@ -77,7 +77,7 @@ class Trainer:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer import TransformerConfig
 
-        from tests.dist import megatron_cpu
+        import megatron_cpu  # beside this script, which runs by its path
 
         megatron_cpu.install()
         if not parallel_state.model_parallel_is_initialized():

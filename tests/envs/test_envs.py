@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config, EnvConfig, parse
-from hpcrl.envs import env_class, make_env, validate_envs
+from hpcrl.envs.making import env_class, make_env, validate_envs
 
 ROW = {"prompt": "?", "answer": "4", "messages": [], "extra": {"level": 3, "answer": "ignored", "size": 9}}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from hpcrl.config import RewardConfig
 from hpcrl.data.tasks import make_task
-from hpcrl.rewards import REWARDS, make_reward
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import RewardItem, Score, make_reward
+from hpcrl.spec.tables import REWARDS
 
 
 def score(name: str, response: str, answer: Any, extra: dict | None = None, **options: Any) -> Score:
@@ -109,8 +110,11 @@ def test_wrong_options_are_named(name: str, options: dict, message: str):
         make_reward(RewardConfig(name=name, options=options))
 
 
-def test_every_name_of_the_schema_is_built_in():
-    assert set(REWARDS) == set(RewardConfig.model_fields["name"].annotation.__args__)
+@pytest.mark.parametrize("name", list(REWARDS))
+def test_every_listed_reward_can_be_chosen(name: str) -> None:
+    assert RewardConfig(name=name).name == name
+    with pytest.raises(ValidationError, match="one of 'exact_match'"):
+        RewardConfig(name=f"{name}_")
 
 
 def test_a_fake_reward_passes_a_share_of_samples_and_each_always_the_same() -> None:

@@ -1,0 +1,22 @@
+"""The pair of a credit and an objective that a run trains with."""
+
+from __future__ import annotations
+
+from hpcrl.algorithms.base import Algorithm
+from hpcrl.config import Config
+from hpcrl.spec.kinds import AlgorithmSpec
+from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.table import load
+
+
+def make_algorithm(config: Config) -> Algorithm:
+    """What a run trains with: the objective of its pipeline, or the pair of its section `algorithm`."""
+    if path := config.pipeline_spec.objective:
+        return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
+    return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
+
+
+def make_pair(spec: AlgorithmSpec, section: PolicyLoss, temperature: float = 1.0) -> Algorithm:
+    """The pair of a specification, for a section of its type and rollouts of this temperature."""
+    objective = load(spec.objective, f"the objective of {spec.about}")
+    return Algorithm(objective(section, temperature), spec.load()(section))

@@ -1,0 +1,68 @@
+"""The environment of a domain's prompts, from its section of the configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hpcrl.config import Config, EnvConfig
+from hpcrl.data.rows import RowSet
+from hpcrl.data.tasks import Split
+from hpcrl.envs.base import Env
+from hpcrl.spec.tables import ENVS
+
+
+def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]:
+    """What makes an environment of this section. ValueError names a path that leads to none or odd options."""
+    spec = ENVS[config.name]
+    found = _imported(config, section) if spec.imports_code else spec.load()
+    try:
+        inspect.signature(found).bind_partial(**config.options)
+    except TypeError as error:
+        raise ValueError(f"env.{section}.options: {found.__name__} is made with these options: {error}") from error
+    return found
+
+
+def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
+    module, _, name = (config.class_path or "").partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise anything
+        text = f"{type(error).__name__}: {error}"
+        raise ValueError(f"env.{section}.class_path: {config.class_path!r} leads to no class: {text}") from error
+    if not callable(found):
+        raise ValueError(f"env.{section}.class_path: {config.class_path!r} is no class but {found!r}")
+    return found
+
+
+def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
+    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}."""
+    made = env_class(config)
+    known = {**row["extra"], **{name: row.get(name) for name in ("prompt", "answer", "messages")}}
+    parameters = inspect.signature(made).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+        known = {name: value for name, value in known.items() if name in names}
+    return made(**(known | config.options))
+
+
+def validate_envs(config: Config) -> list[str]:
+    """A line for every environment of a domain that no prompt has."""
+    named = [name for name in config.env if name != "default"]
+    if not named:
+        return []
+    domains: dict[str, None] = {}
+    splits: tuple[Split, ...] = ("train", "val")
+    for split in splits:
+        try:
+            domains |= dict.fromkeys(RowSet(config.data, split, config.seed).domain_names)
+        except ValueError:  # it is not set, or validate_sources tells the user
+            continue
+    there = ", ".join(domains)
+    return [
+        f"env.{name}: no prompt has this domain; there are: {there}"
+        for name in named
+        if domains and name not in domains
+    ]

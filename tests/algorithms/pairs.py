@@ -1,0 +1,13 @@
+"""The pair of a section of an algorithm, for tests that make sections themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcrl.algorithms import making
+from hpcrl.algorithms.base import Algorithm
+from hpcrl.spec.tables import ALGORITHMS
+
+
+def make_pair(section: Any) -> Algorithm:
+    return making.make_pair(ALGORITHMS[section.name], section)
