@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
-from hpcrl.config.schema import Config, EnvConfig, Named, config_class
+from hpcrl.config.schema import Config, EnvConfig, Named, config_class, unloadable
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
 from hpcrl.spec.tables import PIPELINES
@@ -123,6 +123,10 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
         reading.problems.append(problem)
         reading.unread.append(problem.path)
         _take_out(data, problem.path)
+    for path, text in unloadable(data):
+        reading.problems.append(Problem(path, f"{dotted(path)}: {text}"))
+        reading.unread.append(path)
+        _take_out(data, path)
     for _ in range(3):
         try:
             reading.config = config_class(Named.of(data)).model_validate(data)

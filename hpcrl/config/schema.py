@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
@@ -145,7 +145,7 @@ class RolloutConfig(Section):
 
 
 def _listed(table: Table[Any], name: str) -> str:
-    if name not in table.paths and ":" not in name:
+    if name not in list(table) and ":" not in name:
         raise PydanticCustomError("literal_error", "one of {expected}", {"expected": ", ".join(map(repr, table))})
     try:
         table[name]
@@ -449,12 +449,26 @@ class Named:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Named:
         """What plain data names."""
-        return cls(
-            pipeline=_path(data, "pipeline"),
-            train_engine=_path(data, "trainer", "engine"),
-            gen_engine=_path(data, "generator", "engine"),
-            algorithm=_path(data, "algorithm", "name"),
-        )
+        return cls(*(_path(data, *keys) for keys, _ in NAMED))
+
+
+NAMED: tuple[tuple[tuple[str, ...], Table[Any]], ...] = (
+    (("pipeline",), PIPELINES),
+    (("trainer", "engine"), TRAIN_ENGINES),
+    (("generator", "engine"), GEN_ENGINES),
+    (("algorithm", "name"), ALGORITHMS),
+)
+"""Keys that choose a part with a section of its own, in the order of Named's fields."""
+
+
+def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(key, what is wrong) of every part that is named by a path where no specification is."""
+    for keys, table in NAMED:
+        if path := _path(data, *keys):
+            try:
+                table[path]
+            except SpecError as error:
+                yield keys, str(error)
 
 
 def _path(data: Any, *keys: str) -> str:

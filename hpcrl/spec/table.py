@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -30,16 +31,16 @@ class Table(Generic[S]):
 
     @functools.cached_property
     def paths(self) -> dict[str, str]:
-        """Name -> path, installed packages included. SpecError where two entries have the same name."""
+        """Name -> path, installed packages included. What is wrong with a package is told, and the entry left out."""
         paths = dict(self._entries)
-        for entry in plugins():
+        for entry in entry_points(group=GROUP):
             for name, path in _added(entry).get(self.kind, {}).items():
                 if paths.setdefault(name, path) != path:
-                    raise SpecError(f"{entry.value}: there is another {self.kind} {name}, {paths[name]}")
+                    _leave_out(f"the {self.kind} {name} of {entry.value}", f"there is another, {paths[name]}")
         return paths
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.paths)
+        return iter(self._loaded)
 
     def __getitem__(self, name: str) -> S:
         """The specification. SpecError where there is none of this name, or where its path leads to none."""
@@ -55,9 +56,20 @@ class Table(Generic[S]):
         return found
 
     def items(self) -> Iterator[tuple[str, S]]:
-        """Every listed name and its specification."""
+        """Every listed name and its specification, but for those of installed packages that cannot be loaded."""
+        return iter(self._loaded.items())
+
+    @functools.cached_property
+    def _loaded(self) -> dict[str, S]:
+        found = {}
         for name in self.paths:
-            yield name, self[name]
+            try:
+                found[name] = self[name]
+            except SpecError as error:
+                if name in self._entries:
+                    raise
+                _leave_out(f"the {self.kind} {name}", str(error))
+        return found
 
 
 def load(path: str, what: str) -> Any:
@@ -69,13 +81,20 @@ def load(path: str, what: str) -> Any:
         raise SpecError(f"{what}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def plugins() -> list[EntryPoint]:
-    """The entry points of installed packages that add entries, by name."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
-
-
+@functools.lru_cache
 def _added(entry: EntryPoint) -> Mapping[str, Mapping[str, str]]:
-    found = load(entry.value, f"entry point {entry.name} of {GROUP}")
-    if not isinstance(found, Mapping) or not all(isinstance(names, Mapping) for names in found.values()):
-        raise SpecError(f"entry point {entry.name} of {GROUP}: {entry.value} is no mapping of kind -> name -> path")
+    """What an installed package adds."""
+    try:
+        found = load(entry.value, "it")
+        if not isinstance(found, Mapping) or not all(isinstance(names, Mapping) for names in found.values()):
+            raise SpecError(f"{entry.value} is no mapping of kind -> name -> path")
+    except SpecError as error:
+        _leave_out(f"the entry point {entry.name} of {GROUP}", str(error))
+        return {}
     return found
+
+
+@functools.lru_cache
+def _leave_out(what: str, why: str) -> None:
+    """Tell once per process that a package's entry is not there; the rest of hpcrl goes on."""
+    print(f"hpcrl: {what} is left out: {why}", file=sys.stderr)

@@ -33,9 +33,9 @@ def test_more_than_the_cores_can_carry_is_refused_in_one_line() -> None:
 def test_threads_and_processes_of_rewards_and_environments_count() -> None:
     reward = "reward={default: {name: math, num_processes: %d}}"
     assert check(reward % ((ROOM - 3) // 2)) == []
-    (line,) = check(reward % ROOM, "env=scripted", "env.num_threads=7", "cluster.threads_per_rank=2")
+    (line,) = check(reward % ROOM, "env=scripted", "env.default.num_threads=7", "cluster.threads_per_rank=2")
     total = 3 * 2 + 2 * ROOM + 2 * 7
-    assert f"2 reward ranks x {ROOM} processes of default + 2 env ranks x 7 threads = {total:,} on" in line
+    assert f"2 reward ranks x {ROOM} processes of default + 2 env ranks x 7 threads of default = {total:,} on" in line
 
 
 def test_a_node_holds_so_many_ranks() -> None:

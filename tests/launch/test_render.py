@@ -78,7 +78,7 @@ def test_further_options_stand_in_every_component_and_before_the_program() -> No
 
 STAND_INS = {
     "scontrol": "echo KillWait = 30 sec",
-    "python": 'case "$*" in *begin*) echo "1 0 0.1 $PWD/run" ;; *) echo "$@" ;; esac',
+    "python": 'case "$*" in -c*) ;; *begin*) echo "1 0 0.1 $PWD/run" ;; *) echo "$@" ;; esac',
 }
 """Programs on the PATH of the script; python says what the script asks it for, and looks for life every .1 s."""
 

@@ -1,0 +1,16 @@
+"""A package that adds to hpcrl, as one installed by pip does: its entry point in the group `hpcrl.plugins` is ENTRIES.
+
+[project.entry-points."hpcrl.plugins"]
+example = "hpcrl_example:ENTRIES"
+"""
+
+ENTRIES = {
+    "pipeline": {"curriculum": "hpcrl_example.specs:CURRICULUM"},
+    "algorithm": {"leave_one_out": "hpcrl_example.specs:LEAVE_ONE_OUT"},
+    "reward": {"vowels": "hpcrl_example.specs:VOWELS"},
+    "environment": {"echo": "hpcrl_example.specs:ECHO"},
+    "training engine": {"noisy": "hpcrl_example.specs:NOISY"},
+    "generation engine": {"counting": "hpcrl_example.specs:COUNTING"},
+    "role": {"witness": "hpcrl_example.specs:WITNESS"},
+}
+"""Kind -> name -> where the specification is."""

@@ -1,0 +1,116 @@
+"""The parts themselves, imported on the ranks that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hpcrl_example.specs import CurriculumConfig, LeaveOneOut, NoisyConfig, VowelOptions
+from torch import Tensor
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.credit import ReturnsCredit
+from hpcrl.config import Config, RewardConfig
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.engine import make as make_native
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.engine import make as make_fsdp2
+from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.spec.options import read_options
+
+if TYPE_CHECKING:
+    from hpcrl.roles.worker import Worker
+    from hpcrl.runtime.context import Run
+
+
+class LeaveOneOutCredit(ReturnsCredit[LeaveOneOut]):
+    """See LeaveOneOut."""
+
+    def normalize(self, table: RewardTable) -> Tensor:
+        """See ReturnsCredit."""
+        _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
+        sums = torch.zeros(len(counts)).index_add(0, groups, table.rewards)
+        others = (sums[groups] - table.rewards) / (counts[groups] - 1)
+        return table.rewards - (1 - self.config.shrink) * others
+
+
+class VowelReward(Reward):
+    """See VowelOptions."""
+
+    inline = True
+
+    def __init__(self, config: RewardConfig):
+        self.options = read_options(VowelOptions, config.options)
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        """See Reward."""
+        counts = [sum(letter in "aeiou0123456789" for letter in item.response) for item in items]
+        return [Score(share := min(1.0, count / self.options.most), share) for count in counts]
+
+
+class EchoEnv:
+    """One more turn, with what was said."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """See Env."""
+        return "say something", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """See Env."""
+        self._turn += 1
+        return f"you said {action[:8]}", 0.5 * (len(action) % 2), self._turn == 2, False, {}
+
+
+def make_noisy(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FSDP2Engine:
+    """The engine of trainer.engine=noisy."""
+    lr = config.trainer.lr * config.trainer.own(NoisyConfig).factor
+    trainer = config.trainer.model_copy(update={"lr": lr})
+    return make_fsdp2(config.model_copy(update={"trainer": trainer}), model_path, total_steps, trainable)
+
+
+def make_counting(config: Config, model_path: Path, tokenizer: Any) -> NativeEngine:
+    """The engine of generator.engine=counting."""
+    return make_native(config, model_path, tokenizer)
+
+
+class WitnessRole:
+    """A role without commands; leaves a file that says where it was."""
+
+    busy = False
+
+    def __init__(self, worker: Worker):
+        (worker.run_dir / f"witness_{worker.world.rank}").write_text(str(worker.config.pipeline))
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        """See Role."""
+        return {}
+
+    def look_after(self) -> bool:
+        """See Role."""
+        return False
+
+    def close(self) -> None:
+        """See Role."""
+
+
+def curriculum(run: Run) -> None:
+    """The pipeline of pipeline=curriculum."""
+    enough = run.config.own(CurriculumConfig).enough
+    run.publish(run.first_step)
+    for step in run.steps():
+        batch = run.rollouts.next(step)
+        old = run.trainer.logprobs(batch, into="old_logprobs")
+        credit = run.trainer.advantages(batch)
+        stats = [run.rollouts.stats, old, credit, run.trainer.update(batch)]
+        run.rollouts.store(batch, run.trainer)
+        run.trainer.drop(batch)
+        run.log(step, *stats, run.publish(step))
+        run.checkpoint.maybe_save(step)
+        if (run.last_logged.get("critic/score/mean") or 0.0) > enough:
+            run.end_at(step, f"the mean score is above curriculum.enough={enough:g}")
+            return

@@ -1,0 +1,142 @@
+"""A package that is installed for these tests only adds one of every kind, with not a line changed in hpcrl."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics.log import read_metrics
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+EXAMPLE = Path(__file__).parent / "hpcrl_example"
+WORDS = [
+    "pipeline=curriculum",
+    "algorithm=null",
+    "algorithm.name=leave_one_out",
+    "algorithm.shrink=0.25",
+    "reward.default.name=vowels",
+    "reward.default.options.most=4",
+    "env={sort_digits: null, other: {name: echo}}",
+    "trainer.engine=noisy",
+    "trainer.noisy.factor=2",
+    "generator.engine=counting",
+    "layout=single",
+    "layout.witness.colocate_with=controller",
+    "rollout.num_prompts=4",
+    "rollout.group_size=2",
+    "rollout.max_new_tokens=8",
+    "data.train=[{path: 'task:sort_digits'}, {path: 'task:sort_digits', tag: other}]",
+    "save_every=1",
+    "max_steps=2",
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages with the example in it, as pip lays it out."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(EXAMPLE, folder / "hpcrl_example", ignore=shutil.ignore_patterns("__pycache__"))
+    info = folder / "hpcrl_example-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hpcrl-example\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[hpcrl.plugins]\nexample = hpcrl_example:ENTRIES\n")
+    return folder
+
+
+def call(site: Path | None, *words: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(ROOT), *([str(site)] if site is not None else [])]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "hpcrl.launch", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_help_and_plan_tell_of_the_added_parts(site: Path, tmp_path: Path) -> None:
+    told = call(site, "--help", "algorithm").stdout
+    assert "algorithm.shrink=0.0" in told and "Share of the siblings' mean" in told
+    assert "trainer.noisy.factor=1.0" in call(site, "--help", "trainer").stdout
+    assert "curriculum.enough=1.0" in call(site, "--help", "curriculum").stdout
+    planned = call(site, *WORDS, f"run_dir={tmp_path / 'run'}", "dry_run=true")
+    assert planned.returncode == 0, planned.stderr
+    assert "curriculum, leave_one_out, 2 steps" in planned.stdout and "witness" in planned.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["algorithm.shrink=2"], "algorithm.shrink: expected at most 1, got 2"),
+        (["algorithm.shrnk=0.1"], "algorithm.shrnk: unknown key; did you mean algorithm.shrink?"),
+        (["curriculum.enough=0"], "curriculum.enough: 0 is reached at once; use more"),
+        (["rollout.group_size=1"], "rollout.group_size: leave_one_out compares the responses of a group"),
+        (["reward.default.options.least=1"], "reward.default: options: there is no option 'least' (there are: most)"),
+        (["model.tiny.architecture=llama"], "the counting generator runs qwen2, not llama"),
+        (
+            ["trainer.megatron.tensor_parallel=2"],
+            "trainer.megatron.tensor_parallel: not read here, the engine is noisy",
+        ),
+    ],
+)
+def test_bad_values_of_added_parts_are_refused(site: Path, tmp_path: Path, words: list[str], line: str) -> None:
+    refused = call(site, *WORDS, *words, f"run_dir={tmp_path / 'run'}", "dry_run=true")
+    assert refused.returncode == ExitCode.BAD_INPUT and line in refused.stderr, refused.stderr
+
+
+def test_a_run_of_added_parts_trains_and_resumes(site: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = call(site, *WORDS, f"run_dir={run}")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert (run / "witness_0").read_text() == "curriculum"
+    refused = call(site, *WORDS, f"run_dir={run}", "max_steps=3", "algorithm.shrink=0.5")
+    assert refused.returncode == ExitCode.BAD_INPUT and "algorithm.shrink: 0.25 -> 0.5" in refused.stderr
+    again = call(site, *WORDS, f"run_dir={run}", "max_steps=3", "trainer.noisy.factor=1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["actor/lr"] == 2 * rows[2]["actor/lr"] > 0, "trainer.noisy.factor may change at a resume"
+    attempts = json.loads((run / "facts.json").read_text())["attempts"]
+    assert [attempt["kind"] for attempt in attempts] == ["fresh", "resume"]
+
+
+def test_without_the_package_its_names_are_unknown(tmp_path: Path) -> None:
+    refused = call(None, "trainer.engine=noisy", f"run_dir={tmp_path / 'run'}", "dry_run=true")
+    assert refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: expected" in refused.stderr
+
+
+def test_a_specification_is_named_by_its_path_without_an_entry_point(site: Path, tmp_path: Path) -> None:
+    (site / "elsewhere").mkdir(exist_ok=True)
+    shutil.copytree(EXAMPLE, site / "elsewhere" / "hpcrl_example", dirs_exist_ok=True)
+    words = [
+        "algorithm=null",
+        "algorithm.name=hpcrl_example.specs:LEAVE_ONE_OUT",
+        "algorithm.shrink=0.5",
+        "trainer.engine=hpcrl_example.specs:NOISY",
+        "trainer.own.factor=3",
+        "reward.default.name=hpcrl_example.specs:VOWELS",
+        "layout=single",
+    ]
+    planned = call(site / "elsewhere", *words, f"run_dir={tmp_path / 'run'}", "dry_run=true")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    wrong = call(site / "elsewhere", "trainer.engine=hpcrl_example.specs:NOTHING", "dry_run=true")
+    assert wrong.returncode == ExitCode.BAD_INPUT, wrong.stdout + wrong.stderr
+    (line,) = wrong.stderr.splitlines()
+    assert line.startswith("trainer.engine: training engine hpcrl_example.specs:NOTHING: ") and "NOTHING" in line
+
+
+def test_a_broken_package_is_told_of_and_left_out(site: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    (broken / "hpcrl_example" / "specs.py").write_text("import nowhere\n")
+    planned = call(broken, "layout=single", f"run_dir={tmp_path / 'run'}", "dry_run=true")
+    assert planned.returncode == 0, planned.stderr
+    lines = planned.stderr.splitlines()
+    assert "hpcrl: the pipeline curriculum is left out: " in planned.stderr and "No module named 'nowhere'" in lines[0]
+    assert len(lines) == len(set(lines)) >= 6, "each entry once"
