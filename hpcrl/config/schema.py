@@ -33,6 +33,7 @@ from hpcrl.spec.fields import (
 )
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, Spec
 from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.problems import Path
 from hpcrl.spec.table import SpecError, Table
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
 
@@ -461,7 +462,7 @@ NAMED: tuple[tuple[tuple[str, ...], Table[Any]], ...] = (
 """Keys that choose a part with a section of its own, in the order of Named's fields."""
 
 
-def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """(key, what is wrong) of every part that is named by a path where no specification is."""
     for keys, table in NAMED:
         if path := _path(data, *keys):
