@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,11 +19,9 @@ from hpcrl.control.messages import Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import env_class, make_env
+from hpcrl.roles.base import Rank
 from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
 from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
-
-if TYPE_CHECKING:
-    from hpcrl.roles.worker import Worker
 
 ERROR_CHARS = 2000
 
@@ -86,7 +84,7 @@ class EnvRole:
     has dropped.
     """
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Rank):
         """ValueError when a section leads to no environment."""
         self._config = worker.config
         for section, config in self._config.envs.items():

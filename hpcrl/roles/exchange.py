@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,13 +13,11 @@ import torch
 from hpcrl.comm.transfer import PeerLost, blames_peer, from_ragged
 from hpcrl.comm.weights import Bucket, receive_buckets, send_buckets
 from hpcrl.control.messages import Done, DropBatch, HandOver, Logprobs, Move, Pull, SendTokens
+from hpcrl.roles.base import Rank
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import ReferenceRole, TrainerRole
 from hpcrl.rollout.batch import Batch, pack
 from hpcrl.trajectory import FIELDS, TEXT, Level
-
-if TYPE_CHECKING:
-    from hpcrl.roles.worker import Worker
 
 _FLOAT = np.dtype(np.float32)
 
@@ -46,7 +44,7 @@ class _Share:
 class Exchange:
     """Every rank has it; which of its roles take part follows from the command."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Rank):
         self._worker = worker
         self._shares: dict[int, _Share] = {}
 

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,13 +36,11 @@ from hpcrl.control.messages import (
 )
 from hpcrl.control.queues import StoreLost
 from hpcrl.engines.gen.base import GenEngine, Output, PromptRefused, Request, SamplingParams
+from hpcrl.roles.base import Rank
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
 from hpcrl.spec.tables import GEN_ENGINES
 from hpcrl.trajectory import TEXT, Field, Level, Origin, fields_of
-
-if TYPE_CHECKING:
-    from hpcrl.roles.worker import Worker
 
 
 class GeneratorRole:
@@ -51,7 +49,7 @@ class GeneratorRole:
 
     busy = False
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Rank):
         self._worker = worker
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer)

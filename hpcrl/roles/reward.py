@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcrl.control.messages import AwaitSiblings, Response, Scored, ScoredSample, ScoreTogether, Unwanted
 from hpcrl.rewards.base import RewardItem
 from hpcrl.rewards.pool import RewardPool
-
-if TYPE_CHECKING:
-    from hpcrl.roles.worker import Worker
+from hpcrl.roles.base import Rank
 
 
 class RewardRole:
     """Scores each response when it comes. Where the reward scores groups the responses wait until the controller, which
     knows which attempts at a prompt count, says which of them belong together."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Rank):
         self._worker = worker
         self._pool = RewardPool(worker.config)
         self._arrived: list[RewardItem] = []  # while their reward is being loaded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +37,11 @@ from hpcrl.control.messages import (
 from hpcrl.data import sft_rows
 from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.metrics.stats import scalar
+from hpcrl.roles.base import Rank
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
 from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.tables import TRAIN_ENGINES
-
-if TYPE_CHECKING:
-    from hpcrl.roles.worker import Worker
 
 
 class _EngineRole:
@@ -52,7 +50,7 @@ class _EngineRole:
     name: str
     busy = False
 
-    def __init__(self, worker: Worker, trainable: bool):
+    def __init__(self, worker: Rank, trainable: bool):
         self._worker = worker
         self._algorithm = make_algorithm(worker.config)
         total_steps = worker.config.max_steps * self._algorithm.objective.optimizer_steps
@@ -86,7 +84,7 @@ class ReferenceRole(_EngineRole):
 
     name = "reference"
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Rank):
         super().__init__(worker, trainable=False)
 
 
@@ -95,7 +93,7 @@ class TrainerRole(_EngineRole):
 
     name = "trainer"
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Rank):
         super().__init__(worker, trainable=True)
         check_objective(self.engine, self._algorithm.objective)
         self._rows: Any = None

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ from hpcrl.control.messages import BuildGroup, BuildRole, Done, Failed, Joined, 
 from hpcrl.control.queues import ControlError, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.files import is_storage_error
+from hpcrl.roles.base import Role
 from hpcrl.roles.exchange import Exchange
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
@@ -29,23 +30,6 @@ from hpcrl.spec.tables import ROLES
 IDLE_FIRST_S = 0.0005
 BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two looks, where a role has work of its own and where none has
 WAIT_S = 60.0
-
-
-class Role(Protocol):
-    """What a rank does in one role. A handler answers a command with Done, another event, or None for no answer."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether it has work that can get on without a message coming."""
-
-    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        """Command type -> handler(command, seq)."""
-
-    def look_after(self) -> bool:
-        """Advance asynchronous work without blocking; whether anything happened."""
-
-    def close(self) -> None:
-        """End what the role started."""
 
 
 class Reported(Exception):

@@ -78,7 +78,7 @@ class PipelineSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec(Spec):
-    """`make` is called with the rank's Worker (hpcrl.roles.worker)."""
+    """`make` is called with the rank (hpcrl.roles.base.Rank) and returns a Role."""
 
     needed: Callable[[Any], bool]
     """Whether a run of this configuration has ranks of this role."""

@@ -21,7 +21,7 @@ from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.spec.options import read_options
 
 if TYPE_CHECKING:
-    from hpcrl.roles.worker import Worker
+    from hpcrl.roles.base import Rank
     from hpcrl.runtime.context import Run
 
 
@@ -83,7 +83,7 @@ class WitnessRole:
 
     busy = False
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Rank):
         (worker.run_dir / f"witness_{worker.world.rank}").write_text(str(worker.config.pipeline))
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
