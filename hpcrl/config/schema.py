@@ -147,7 +147,8 @@ class RolloutConfig(Section):
 
 def _listed(table: Table[Any], name: str) -> str:
     if name not in list(table) and ":" not in name:
-        raise PydanticCustomError("literal_error", "one of {expected}", {"expected": ", ".join(map(repr, table))})
+        *others, last = map(repr, table)
+        raise PydanticCustomError("literal_error", "{expected}", {"expected": f"{', '.join(others)} or {last}"})
     try:
         table[name]
     except SpecError as error:

@@ -41,10 +41,12 @@ class Task(Protocol):
 
 
 class SortOptions(Section):
-    """Number of digits in a row."""
+    """Options of the task sort_digits."""
 
     min_digits: Positive = 4
+    """Fewest digits of a row."""
     max_digits: Positive = 7
+    """Most digits of a row."""
 
     @model_validator(mode="after")
     def _in_order(self) -> SortOptions:
@@ -54,9 +56,10 @@ class SortOptions(Section):
 
 
 class AddOptions(Section):
-    """Number of digits of a summand."""
+    """Options of the task add."""
 
     max_digits: Positive = 2
+    """Most digits of a summand."""
 
 
 def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pydantic_core import PydanticUndefined
 from hpcrl.config import Config, ConfigError
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.exitcodes import ExitCode
+from hpcrl.spec.table import Table
+from hpcrl.spec.tables import ENVS, REWARDS
 
 USAGE = """\
 usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=value ...]
@@ -78,6 +80,8 @@ def section(name: str) -> str:
     parts = []
     for model in sections[name]:
         parts.append("\n".join([f"{name}: {_doc(model)}", *(_line(*row) for row in _keys(model, _stem(name)))]))
+    for title, rows in _options(name):
+        parts.append("\n".join([title, *(_line(*row) for row in rows)]))
     return "\n\n".join(parts)
 
 
@@ -87,7 +91,11 @@ def reference() -> str:
     top = [(key, *_lookup(key)) for key in Config.model_fields if key not in _sections()]
     for title, rows in [
         ("run", top),
-        *((f"{n}: {_doc(m)}", _keys(m, _stem(n))) for n, ms in _sections().items() for m in ms),
+        *(
+            block
+            for n, ms in _sections().items()
+            for block in (*((f"{n}: {_doc(m)}", _keys(m, _stem(n))) for m in ms), *_options(n))
+        ),
     ]:
         lines += [f"## {title}", "", "| Key | Default | Meaning |", "|---|---|---|"]
         lines += [
@@ -101,6 +109,16 @@ def reference() -> str:
 def _stem(name: str) -> str:
     """How the keys of a section begin: those of a mapping stand below a name the user gives."""
     return f"{name}.NAME" if get_origin(Config.model_fields[name].annotation) is dict else name
+
+
+def _options(name: str) -> list[tuple[str, list[tuple[str, Any, str]]]]:
+    """(title, keys) of the options of each reward or environment that has some."""
+    tables: dict[str, Table[Any]] = {"reward": REWARDS, "env": ENVS}
+    return [
+        (f"{name}: options with name={entry}", _keys(spec.section, f"{name}.NAME.options"))
+        for entry, spec in (tables[name].items() if name in tables else ())
+        if spec.section is not None
+    ]
 
 
 def _sections() -> dict[str, list[type[BaseModel]]]:

@@ -11,10 +11,13 @@ from hpcrl.spec.kinds import RewardSpec
 
 
 class ExactMatchOptions(Section):
-    """`pattern`: its last match (the first group, if it has one) is the answer; null: everything after the thinking."""
+    """Options of the reward exact_match."""
 
     pattern: str | None = None
+    """Regular expression whose last match (its first group, if it has one) is the answer; null: everything after the
+    thinking."""
     ignore_case: bool = True
+    """Compare without regard to case."""
 
     @field_validator("pattern")
     @classmethod
@@ -27,29 +30,35 @@ class ExactMatchOptions(Section):
 
 
 class MathOptions(Section):
-    """`require_boxed`: only a box counts as the answer. `max_answer_chars`: a longer answer is wrong."""
+    """Options of the reward math."""
 
     require_boxed: bool = False
+    """Only a box counts as the answer."""
     max_answer_chars: Positive = 300
+    """A longer answer is wrong."""
 
 
 class ReasoningGymOptions(Section):
-    """`threshold`: reward 1 from this score on, else 0; null: the reward is the score with its partial credit."""
+    """Options of the reward reasoning_gym."""
 
     threshold: Share | None = None
+    """Reward 1 from this score on, else 0; null: the reward is the score with its partial credit."""
 
 
 class SortDigitsOptions(Section):
-    """`partial`: the largest reward a wrong line can get, for the share of digits in their places."""
+    """Options of the reward sort_digits."""
 
     partial: Share = 0.0
+    """The largest reward a wrong line can get, for the share of digits in their places."""
 
 
 class FakeOptions(Section):
-    """`pass_rate`: share of responses with reward 1. `latency_s`: seconds that scoring one takes."""
+    """Options of the reward fake."""
 
     pass_rate: Share = 0.5
+    """Share of responses with reward 1."""
     latency_s: NonNegative = 0.0
+    """Seconds that scoring one response takes."""
 
 
 EXACT_MATCH = RewardSpec(
