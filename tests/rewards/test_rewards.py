@@ -113,7 +113,7 @@ def test_wrong_options_are_named(name: str, options: dict, message: str):
 @pytest.mark.parametrize("name", list(REWARDS))
 def test_every_listed_reward_can_be_chosen(name: str) -> None:
     assert RewardConfig(name=name).name == name
-    with pytest.raises(ValidationError, match="'exact_match', .* or 'function'"):
+    with pytest.raises(ValidationError, match=r"'exact_match', .* or 'function'"):
         RewardConfig(name=f"{name}_")
 
 

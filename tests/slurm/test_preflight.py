@@ -46,7 +46,7 @@ def make_run(folder: Path, *words: str, start_s: float = 60) -> Path:
     return folder
 
 
-def srun(cluster: Any, run: str, prelude: str = "", module: str = "preflight") -> tuple[int, list[str], float]:
+def srun(cluster: Any, run: str, prelude: str = "", module: str = "node.preflight") -> tuple[int, list[str], float]:
     """Exit code, what hpcrl says and seconds of one process on each of three nodes, where `prelude` ran before it."""
     script = f"{prelude}\nexec {sys.executable} -m hpcrl.{module} {run}"
     command = ["srun", "-N3", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--exclusive", "bash", "-c", script]
