@@ -87,7 +87,7 @@ def section(name: str) -> str:
 
 def reference() -> str:
     """docs/configuration.md: every key of every section."""
-    lines = ["# Every key", "", "Made by `make docs` from `hpcrl/config/schema.py`.", ""]
+    lines = ["# Every key", "", "Made by `make docs` from `hpcrl/config/schema.py` and the specifications of all parts.", ""]
     top = [(key, *_lookup(key)) for key in Config.model_fields if key not in _sections()]
     for title, rows in [
         ("run", top),
