@@ -87,7 +87,8 @@ def section(name: str) -> str:
 
 def reference() -> str:
     """docs/configuration.md: every key of every section."""
-    lines = ["# Every key", "", "Made by `make docs` from `hpcrl/config/schema.py` and the specifications of all parts.", ""]
+    made = "Made by `make docs` from `hpcrl/config/schema.py` and the specifications of all parts."
+    lines = ["# Every key", "", made, ""]
     top = [(key, *_lookup(key)) for key in Config.model_fields if key not in _sections()]
     for title, rows in [
         ("run", top),

@@ -57,6 +57,7 @@ REWARD = RoleSpec(
     about="Ranks that score.",
     make="hpcrl.roles.reward:RewardRole",
     needed=_generates,
+    gets_mail=True,
     peers=("generator",),
     least_ranks=lambda config: config.layout.reward.min_ranks,
 )
@@ -65,6 +66,7 @@ ENV = RoleSpec(
     about="Ranks that run environments; only with env.",
     make="hpcrl.roles.env:EnvRole",
     needed=lambda config: config.reinforces and _generates(config) and bool(config.envs),
+    gets_mail=True,
     peers=("generator",),
     least_ranks=lambda config: config.layout.env.min_ranks,
     imports=_tokenizer,

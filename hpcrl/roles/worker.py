@@ -69,7 +69,7 @@ class Worker:
             if self._commands is None:
                 self.execute_one(WAIT_S)
                 self._look_after()
-                if {"reward", "env"} & self.roles.keys():  # from now on commands are not all that may come
+                if any(ROLES[name].gets_mail for name in self.roles):  # from now on commands are not all that may come
                     self._commands = Listener(self.world.commands, self.world.mailbox.news)
                 continue
             news = self.world.mailbox.news

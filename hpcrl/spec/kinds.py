@@ -91,6 +91,8 @@ class RoleSpec(Spec):
     """Its engine uses the default process group, so it shares ranks with another such role as a whole or not at all."""
     forms_replicas: bool = False
     """Its ranks form replicas of `tensor_parallel` ranks."""
+    gets_mail: bool = False
+    """Responses and turns reach it by mail, beside the controller's commands."""
     peers: tuple[str, ...] = ()
     """Roles whose ranks it talks with, beside the controller."""
     least_ranks: Callable[[Any], int] | None = None

@@ -19,6 +19,7 @@ from hpcrl.engines.train.fake.engine import FakeTrainEngine
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms
+from hpcrl.spec.tables import TRAIN_ENGINES
 from tests.engines.worlds import VOCAB, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
 pytestmark = pytest.mark.numerics
@@ -36,7 +37,9 @@ def make_fake(folder: Path) -> TrainEngine:
     return FakeTrainEngine(config, vocab_size=VOCAB, total_steps=8)
 
 
-ENGINES = {"fsdp2": make_fsdp2, "fake": make_fake}
+FACTORIES = {"fsdp2": make_fsdp2, "fake": make_fake}
+ENGINES = {name: FACTORIES[name] for name, spec in TRAIN_ENGINES.items() if spec.built}
+"""Whoever lists an engine adds its factory above."""
 
 
 class Likelihood(Objective):
