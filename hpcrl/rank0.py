@@ -92,6 +92,8 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
             code = ExitCode.NO_PROGRESS
         case RankFailed(event=Failed(kind="storage")):
             code = ExitCode.NOT_SAVED
+        case BrokenPipeError():  # nobody reads what a rank prints: its step has lost its daemon
+            code = ExitCode.RANK_KILLED
         case OSError() if is_storage_error(error):
             code = ExitCode.NOT_SAVED
         case RankFailed(event=Failed(kind="control")):

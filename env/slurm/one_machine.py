@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -226,11 +227,7 @@ class Cluster:
 
     def _configure(self) -> None:
         names = self.names
-        with ExitStack() as held:
-            sockets = [held.enter_context(socket.socket()) for _ in range(len(names) + 2)]
-            for sock in sockets:
-                sock.bind(("127.0.0.1", 0))
-            ports = [sock.getsockname()[1] for sock in sockets]
+        ports = _free_ports(len(names) + 2)
         where = {"user": _user(), "folder": self.folder}
         lines = [CONF.format(port=ports[0], min_job_age_s=self.min_job_age_s, **where)]
         lines.append(ACCOUNTS.format(port=ports[1]) if self.accounting else NO_ACCOUNTS)
@@ -363,6 +360,23 @@ class Cluster:
 def find_program(name: str) -> str | None:
     """Its path, also where PATH has no place for daemons; None where it is not installed."""
     return shutil.which(name, path=os.environ.get("PATH", "") + os.pathsep + "/usr/sbin")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on, below those that the kernel gives to connections, so that no other process gets
+    one by chance before the daemon starts."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = random.SystemRandom().sample(range(10_000, first_given), 50 * count)
+    ports: list[int] = []
+    with ExitStack() as held:
+        for port in candidates:
+            sock = held.enter_context(socket.socket())
+            with suppress(OSError):
+                sock.bind(("127.0.0.1", port))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise RuntimeError(f"no {count} free ports between 10000 and {first_given}")
 
 
 def _user() -> str:

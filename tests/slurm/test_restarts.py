@@ -85,7 +85,8 @@ def test_a_step_that_loses_its_daemon_is_given_up(cluster: Any, tmp_path: Path, 
     run.tell(pace=0)
     said = run.wait_end()
     assert "the agent of the first node has ended or hangs, and the step goes on: it is given up" in said
-    assert re.search(r"attempt 1 ended \(lost\): crash 1", said)
+    # Rank 0 can leave word where it printed something to the daemon that was gone, and had the time.
+    assert re.search(r"attempt 1 ended \((lost|rank_killed)\): crash 1", said)
 
 
 def test_a_damaged_checkpoint_is_passed_over(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
