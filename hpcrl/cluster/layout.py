@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hpcrl.config import Config, ConfigError, Problem, RoleName
 from hpcrl.config.checks import check_replicas
+from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 CONTROLLER = 0
@@ -22,6 +23,7 @@ class RoleLayout:
     ranks: Mapping[RoleName, tuple[int, ...]]
     world_size: int
     generator_tensor_parallel: int = 1
+    divisions: Mapping[RoleName, Division] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: Config) -> RoleLayout:
@@ -29,7 +31,14 @@ class RoleLayout:
         if problems := check_layout(config):
             raise ConfigError([problem.text for problem in problems])
         ranks, world_size = _assign(config)
-        return cls(MappingProxyType(ranks), world_size, config.layout.generator.tensor_parallel)
+        divisions = {
+            name: ROLES[name].division(config, len(ranks[name])).of(ranks[name]) for name in needed_roles(config)
+        }
+        return cls(MappingProxyType(ranks), world_size, config.layout.generator.tensor_parallel, divisions)
+
+    def division(self, role: RoleName) -> Division:
+        """How the ranks of a role divide the work."""
+        return self.divisions.get(role) or Division.unsplit(len(self.ranks[role])).of(self.ranks[role])
 
     def roles_of(self, rank: int) -> tuple[RoleName, ...]:
         """The roles of a rank, controller first, then in the order of ROLES."""
@@ -120,6 +129,10 @@ def _check_ranks(
         yield Problem((*at, "tensor_parallel"), text, ((*at, "num_ranks"),))
     if ROLES[role].forms_replicas:
         yield from check_replicas(config, len(mine) // spec.tensor_parallel)
+    try:
+        ROLES[role].division(config, len(mine))
+    except DivisionError as error:
+        yield from error.problems
     if spec.min_ranks > len(mine):
         text = f"layout.{role}.min_ranks: {spec.min_ranks} is more than the {len(mine)} ranks of {role}"
         yield Problem((*at, "min_ranks"), text, ((*at, "num_ranks"),))

@@ -1,4 +1,5 @@
-"""Weights from trainers to generators: staged once per version in buckets, pulled by one replica after another.
+"""Named tensors in buckets, from one rank of a group to the others: weights above all, staged once per version and
+pulled by one replica after another.
 
 They are staged in host memory, since a GPU holds the trainer's state already, and broadcast from there by gloo, or by
 NCCL one bucket on the GPU at a time.
@@ -43,7 +44,8 @@ class Bucket:
 
 
 def stage(named: Iterable[tuple[str, torch.Tensor]], keep: bool) -> list[Bucket]:
-    """Exhaust `named` (a collective on the trainers); ranks that publish keep copies in buckets of about 256 MiB."""
+    """Exhaust `named` (for weights a collective on the trainers); ranks that send keep copies in buckets of about
+    256 MiB."""
     buckets: list[Bucket] = []
     entries: list[Entry] = []
     parts: list[torch.Tensor] = []
@@ -79,8 +81,7 @@ def _padded(size: int) -> int:
 
 
 def send_buckets(group: Any, buckets: list[Bucket], root: int) -> None:
-    """Broadcast the buckets over a replica's weights group (gloo or NCCL) from group rank `root`; called by that
-    rank."""
+    """Broadcast the buckets over a group (gloo or NCCL) from group rank `root`; called by that rank."""
     header = torch.frombuffer(bytearray(msgspec.msgpack.encode([b.entries for b in buckets])), dtype=torch.uint8)
     _broadcast(group, torch.tensor([header.numel()]), root)
     _broadcast(group, header, root)

@@ -6,7 +6,7 @@ A command that is answered gets exactly one `Done` or `Failed`. Bulk (tokens, lo
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,6 +36,14 @@ class BuildGroup(Message):
     ranks: list[int]
     epoch: int = 0
     weights: bool = False
+
+
+class Ask(Message):
+    """A question of a pipeline to a role that answers questions (hpcrl.roles.base.Answers); values: plain data."""
+
+    role: str
+    question: str
+    values: dict[str, Any] = {}
 
 
 class Leave(Message):
@@ -224,6 +232,14 @@ class TrainStep(Message):
     sequences: float
 
 
+class PassOn(Message):
+    """The head of a data-parallel rank gives its other ranks the batch, or this token field of it."""
+
+    batch: int
+    role: str
+    field: str = ""
+
+
 class DropBatch(Message):
     """Forget the batch."""
 
@@ -243,19 +259,19 @@ class WriteRollouts(Message):
 
 class Stage(Message):
     """Gather the weights and keep a copy of this version on the ranks that publish from it: one entry in `sources` per
-    Pull, the last of which frees the copy."""
+    replica and share of the parameters, the last of which frees the copy."""
 
     version: int
     sources: list[int]
 
 
 class Pull(Message):
-    """Load staged weights into a generator replica: `source` sends over `group`, or copies where it is the replica."""
+    """Load staged weights into a generator replica, share by share: each source (rank, group) sends its own over the
+    group, or copies them where it is the replica."""
 
     version: int
-    source: int
+    sources: list[tuple[int, str]]
     ranks: list[int]
-    group: str
 
 
 class SaveState(Message):
@@ -300,6 +316,7 @@ class Export(Message):
 Command = (
     BuildRole
     | BuildGroup
+    | Ask
     | Leave
     | Admit
     | Burst
@@ -317,6 +334,7 @@ Command = (
     | Logprobs
     | SendTokens
     | Advantages
+    | PassOn
     | TrainStep
     | DropBatch
     | WriteRollouts

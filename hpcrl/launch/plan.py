@@ -147,21 +147,21 @@ def _sources(sources: str | list[str | DataSource]) -> str:
 
 
 def _batch(config: Config, layout: RoleLayout) -> str:
-    trainers = len(layout.ranks["trainer"])
+    division = layout.division("trainer")
+    trainers = f"{len(division.ranks)} trainer rank(s)"
+    if division.is_split:
+        trainers += f" in {len(division.groups)} data-parallel group(s)"
     if (batch_size := config.pipeline_spec.batch_size) is not None:
-        return f"{batch_size(config)} rows a step over {trainers} trainer rank(s)"
+        return f"{batch_size(config)} rows a step over {trainers}"
     rollout, algorithm = config.rollout, config.algorithm
     samples, updates = rollout.num_prompts * rollout.group_size, algorithm.num_mini_batches * algorithm.ppo_epochs
     if not config.generates:
-        return f"the stored responses of a step; {updates} optimizer step(s) over {trainers} trainer rank(s)"
+        return f"the stored responses of a step; {updates} optimizer step(s) over {trainers}"
     extra = f" (+ {rollout.extra_prompts} redundant prompts)" if rollout.extra_prompts else ""
     responses = f"{rollout.num_prompts} prompts x {rollout.group_size} = {samples} responses a step{extra}"
     if not config.learns:
-        return f"{responses}; handed over to {trainers} trainer rank(s), not trained"
-    return (
-        f"{responses}; {updates} optimizer step(s) of {samples // algorithm.num_mini_batches} "
-        f"over {trainers} trainer rank(s)"
-    )
+        return f"{responses}; handed over to {trainers}, not trained"
+    return f"{responses}; {updates} optimizer step(s) of {samples // algorithm.num_mini_batches} over {trainers}"
 
 
 def _generation(config: Config, layout: RoleLayout) -> str:

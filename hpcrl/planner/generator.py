@@ -57,20 +57,22 @@ def cache_capacity(config: Config) -> int:
     return max(longest, -(-grown // bucket) * bucket)
 
 
-def hand_over_parts(config: Config, shape: ModelShape, publishes: bool) -> list[Part]:
-    """Parts of a rank while weights go from trainers to generators; publishes: it keeps all of them for its replicas.
+def hand_over_parts(config: Config, shape: ModelShape, num_shares: int) -> list[Part]:
+    """Parts of a rank while weights go from trainers to generators. num_shares: it keeps one of so many shares of the
+    parameters for its replicas; 0: none.
 
     Staged in host memory by the ranks that publish; every rank that takes part has one bucket on its device.
     """
     plan = train_plan(config)
     master, largest = plan.published_bytes(config), plan.largest_tensor(shape) * plan.published_bytes(config)
     bucket = min(BUCKET_BYTES + largest, shape.num_parameters * master)
-    if not publishes:
+    if not num_shares:
         return [Part("generator", "weight bucket", bucket, ("publish",))]
+    staged = -(-shape.num_parameters // num_shares) * master
     return [
         Part("trainer", "weight bucket", bucket, ("publish",)),
         # A bucket's tensors are there twice while they are put together.
-        Part("trainer", "staged weights", shape.num_parameters * master + bucket, ("publish",), on_host=True),
+        Part("trainer", "staged weights", staged + bucket, ("publish",), on_host=True),
     ]
 
 

@@ -10,7 +10,8 @@ from hpcrl.config import Config, Problem, RoleName
 from hpcrl.planner.generator import check_replicas_split, generator_parts, hand_over_parts, token_bytes
 from hpcrl.planner.parts import PHASES, Part, Phase
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
-from hpcrl.planner.trainer import reference_parts, train_plan, trainer_parts
+from hpcrl.planner.trainer import train_plan
+from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 CARDS = {
@@ -98,14 +99,13 @@ def _kind(
     # host memory while the engine decodes and, the weights excepted, while it gets its own. Else the roles add up.
     shares = GEN_ENGINES[config.generator.engine].sleeps and "generator" in roles and len(roles) > 1
     parts: list[Part] = []
-    if "trainer" in roles:
-        parts += trainer_parts(config, shape, len(layout.ranks["trainer"]))
-    if "reference" in roles:
-        parts += reference_parts(config, shape, len(layout.ranks["reference"]))
+    for role in roles:
+        if path := ROLES[role].plan:
+            parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
     if shares:
         parts = [moved for part in parts for moved in _moves_out(part)]
     if layout.replicas and ("trainer" in roles or "generator" in roles):
-        parts += hand_over_parts(config, shape, publishes="trainer" in roles)
+        parts += hand_over_parts(config, shape, len(layout.division("trainer").weights) if "trainer" in roles else 0)
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
         parts += generator_parts(config, shape, awake, ("generate",) if shares else PHASES)

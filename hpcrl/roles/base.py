@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.transfer import Fabric
 from hpcrl.config import Config
 from hpcrl.control.world import World
+from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
 
 
@@ -28,6 +29,15 @@ class Role(Protocol):
 
     def close(self) -> None:
         """End what the role started."""
+
+
+@runtime_checkable
+class Answers(Protocol):
+    """A role that pipelines may ask something with run.ask()."""
+
+    def answer(self, question: str, values: dict[str, Any]) -> Stats:
+        """Statistics of this rank, which are merged with those of the role's other ranks, all of which are asked. May
+        fill fields of batches that lie on the rank."""
 
 
 class Rank(Protocol):

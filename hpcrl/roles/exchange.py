@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -117,22 +117,31 @@ class Exchange:
     def _pull(self, command: Pull, seq: int) -> Done:
         worker = self._worker
         rank, generator = worker.world.rank, cast(GeneratorRole | None, worker.roles.get("generator"))
-        fabric = worker.fabrics.get(command.group)
-        buckets: Iterable[Bucket] = []
-        if rank == command.source:
-            buckets = staged = cast(TrainerRole, worker.roles["trainer"]).staged(command.version)
-            if fabric is not None:
-                try:
-                    send_buckets(fabric.group, staged, fabric.ranks.index(rank))
-                except RuntimeError as error:
-                    return self._without(command.ranks, seq, error)
-        elif fabric is not None:
-            buckets = receive_buckets(fabric.group, fabric.ranks.index(command.source))
-        if rank in command.ranks and generator is not None:
-            generator.engine.load_weights((named for bucket in buckets for named in bucket.tensors()), command.version)
-            if worker.config.rollout.on_new_weights == "recompute":
-                generator.engine.recompute()
+        if rank not in command.ranks or generator is None:
+            try:
+                for _ in self._buckets(command):
+                    pass
+            except RuntimeError as error:
+                return self._without(command.ranks, seq, error)
+            return Done(seq)
+        named = (tensor for bucket in self._buckets(command) for tensor in bucket.tensors())
+        generator.engine.load_weights(named, command.version)
+        if worker.config.rollout.on_new_weights == "recompute":
+            generator.engine.recompute()
         return Done(seq)
+
+    def _buckets(self, command: Pull) -> Iterator[Bucket]:
+        """The weights that come to this rank, share by share as they come; sends those that it has meanwhile."""
+        rank, fabrics = self._worker.world.rank, self._worker.fabrics
+        for source, group in command.sources:
+            fabric = fabrics.get(group)
+            if rank == source:
+                staged = cast(TrainerRole, self._worker.roles["trainer"]).staged(command.version)
+                if fabric is not None:
+                    send_buckets(fabric.group, staged, fabric.ranks.index(rank))
+                yield from staged
+            elif rank in command.ranks and fabric is not None:
+                yield from receive_buckets(fabric.group, fabric.ranks.index(source))
 
     def _without(self, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
         """What to answer where ranks did not take part; raises the error where the run cannot do without them."""

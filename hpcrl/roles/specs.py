@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcrl.spec.division import Division
 from hpcrl.spec.kinds import RoleSpec
 from hpcrl.spec.tables import TRAIN_ENGINES
 
@@ -16,6 +17,10 @@ def _train_engine(config: Any) -> str:
     return str(TRAIN_ENGINES[config.train_engine].make).partition(":")[0]
 
 
+def _division(config: Any, num_ranks: int) -> Division:
+    return TRAIN_ENGINES[config.train_engine].division(config, num_ranks)
+
+
 def _generates(config: Any) -> bool:
     return bool(config.generates or config.evaluates)
 
@@ -23,10 +28,12 @@ def _generates(config: Any) -> bool:
 TRAINER = RoleSpec(
     about="Ranks that train.",
     make="hpcrl.roles.trainer:TrainerRole",
+    plan="hpcrl.planner.trainer:trainer_parts",
     needed=lambda config: True,
     num_ranks=2,
     colocate_with=None,
     holds_model=True,
+    division=_division,
     owns_default_group=True,
     peers=("trainer", "generator", "reference"),
     imports=_train_engine,
@@ -46,8 +53,10 @@ GENERATOR = RoleSpec(
 REFERENCE = RoleSpec(
     about="Ranks of the frozen policy; only with a KL term.",
     make="hpcrl.roles.trainer:ReferenceRole",
+    plan="hpcrl.planner.trainer:reference_parts",
     needed=lambda config: config.reinforces and config.learns and config.algorithm.uses_reference,
     holds_model=True,
+    division=_division,
     owns_default_group=True,
     peers=("trainer", "generator", "reference"),
     imports=_train_engine,

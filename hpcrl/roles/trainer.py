@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable
@@ -17,6 +16,7 @@ from hpcrl.algorithms.metrics import batch_stats, credit_stats
 from hpcrl.checkpoint.check import Check
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Writer
+from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.comm.weights import Bucket, stage
 from hpcrl.control.messages import (
     Advantages,
@@ -29,6 +29,7 @@ from hpcrl.control.messages import (
     LoadRows,
     LoadState,
     Logprobs,
+    PassOn,
     SaveState,
     Stage,
     TrainStep,
@@ -56,6 +57,7 @@ class _EngineRole:
         total_steps = worker.config.max_steps * self._algorithm.objective.optimizer_steps
         make = TRAIN_ENGINES[worker.config.train_engine].load()
         self.engine: TrainEngine = make(worker.config, worker.model_path, total_steps, trainable)
+        self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
 
     def look_after(self) -> bool:
         return False
@@ -64,7 +66,7 @@ class _EngineRole:
         return None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {LoadRollouts: self._load_rollouts}
+        return {LoadRollouts: self._load_rollouts, PassOn: self._pass_on}
 
     def _load_rollouts(self, command: LoadRollouts, seq: int) -> Done:
         stored = RolloutReader(command.run_dir, provisional=True).batch(command.step)
@@ -75,7 +77,20 @@ class _EngineRole:
     def logprobs(self, command: Logprobs, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
         values = self.engine.logprobs(batch, command.micro_batches, self._algorithm.objective.temperature)
-        setattr(batch, command.into, values)
+        setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
+        return Done(seq)
+
+    def _pass_on(self, command: PassOn, seq: int) -> Done:
+        batches, field = self._worker.batches, command.field
+        given: dict[str, Tensor] = {}
+        if self._ranks.is_head:
+            batch = batches[command.batch]
+            given = {field: getattr(batch, field)} if field else {"cu_seqlens": batch.cu_seqlens, **batch.columns}
+        passed = self._ranks.pass_on(given)
+        if field:
+            setattr(batches[command.batch], field, passed[field])
+        elif not self._ranks.is_head:
+            batches[command.batch] = Batch(passed.pop("cu_seqlens"), passed)
         return Done(seq)
 
 
@@ -135,8 +150,10 @@ class TrainerRole(_EngineRole):
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, credit = self._worker.batches[command.batch], self._algorithm.credit
         assert credit is not None, "a pipeline without rewards asks for no advantages"
-        table = _gather_rewards(batch)
-        own = credit.assign(batch, table, _all_sum)
+        table = _gather_rewards(batch, self._ranks)
+        own = credit.assign(batch, table, self._ranks.all_sum)
+        if not self._ranks.is_head:
+            return Done(seq)
         changed = (batch.weights != 1).nonzero()[:, 0]
         weights = list(zip(batch.sample_ids[changed].tolist(), batch.weights[changed].tolist(), strict=True))
         return Done(seq, stats=batch_stats(batch, table) | credit_stats(batch) | own, weights=weights)
@@ -148,12 +165,12 @@ class TrainerRole(_EngineRole):
             self._algorithm.objective,
             Norms(command.tokens, command.sequences),
         )
-        return Done(seq, stats=stats)
+        return Done(seq, stats=stats if self._ranks.holds_outputs else {})
 
     def _write_rollouts(self, command: WriteRollouts, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
-        num_ranks = len(self._worker.layout.ranks["trainer"])
-        write_rollouts(Path(command.folder), self._worker.world.rank, num_ranks, batch, command.facts)
+        num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
+        write_rollouts(folder, self._worker.world.rank, num_files, batch, command.facts)
         return Done(seq)
 
     def _stage(self, command: Stage, seq: int) -> Done:
@@ -203,27 +220,12 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
 
-def _all_sum(tensor: Tensor) -> Tensor:
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def _gather_rewards(batch: Batch) -> RewardTable:
+def _gather_rewards(batch: Batch, ranks: DataParallel) -> RewardTable:
     """Rewards of the samples of all trainer ranks, which all of them call: each knows those of its own rows."""
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([batch.num_sequences]))
-    longest = max(int(count) for count in counts)
-
-    def everything(own: Tensor) -> Tensor:
-        columns = [own.new_zeros(longest) for _ in counts]
-        dist.all_gather(columns, torch.cat([own, own.new_zeros(longest - len(own))]))
-        return torch.cat([column[: int(count)] for column, count in zip(columns, counts, strict=True)])
-
-    ids = everything(batch.sample_ids)
+    ids = ranks.all_gather(batch.sample_ids)
     order = torch.argsort(ids)
-    ids, rewards, scores = ids[order], everything(batch.rewards)[order], everything(batch.scores)[order]
-    return RewardTable(rewards, group_ids(ids), ids, scores)
+    ids, rewards = ids[order], ranks.all_gather(batch.rewards)[order]
+    return RewardTable(rewards, group_ids(ids), ids, ranks.all_gather(batch.scores)[order])
 
 
 def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:

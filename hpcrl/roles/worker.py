@@ -18,11 +18,11 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.transfer import Fabric, blames_peer
 from hpcrl.config import Config
 from hpcrl.control.listener import Listener
-from hpcrl.control.messages import BuildGroup, BuildRole, Done, Failed, Joined, Leave
+from hpcrl.control.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Leave
 from hpcrl.control.queues import ControlError, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.files import is_storage_error
-from hpcrl.roles.base import Role
+from hpcrl.roles.base import Answers, Role
 from hpcrl.roles.exchange import Exchange
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
@@ -49,6 +49,7 @@ class Worker:
         self._handlers: dict[type, Callable[[Any, int], Any]] = {
             BuildRole: self._build_role,
             BuildGroup: self._build_group,
+            Ask: self._ask,
         }
         self._handlers |= Exchange(self).handlers()
         self._commands: Listener | None = None
@@ -167,6 +168,12 @@ class Worker:
         build = self.world.weights_group if command.weights else self.world.group
         self.fabrics[command.name] = Fabric(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
         return Done(seq)
+
+    def _ask(self, command: Ask, seq: int) -> Done:
+        role = self.roles[command.role]
+        if not isinstance(role, Answers):
+            raise TypeError(f"the pipeline asks {command.question!r} of the role {command.role}, which has no answer()")
+        return Done(seq, stats=role.answer(command.question, command.values))
 
 
 def import_engines(config: Config, roles: Collection[str]) -> None:

@@ -15,7 +15,8 @@ from hpcrl.runtime.balance import balance, micro_batches
 
 @dataclass
 class BatchHandle:
-    """A batch that lies on ranks; its id is its step. `rows[rank]`: its samples there, ascending, as its rows are.
+    """A batch that lies on ranks; its id is its step. `rows[rank]`: its samples there, ascending, as its rows are; of
+    ranks that work on the same rows (hpcrl.spec.division) the first stands for all.
 
     mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, where siblings share one.
     keep_together: samples with the same number here are always in one micro-batch (preference pairs); those that are
@@ -62,9 +63,10 @@ class BatchHandle:
 
 
 def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
-    """Which rank trains on which of a step's samples, and in which mini-batch: a function of ids and sizes alone."""
+    """Which data-parallel rank trains on which of a step's samples, and in which mini-batch: a function of ids and
+    sizes alone."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
-    trainers, references = layout.ranks["trainer"], layout.ranks["reference"]
+    trainers, references = layout.division("trainer").heads, layout.division("reference").heads
     prompts = {sample: split_sample_id(sample)[0] for sample in sizes}
     handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
     if references and references != trainers:

@@ -27,7 +27,7 @@ from hpcrl.runtime.deadline import Deadline
 from hpcrl.runtime.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.runtime.evaluation import Evaluation
 from hpcrl.runtime.generation import replica_capacity
-from hpcrl.runtime.parts import Fabric, Reference, Trainer, Weights
+from hpcrl.runtime.parts import Fabric, Reference, Trainer, Weights, answers_stats
 from hpcrl.runtime.rollouts import Rollouts
 from hpcrl.runtime.rows import AnswerRows
 from hpcrl.runtime.saves import Checkpoints
@@ -131,6 +131,11 @@ class Run:
             left, needed = self._deadline.left_s(), self._deadline.needed_s(save_s)
             return f"the end of its job in {left:.0f} s (another step with its save takes up to {needed:.0f} s)"
         return ""
+
+    def ask(self, role: str, question: str, **values: Any) -> Stats:
+        """What all ranks of a role that answers questions (hpcrl.roles.base.Answers) say, merged."""
+        ask = messages.Ask(role, question, values)
+        return answers_stats(self._controller.call(dict.fromkeys(self._layout.ranks[role], ask)).values())
 
     def publish(self, version: int) -> Stats:
         """Give every living replica the trainers' weights under this version."""

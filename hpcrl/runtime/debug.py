@@ -59,9 +59,9 @@ class StoredRollouts:
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
         handle = lay_out(self._config, self._layout, step, sizes)
         wanted = handle.rows | handle.reference_rows
-        self._controller.call(
-            {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}
-        )
+        loads = {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}
+        trainers, references = self._layout.division("trainer"), self._layout.division("reference")
+        self._controller.call(references.spread(loads) | trainers.spread(loads))
         counted = {"_tokens": scalar(sum(size.total for size in sizes.values())), "_samples": scalar(len(sizes))}
         self.stats = timed("time/step_read", start) | counted
         return handle

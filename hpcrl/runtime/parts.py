@@ -17,6 +17,7 @@ from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.loop import Harvest, Sizes
 from hpcrl.runtime.batches import BatchHandle, assign_rows, lay_out, moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
+from hpcrl.spec.division import Division
 from hpcrl.trajectory import Origin, fields_of
 
 
@@ -34,15 +35,16 @@ class Trainer:
     """The trainer ranks: the policy that learns."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
-        self._controller, self._config = controller, config
+        self._controller, self._layout, self._config = controller, layout, config
         self._algorithm = make_algorithm(config)  # what the trainer ranks make of the same configuration
+        self._division = layout.division("trainer")
         self.ranks = layout.ranks["trainer"]
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
         """Fill a token field with the policy's log-probs; skipped where the algorithm does not read it."""
         if into not in self._algorithm.reads:
             return {}
-        return _logprobs(self._controller, self._config, "trainer", batch, batch.rows, into)
+        return _logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, into)
 
     def advantages(self, batch: BatchHandle) -> Stats:
         """Fill advantages and returns, and weigh the samples where the credit does."""
@@ -58,31 +60,32 @@ class Trainer:
                 plan = batch.plan(batch.rows, mini_batch, self._config.trainer.max_tokens_per_micro_batch)
                 tokens, sequences = batch.norms(mini_batch)
                 # All are queued ahead: no rank waits for the controller between two.
-                steps = {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences) for rank in self.ranks}
-                started.append(self._controller.start(steps))
+                steps = {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences) for rank in plan}
+                started.append(self._controller.start(self._division.spread(steps)))
         parts = [answers_stats(self._controller.finish(step).values()) for step in started]
         return merge([*parts, timed("time/step_train", start)])
 
     def load_rows(
         self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
     ) -> BatchHandle:
-        """A batch of one mini-batch from rows of the training data, balanced over the ranks. Rows with the same number
-        in keep_together (preference pairs) are in one micro-batch."""
+        """A batch of one mini-batch from rows of the training data, balanced over the data-parallel ranks. Rows with
+        the same number in keep_together (preference pairs) are in one micro-batch."""
         by_row, together = dict(zip(rows, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_row)]
-        shares = assign_rows(by_row, mini_batches, self.ranks, keep_together=together)
+        shares = assign_rows(by_row, mini_batches, self._division.heads, keep_together=together)
         handle = BatchHandle(step, step, by_row, mini_batches, shares, keep_together=together)
-        self._controller.call({rank: messages.LoadRows(handle.id, handle.rows[rank]) for rank in self.ranks})
+        loads = {rank: messages.LoadRows(handle.id, rows) for rank, rows in handle.rows.items()}
+        self._controller.call(self._division.spread(loads))
         return handle
 
     def drop(self, batch: BatchHandle) -> None:
         """Free the batch everywhere."""
-        _drop(self._controller, batch)
+        _drop(self._controller, self._layout, batch)
 
     def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> Callable[[], object]:
-        """Let every trainer rank write its rows; returns what waits until they have."""
+        """Let every data-parallel rank write its rows; returns what waits until they have."""
         write = messages.WriteRollouts(batch.id, str(folder), facts)
-        return partial(self._controller.finish, self._controller.start(dict.fromkeys(self.ranks, write)))
+        return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.heads, write)))
 
     def export(self, folder: Path) -> None:
         """Write the policy in HF layout."""
@@ -94,19 +97,22 @@ class Reference:
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._config = controller, config
-        self.ranks, self._trainer_ranks = layout.ranks["reference"], layout.ranks["trainer"]
+        self.ranks = layout.ranks["reference"]
+        self._division, self._trainers = layout.division("reference"), layout.division("trainer")
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
         """Fill a token field with the reference's log-probs."""
         if not self.ranks:
             return {}
-        if self.ranks == self._trainer_ranks:
-            return _logprobs(self._controller, self._config, "reference", batch, batch.rows, into)
-        stats = _logprobs(self._controller, self._config, "reference", batch, batch.reference_rows, into)
+        rows = batch.reference_rows or batch.rows
+        stats = _logprobs(self._controller, self._config, "reference", self._division, batch, rows, into)
+        if self.ranks == self._trainers.ranks:
+            return stats
         homes = {sample: rank for rank, samples in batch.reference_rows.items() for sample in samples}
-        between = moves(homes, batch.rows, batch.sizes)
-        for part in token_transfers(batch.id, Fabric.NAME, into, between, {*self.ranks, *self._trainer_ranks}):
+        between, heads = moves(homes, batch.rows, batch.sizes), {*self._division.heads, *self._trainers.heads}
+        for part in token_transfers(batch.id, Fabric.NAME, into, between, heads):
             self._controller.call(part)
+        _pass_on(self._controller, {"trainer": self._trainers}, batch.id, into)
         return stats
 
 
@@ -116,41 +122,45 @@ class Weights:
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller = controller
         self._trainers, self._replicas = layout.ranks["trainer"], layout.replicas
+        shares = layout.division("trainer").weights
         self._sources = [
-            next((rank for rank in replica if rank in self._trainers), self._trainers[i % len(self._trainers)])
+            [
+                (next((rank for rank in owners if rank in replica), owners[i % len(owners)]), f"weights/{i}/{share}")
+                for share, owners in enumerate(shares)
+            ]
             for i, replica in enumerate(self._replicas)
         ]
 
     def build_groups(self) -> None:
-        """One group per replica that shares no rank with its source."""
-        for i, (source, replica) in enumerate(zip(self._sources, self._replicas, strict=True)):
-            if replica != (source,):
-                ranks = sorted({source, *replica})
-                build = messages.BuildGroup(_weights_group(i), ranks, weights=True)
-                self._controller.call(dict.fromkeys(ranks, build))
+        """One group per replica and share of the parameters, unless the rank that has the share is the replica."""
+        for replica, sources in zip(self._replicas, self._sources, strict=True):
+            for source, group in sources:
+                if replica != (source,):
+                    ranks = sorted({source, *replica})
+                    self._controller.call(dict.fromkeys(ranks, messages.BuildGroup(group, ranks, weights=True)))
 
     def publish(self, version: int) -> Stats:
         """Load the trainers' weights into every living replica under this version; one that is lost meanwhile goes
         without."""
         waiting = [
-            (i, (source, replica))
-            for i, (source, replica) in enumerate(zip(self._sources, self._replicas, strict=True))
+            (replica, sources)
+            for replica, sources in zip(self._replicas, self._sources, strict=True)
             if self._controller.lost.isdisjoint(replica)
         ]
         if not waiting:
             return {}
         start = time.perf_counter()
-        stage = messages.Stage(version, [source for _, (source, _) in waiting])
+        stage = messages.Stage(version, [source for _, sources in waiting for source, _ in sources])
         started = [self._controller.start(dict.fromkeys(self._trainers, stage))]
         while waiting:
             wave: dict[int, messages.Pull] = {}
             later = []
-            for i, (source, replica) in waiting:
-                ranks = {source, *replica}
+            for replica, sources in waiting:
+                ranks = {*replica, *(source for source, _ in sources)}
                 if ranks & wave.keys():
-                    later.append((i, (source, replica)))
+                    later.append((replica, sources))
                 else:
-                    wave |= dict.fromkeys(ranks, messages.Pull(version, source, list(replica), _weights_group(i)))
+                    wave |= dict.fromkeys(ranks, messages.Pull(version, sources, list(replica)))
             started.append(self._controller.start(wave))
             waiting = later
         answers = [answer for commands in started for answer in self._controller.finish(commands).values()]
@@ -165,8 +175,11 @@ class Fabric:
 
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller, self._layout = controller, layout
-        ranks = layout.ranks
-        self._ranks = sorted({*ranks["generator"], *ranks["trainer"], *ranks["reference"]})
+        self._divisions = {"trainer": layout.division("trainer")}
+        if layout.ranks["reference"] != layout.ranks["trainer"]:
+            self._divisions["reference"] = layout.division("reference")
+        heads = {rank for division in self._divisions.values() for rank in division.heads}
+        self._ranks = sorted({*layout.ranks["generator"], *heads})
         self._epoch = 0
 
     def build(self) -> None:
@@ -196,9 +209,10 @@ class Fabric:
         for part in hand_overs(handle.id, self.NAME, between, wanted.keys(), scored, fields):
             answers += self._controller.call(part).values()
             if lose_unreached(self._controller, answers):
-                _drop(self._controller, handle)
+                _drop(self._controller, self._layout, handle)
                 self.build()
                 return None
+        _pass_on(self._controller, self._divisions, handle.id)
         return handle
 
 
@@ -209,19 +223,29 @@ def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> 
     return bool(unreached)
 
 
-def _drop(controller: Controller, batch: BatchHandle) -> None:
-    for rank in sorted({*batch.rows, *batch.reference_rows}):
+def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> None:
+    for rank in sorted({*layout.ranks["trainer"], *layout.ranks["reference"]}):
         controller.send(rank, messages.DropBatch(batch.id))
 
 
+def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: int, field: str = "") -> None:
+    """Let the heads of data-parallel ranks of several ranks pass on what they got."""
+    for role, division in divisions.items():
+        if division.is_split:
+            controller.call(dict.fromkeys(division.ranks, messages.PassOn(batch, role, field)))
+
+
 def _logprobs(
-    controller: Controller, config: Config, role: str, batch: BatchHandle, rows: dict[int, list[int]], into: str
+    controller: Controller,
+    config: Config,
+    role: str,
+    division: Division,
+    batch: BatchHandle,
+    rows: dict[int, list[int]],
+    into: str,
 ) -> Stats:
     start = time.perf_counter()
     plan = batch.plan(rows, batch.samples, config.trainer.max_tokens_per_micro_batch)
-    controller.call({rank: messages.Logprobs(batch.id, role, into, plan[rank]) for rank in sorted(rows)})
+    commands = {rank: messages.Logprobs(batch.id, role, into, plan[rank]) for rank in rows}
+    controller.call(division.spread(commands))
     return timed(f"time/{into.replace('logprobs', 'log_probs')}", start)
-
-
-def _weights_group(replica: int) -> str:
-    return f"weights/{replica}"

@@ -319,7 +319,10 @@ def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
     """On what the bits of a deterministic run depend beside what it computes, by key."""
     values = config.model_dump(mode="json")
     keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *DIVISION)
-    ranks = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
+    ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
+    for role, division in layout.divisions.items():
+        if division.is_split:
+            ranks[f"ranks that share the rows of {role}"] = len(division.groups[0])
     return ranks | {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
 
 

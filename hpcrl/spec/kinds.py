@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from hpcrl.spec.division import Division
 from hpcrl.spec.fields import Section
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
@@ -17,6 +18,10 @@ Check = Callable[[Any], Iterable[Problem]]
 
 def _nothing(config: Any) -> Iterable[Problem]:
     return ()
+
+
+def _unsplit(config: Any, num_ranks: int) -> Division:
+    return Division.unsplit(num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,11 @@ class RoleSpec(Spec):
     """Its ranks, where the layout does not say."""
     holds_model: bool = False
     """Its ranks hold (a part of) a model: they have a GPU, and the plan counts their memory."""
+    plan: str = ""
+    """`module:NAME` of parts(config, shape, num_ranks) -> list[Part] (hpcrl.planner.parts), the memory of its fullest
+    rank while it works, where that does not depend on the roles it shares the rank with."""
+    division: Callable[[Any, int], Division] = _unsplit
+    """How this many ranks of it divide the rows and the parameters. DivisionError where they cannot."""
     owns_default_group: bool = False
     """Its engine uses the default process group, so it shares ranks with another such role as a whole or not at all."""
     forms_replicas: bool = False
@@ -109,6 +119,9 @@ class TrainEngineSpec(Spec):
     Its section stands under trainer.NAME.
     """
 
+    division: Callable[[Any, int], Division] = _unsplit
+    """`division(config, num_ranks)`: which of its ranks work on the same rows, hold outputs and publish parameters.
+    DivisionError where the configuration does not allow this many ranks."""
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
     offered: bool = True

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config, parse
+from hpcrl.config import Config, ConfigError, parse
 from hpcrl.engines.train.megatron.parallel import Degrees, padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.planner.memory import check_sizes
@@ -38,7 +38,10 @@ def run_of(ranks: int = 256, generator: int = 1, num_prompts: int = 128, **megat
 
 
 def problems(config: Config, model: str) -> list[str]:
-    layout = RoleLayout.from_config(config)
+    try:
+        layout = RoleLayout.from_config(config)
+    except ConfigError as error:
+        return error.problems
     return [problem.text for problem in check_sizes(config, layout, read_shape(PUBLISHED[model][0]))]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.store import RolloutReader
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -30,7 +31,7 @@ WORDS = [
     "trainer.noisy.factor=2",
     "generator.engine=counting",
     "layout=single",
-    "layout.witness.colocate_with=controller",
+    "layout.witness.colocate_with=trainer",
     "rollout.num_prompts=4",
     "rollout.group_size=2",
     "rollout.max_new_tokens=8",
@@ -94,13 +95,15 @@ def test_a_run_of_added_parts_trains_and_resumes(site: Path, tmp_path: Path) -> 
     run = tmp_path / "run"
     first = call(site, *WORDS, f"run_dir={run}")
     assert first.returncode == 0, first.stdout + first.stderr
-    assert (run / "witness_0").read_text() == "curriculum"
     refused = call(site, *WORDS, f"run_dir={run}", "max_steps=3", "algorithm.shrink=0.5")
     assert refused.returncode == ExitCode.BAD_INPUT and "algorithm.shrink: 0.25 -> 0.5" in refused.stderr
     again = call(site, *WORDS, f"run_dir={run}", "max_steps=3", "trainer.noisy.factor=1")
     assert again.returncode == 0, again.stdout + again.stderr
     rows = read_metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
+    batch = RolloutReader(run).batch(1)
+    written = batch.gen_logprobs[batch.loss_mask]
+    assert rows[0]["witness/logprob"] == pytest.approx(float(written.mean()), abs=1e-5), "the same weights"
     assert rows[0]["actor/lr"] == 2 * rows[2]["actor/lr"] > 0, "trainer.noisy.factor may change at a resume"
     attempts = json.loads((run / "facts.json").read_text())["attempts"]
     assert [attempt["kind"] for attempt in attempts] == ["fresh", "resume"]

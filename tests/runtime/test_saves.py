@@ -471,6 +471,8 @@ def test_a_save_that_is_discarded_leaves_nothing_of_this_attempt(tmp_path: Path,
     checkpoints = make(tmp_path, ranks)
     checkpoints.save(1)
     checkpoints._begin(2)
+    assert checkpoints._snapshot is not None
+    assert checkpoints._snapshot.writing.ask(FinishSave(30.0)), "what a rank still writes would come back"
     other = tmp_path / "checkpoints/step_000009.tmp-77"
     other.mkdir()
     checkpoints.discard()

@@ -1,4 +1,7 @@
-"""What a training engine must do. Every rank of the engine's default process group makes the same calls in order."""
+"""What a training engine must do. Every rank of the engine's default process group makes the same calls in order.
+
+The ranks of a data-parallel rank (the division of the engine's specification, hpcrl.spec.division) get the same batch.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,11 @@ class TrainEngine(Protocol):
     """The contract every training engine passes (tests/contracts/test_train_engine.py)."""
 
     optimizer_step: int  # steps taken so far
-    data_parallel_rank: int
-    data_parallel_size: int
     computes: frozenset[str]  # the optional fields of Outputs that it can give an objective
 
-    def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+    def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
         """float32 [T] on the batch's device: log-softmax(logits / temperature) at tokens of loss_mask, 0 elsewhere.
+        Other ranks than those that hold the outputs may return None.
 
         The vocabulary projection of the other tokens (prompts, tool results) is not computed; an objective gets the
         same. Rows in no micro-batch get 0. Collective over the engine's ranks. No gradients.
@@ -41,14 +43,16 @@ class TrainEngine(Protocol):
         The mini-batch is the rows in micro_batches, each once; norms are of it, over all ranks. The objective says at
         which temperature, and which outputs it gets with gradients, which without, which not at all.
 
-        Returns this rank's loss stats plus actor/grad_norm and actor/lr (the same on all ranks; counted once, on
-        data-parallel rank 0). A gradient norm that is not finite skips the update and counts actor/skipped_update.
+        Returns the loss stats of the rows, plus actor/grad_norm and actor/lr on the first data-parallel rank alone, as
+        they are the same on all; only those of ranks that hold outputs are read. A gradient norm that is not finite
+        skips the update and counts actor/skipped_update.
         """
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of the full weights under HF names, one at a time, in a fixed order.
 
-        Names are those of transformers' state_dict(), a tied weight once. Collective: every rank must exhaust it.
+        Names are those of transformers' state_dict(), a tied weight once. Collective: every rank must exhaust it. A
+        rank yields the share of the parameters that its division gives it; all shares together have each name once.
         """
 
     def offload(self) -> None:

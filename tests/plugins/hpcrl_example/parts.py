@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from hpcrl_example.specs import CurriculumConfig, LeaveOneOut, NoisyConfig, VowelOptions
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.credit import ReturnsCredit
@@ -17,6 +19,9 @@ from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.engine import make as make_native
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.engine import make as make_fsdp2
+from hpcrl.metrics.stats import Stats, stat
+from hpcrl.planner.parts import Part
+from hpcrl.planner.shapes import ModelShape
 from hpcrl.rewards.base import Reward, RewardItem, Score
 from hpcrl.spec.options import read_options
 
@@ -78,13 +83,30 @@ def make_counting(config: Config, model_path: Path, tokenizer: Any) -> NativeEng
     return make_native(config, model_path, tokenizer)
 
 
+def witness_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+    """The plan of the role witness."""
+    return [Part("witness", "weights", shape.num_parameters * 4)]
+
+
 class WitnessRole:
-    """A role without commands; leaves a file that says where it was."""
+    """The model with which the run began."""
 
     busy = False
 
     def __init__(self, worker: Rank):
-        (worker.run_dir / f"witness_{worker.world.rank}").write_text(str(worker.config.pipeline))
+        self._worker = worker
+        self._model = AutoModelForCausalLM.from_pretrained(worker.model_path)
+
+    @torch.no_grad()
+    def answer(self, question: str, values: dict[str, Any]) -> Stats:
+        """See Answers. likelihood: of the tokens that the model wrote in a batch on this rank."""
+        assert question == "likelihood"
+        batch, parts = self._worker.batches[values["batch"]], []
+        for start, end in pairwise(batch.cu_seqlens.tolist()):
+            ids = batch.token_ids[start:end].long()
+            log_p = self._model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            parts.append(log_p.gather(1, ids[1:, None])[:, 0][batch.loss_mask[start + 1 : end]])
+        return {"witness/logprob": stat(torch.cat(parts))} if parts else {}
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         """See Role."""
@@ -106,7 +128,8 @@ def curriculum(run: Run) -> None:
         batch = run.rollouts.next(step)
         old = run.trainer.logprobs(batch, into="old_logprobs")
         credit = run.trainer.advantages(batch)
-        stats = [run.rollouts.stats, old, credit, run.trainer.update(batch)]
+        seen = run.ask("witness", "likelihood", batch=batch.id)
+        stats = [run.rollouts.stats, old, credit, seen, run.trainer.update(batch)]
         run.rollouts.store(batch, run.trainer)
         run.trainer.drop(batch)
         run.log(step, *stats, run.publish(step))

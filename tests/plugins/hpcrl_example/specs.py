@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcrl.algorithms.specs import POLICY_GRADIENT
-from hpcrl.spec.fields import NonNegative, Positive, Section, Share
+from hpcrl.spec.division import Division, DivisionError
+from hpcrl.spec.fields import Count, NonNegative, Positive, Section, Share
 from hpcrl.spec.kinds import (
     AlgorithmSpec,
     EnvSpec,
@@ -69,11 +70,45 @@ COUNTING = GenEngineSpec(
     families=("qwen2",),
 )
 
+
+class StagesConfig(Section):
+    """A model of two matrices."""
+
+    num: Count = 1
+    """Ranks that share the model: 1, or 2 with a matrix each."""
+
+
+def _divide(config: Any, num_ranks: int) -> Division:
+    num = config.trainer.own(StagesConfig).num
+    if num > 2 or num_ranks % num:
+        text = f"trainer.stages.num: {num} stages of 2 matrices do not divide {num_ranks} ranks; use 1 or 2"
+        raise DivisionError([Problem(("trainer", "stages", "num"), text, (("layout", "trainer", "num_ranks"),))])
+    groups = tuple(tuple(range(first, first + num)) for first in range(0, num_ranks, num))
+    weights = tuple(tuple(range(stage, num_ranks, num)) for stage in range(num))
+    return Division(groups, tuple(group[-1] for group in groups), weights)
+
+
+STAGES = TrainEngineSpec(
+    about="A model of two matrices, which may be on two ranks.",
+    section=StagesConfig,
+    make="hpcrl_example.stages:make_trainer",
+    division=_divide,
+    resume_keys=("num",),
+)
+
+COLUMNS = GenEngineSpec(
+    about="Generates with the model of the stages engine; ranks of a replica share its columns.",
+    make="hpcrl_example.stages:make_generator",
+    tensor_parallel=True,
+)
+
 WITNESS = RoleSpec(
-    about="A rank that looks on.",
+    about="A frozen model that tells how likely it finds the responses.",
     make="hpcrl_example.parts:WitnessRole",
     needed=lambda config: config.pipeline == "curriculum",
-    least_ranks=lambda config: 0,
+    holds_model=True,
+    plan="hpcrl_example.parts:witness_parts",
+    imports=lambda config: "transformers.models.qwen2.modeling_qwen2",
 )
 
 

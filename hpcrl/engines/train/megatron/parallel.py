@@ -12,13 +12,12 @@ from itertools import pairwise
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.engines.train.megatron.spec import MegatronConfig, problem
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.shapes import ModelShape
 
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this on each tensor parallel rank."""
-AT = ("trainer", "megatron")
 
 Stage = tuple[tuple[int, ...], ...]
 """The layers of a stage, chunk by chunk."""
@@ -38,7 +37,7 @@ class Degrees:
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> Degrees:
         """ValueError where the sizes do not divide the ranks."""
-        copy, experts = _ranks_of_a_copy(megatron), _ranks_of_all_experts(megatron)
+        copy, experts = megatron.ranks_of_a_copy, megatron.ranks_of_all_experts
         if num_ranks % copy or num_ranks % experts:
             raise ValueError(f"{num_ranks} ranks are no multiple of {copy} and {experts}")
         return cls(num_ranks // copy, num_ranks // experts, num_ranks // copy * megatron.context_parallel)
@@ -70,7 +69,7 @@ def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | Non
 def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
     """Everything about the trainer's sizes that the model or the ranks do not allow."""
     megatron, ranks = own(config), len(layout.ranks["trainer"])
-    problems = [*_ranks(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
+    problems = [*_tensors(megatron, shape), *_experts(megatron, shape)]
     problems += _stages(megatron, shape)
     return problems or list(_samples(config, Degrees.of(megatron, ranks)))
 
@@ -80,51 +79,21 @@ def own(config: Config) -> MegatronConfig:
     return config.trainer.own(MegatronConfig)
 
 
-def _problem(key: str, text: str, *others: str) -> Problem:
-    involved = tuple((*AT, other) for other in others)
-    return Problem((*AT, key), f"trainer.megatron.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
-
-
-def _ranks_of_a_copy(megatron: MegatronConfig) -> int:
-    return megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
-
-
-def _ranks_of_all_experts(megatron: MegatronConfig) -> int:
-    return megatron.expert_parallel * megatron.expert_tensor_parallel * megatron.pipeline_parallel
-
-
-def _ranks(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
-    tensor, pipeline, context = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
-    if num_ranks % (size := _ranks_of_a_copy(megatron)):
-        text = (
-            f"tensor {tensor} x pipeline {pipeline} x context {context} = {size} ranks hold the model, and the layout "
-            f"gives the trainer {num_ranks}, which is no multiple of it"
-        )
-        yield _problem("tensor_parallel", text, "pipeline_parallel", "context_parallel")
-    if num_ranks % (size := _ranks_of_all_experts(megatron)):
-        text = (
-            f"expert {megatron.expert_parallel} x expert tensor {megatron.expert_tensor_parallel} x pipeline "
-            f"{pipeline} = {size} ranks hold all experts, and the layout gives the trainer {num_ranks}, which is no "
-            "multiple of it"
-        )
-        yield _problem("expert_parallel", text, "expert_tensor_parallel", "pipeline_parallel")
-
-
 def _tensors(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     tensor = megatron.tensor_parallel
     if shape.num_heads % tensor:
-        yield _problem("tensor_parallel", f"{tensor} does not divide the {shape.num_heads} attention heads")
+        yield problem("tensor_parallel", f"{tensor} does not divide the {shape.num_heads} attention heads")
     if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
         text = f"{tensor} neither divides the {shape.num_kv_heads} key and value heads nor is a multiple of them"
-        yield _problem("tensor_parallel", text)
+        yield problem("tensor_parallel", text)
     if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
-        yield _problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
+        yield problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
     if megatron.sequence_parallel and tensor == 1:
         text = "true shares activations over the tensor parallel ranks, and tensor_parallel is 1; set it to false"
-        yield _problem("sequence_parallel", text, "tensor_parallel")
+        yield problem("sequence_parallel", text, "tensor_parallel")
     if not megatron.sequence_parallel and tensor > 1 and shape.num_experts:
         text = f"a mixture of experts trains with tensor_parallel={tensor} only with sequence_parallel=true"
-        yield _problem("sequence_parallel", text, "tensor_parallel")
+        yield problem("sequence_parallel", text, "tensor_parallel")
 
 
 def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -132,18 +101,18 @@ def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     if not shape.num_experts:
         for key, value in (("expert_parallel", expert), ("expert_tensor_parallel", within)):
             if value > 1:
-                yield _problem(key, f"{value}, but {shape.family} has no experts; use 1")
+                yield problem(key, f"{value}, but {shape.family} has no experts; use 1")
         return
     if shape.num_experts % expert:
-        yield _problem("expert_parallel", f"{expert} does not divide the {shape.num_experts} experts of a layer")
+        yield problem("expert_parallel", f"{expert} does not divide the {shape.num_experts} experts of a layer")
     if shape.expert_size % within:
-        yield _problem("expert_tensor_parallel", f"{within} does not divide the experts' width {shape.expert_size}")
+        yield problem("expert_tensor_parallel", f"{within} does not divide the experts' width {shape.expert_size}")
 
 
 def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
     if chunks > 1 and stages == 1:
-        yield _problem("virtual_pipeline", f"{chunks} chunks need pipeline_parallel above 1", "pipeline_parallel")
+        yield problem("virtual_pipeline", f"{chunks} chunks need pipeline_parallel above 1", "pipeline_parallel")
         return
     if split_layers(shape.num_layers, megatron) is not None:
         return
@@ -155,7 +124,7 @@ def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
     total, places = shape.num_layers + counted, stages * chunks
     what = f"{shape.num_layers} layers" + (f" + {counted} for embedding and loss = {total}" if counted else "")
     text = f"{what} do not divide over {stages} stages x {chunks} chunks = {places}"
-    yield _problem("pipeline_parallel", f"{text}; {_way_out(shape.num_layers, megatron)}", "virtual_pipeline", *flags)
+    yield problem("pipeline_parallel", f"{text}; {_way_out(shape.num_layers, megatron)}", "virtual_pipeline", *flags)
 
 
 def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
@@ -179,11 +148,11 @@ def _samples(config: Config, degrees: Degrees) -> Iterator[Problem]:
     megatron, samples = own(config), samples_of_an_update(config)
     if samples < degrees.data:
         text = f"{samples} samples of an optimizer step leave some of {degrees.data} data parallel ranks without any"
-        yield _problem("tensor_parallel", f"{text}; raise rollout.num_prompts or use fewer trainer ranks")
+        yield problem("tensor_parallel", f"{text}; raise rollout.num_prompts or use fewer trainer ranks")
     elif megatron.virtual_pipeline > 1 and samples // degrees.data < megatron.pipeline_parallel:
         text = (
             f"{megatron.virtual_pipeline} chunks run micro-batches in groups of pipeline_parallel = "
             f"{megatron.pipeline_parallel}, and {samples} samples of an optimizer step over {degrees.data} data "
             f"parallel ranks make at most {samples // degrees.data}; use virtual_pipeline=1 or larger batches"
         )
-        yield _problem("virtual_pipeline", text, "pipeline_parallel")
+        yield problem("virtual_pipeline", text, "pipeline_parallel")

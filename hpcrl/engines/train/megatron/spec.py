@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
+from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec
+from hpcrl.spec.problems import Problem
+
+AT = ("trainer", "megatron")
 
 
 class MegatronConfig(Section):
@@ -34,10 +39,59 @@ class MegatronConfig(Section):
     distributed_optimizer: bool = True
     """Share the optimizer's state over the data parallel ranks."""
 
+    @property
+    def ranks_of_a_copy(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def ranks_of_all_experts(self) -> int:
+        """Ranks that share one copy of the experts."""
+        return self.expert_parallel * self.expert_tensor_parallel * self.pipeline_parallel
+
+
+def problem(key: str, text: str, *others: str) -> Problem:
+    """One about a key of the section, which the other keys, the model and the ranks may solve too."""
+    involved = tuple((*AT, other) for other in others)
+    return Problem((*AT, key), f"trainer.megatron.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
+
+
+def divide(config: Any, num_ranks: int) -> Division:
+    """In Megatron-Core's order of ranks (parallel_state, "tp-cp-ep-dp-pp"): neighbours share matrices, then sequences;
+    then come copies of the model, and stages last. A stage's ranks publish its layers."""
+    megatron: MegatronConfig = config.trainer.own(MegatronConfig)
+    if problems := list(_indivisible(megatron, num_ranks)):
+        raise DivisionError(problems)
+    copy, stages = megatron.ranks_of_a_copy, megatron.pipeline_parallel
+    width, stage = copy // stages, num_ranks // stages
+    groups = tuple(
+        tuple(number * stage + first + rank for number in range(stages) for rank in range(width))
+        for first in range(0, stage, width)
+    )
+    outputs = tuple(group[-width] for group in groups)
+    return Division(groups, outputs, tuple(tuple(range(first, first + stage)) for first in range(0, num_ranks, stage)))
+
+
+def _indivisible(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
+    tensor, pipeline, context = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
+    if num_ranks % (size := megatron.ranks_of_a_copy):
+        text = (
+            f"tensor {tensor} x pipeline {pipeline} x context {context} = {size} ranks hold the model, and the layout "
+            f"gives {num_ranks}, which is no multiple of it"
+        )
+        yield problem("tensor_parallel", text, "pipeline_parallel", "context_parallel")
+    if num_ranks % (size := megatron.ranks_of_all_experts):
+        text = (
+            f"expert {megatron.expert_parallel} x expert tensor {megatron.expert_tensor_parallel} x pipeline "
+            f"{pipeline} = {size} ranks hold all experts, and the layout gives {num_ranks}, which is no multiple of it"
+        )
+        yield problem("expert_parallel", text, "expert_tensor_parallel", "pipeline_parallel")
+
 
 SPEC = TrainEngineSpec(
     about="Megatron-Core: a model that is split by tensors, layers, sequences and experts.",
     section=MegatronConfig,
+    division=divide,
     plan="hpcrl.engines.train.megatron.memory:PLAN",
     needs={"megatron.core": "megatron"},
     resume_keys=tuple(MegatronConfig.model_fields),

@@ -1,0 +1,68 @@
+"""What the ranks of a training engine exchange beside the engine: rows within a data-parallel rank, sums across."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcrl.comm.weights import receive_buckets, send_buckets, stage
+from hpcrl.control.world import World
+from hpcrl.spec.division import Division
+
+
+class DataParallel:
+    """A rank's place in its engine's division. Built by all ranks of the engine together, after their default group."""
+
+    def __init__(self, world: World, role: str, division: Division, epoch: int = 0):
+        group, across = division.inside(world.rank), division.across(world.rank)
+        self.is_head, self.holds_outputs = world.rank == group[0], world.rank in division.outputs
+        self.num_data_parallel = len(division.groups)
+        self._output = group.index(next(rank for rank in division.outputs if rank in group))
+        self._across: Any = dist.group.WORLD
+        self._inside: Any = None
+        if division.is_split:
+            self._across = world.group(f"{role}/across/{across[0]}", across, epoch)
+            self._inside = world.group(f"{role}/inside/{group[0]}", group, epoch)
+
+    def pass_on(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that the head gives, in host memory. Called by all ranks of a data-parallel rank of several."""
+        if self.is_head:
+            send_buckets(self._inside, stage(tensors.items(), keep=True), 0)
+            return tensors
+        return {name: tensor for bucket in receive_buckets(self._inside, 0) for name, tensor in bucket.tensors()}
+
+    def outputs(self, values: Tensor | None, num_tokens: int) -> Tensor:
+        """float32 [T]: what the rank that holds the outputs of these rows computed for their tokens; the others may
+        have None. Called by all ranks of a data-parallel rank."""
+        if self._inside is None or self.holds_outputs:
+            assert values is not None, "this rank holds the outputs"
+            given = values
+        else:
+            given = torch.empty(num_tokens)
+        if self._inside is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = self._output
+            self._inside.broadcast([given], options).wait()
+        return given
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """The sum over data-parallel ranks; called by all ranks of the engine."""
+        total = tensor.clone()
+        self._across.allreduce([total]).wait()
+        return total
+
+    def all_gather(self, own: Tensor) -> Tensor:
+        """The [n] values of all data-parallel ranks, one after another, of which each may have another number; called
+        by all ranks of the engine."""
+        counts = self._gathered(torch.tensor([len(own)]))
+        longest = max(int(count) for count in counts)
+        columns = self._gathered(torch.cat([own, own.new_zeros(longest - len(own))]))
+        return torch.cat([column[: int(count)] for column, count in zip(columns, counts, strict=True)])
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(own) for _ in range(self.num_data_parallel)]
+        self._across.allgather([parts], [own]).wait()
+        return parts

@@ -1,0 +1,89 @@
+"""How the ranks of a training engine divide the work: a function of the configuration alone, so that the login node,
+the plan, rank 0 and every rank agree without asking each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from hpcrl.spec.problems import Problem
+
+T = TypeVar("T")
+
+
+class DivisionError(ValueError):
+    """The ranks cannot be divided as the configuration asks; `problems` says why."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = list(problems)
+        super().__init__("; ".join(problem.text for problem in problems))
+
+
+@dataclass(frozen=True)
+class Division:
+    """Engines number their ranks from 0; RoleLayout.division() gives the same with ranks of the world."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """The ranks of each data-parallel rank. They work on identical rows; the first gets the rows and passes them on,
+    answers for statistics of the batch, and writes stored rollouts. All groups are of one size."""
+    outputs: tuple[int, ...]
+    """Of each group, the rank that holds what the model computes for the rows (log-probs, the loss): with pipeline
+    stages a rank of the last one."""
+    weights: tuple[tuple[int, ...], ...]
+    """The parameters in shares, which generators get one after another: for each share the ranks whose
+    TrainEngine.named_weights() yields it, whole. One share of all ranks where each of them yields everything."""
+
+    @classmethod
+    def unsplit(cls, num_ranks: int) -> Division:
+        """Every rank is a data-parallel rank."""
+        ranks = range(num_ranks)
+        return cls(tuple((rank,) for rank in ranks), tuple(ranks), (tuple(ranks),))
+
+    def __post_init__(self) -> None:
+        """ValueError where an engine contradicts itself."""
+        ranks = self.ranks
+        if len({len(group) for group in self.groups}) > 1 or len(set(ranks)) < len(ranks):
+            raise ValueError(f"the groups of a division are disjoint and of one size, not {self.groups}")
+        places = zip(self.outputs, self.groups, strict=False)
+        if len(self.outputs) != len(self.groups) or any(rank not in group for rank, group in places):
+            raise ValueError(f"a division needs an output rank in each of {self.groups}, not {self.outputs}")
+        owners = {rank for share in self.weights for rank in share}
+        if ranks and not (self.weights and all(self.weights) and owners.issubset(ranks)):
+            raise ValueError(f"each share of a division's weights needs some of the ranks, not {self.weights}")
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for group in self.groups for rank in group))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several ranks work on the same rows."""
+        return len(self.groups[0]) > 1 if self.groups else False
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """The ranks that get rows, one of each group."""
+        return tuple(group[0] for group in self.groups)
+
+    def of(self, ranks: Sequence[int]) -> Division:
+        """The same division of other ranks: ranks[i] in the place of i."""
+        groups, weights = (
+            tuple(tuple(ranks[rank] for rank in some) for some in several) for several in (self.groups, self.weights)
+        )
+        return Division(groups, tuple(ranks[rank] for rank in self.outputs), weights)
+
+    def spread(self, by_head: Mapping[int, T]) -> dict[int, T]:
+        """What is for the head of a group, for all of its ranks; ascending."""
+        return dict(sorted((rank, by_head[group[0]]) for group in self.groups for rank in group if group[0] in by_head))
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The ranks at the same place of every group, which hold each row once together."""
+        place = next(group.index(rank) for group in self.groups if rank in group)
+        return tuple(group[place] for group in self.groups)
+
+    def inside(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the rank's group."""
+        return next(group for group in self.groups if rank in group)

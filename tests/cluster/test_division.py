@@ -1,0 +1,76 @@
+"""Which ranks of an engine work on the same rows, hold outputs and publish parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, ConfigError, parse
+from hpcrl.spec.division import Division
+
+PAIRS = Division(((0, 1), (2, 3)), (1, 3), ((0, 2), (1, 3)))
+
+
+def megatron(num_ranks: int, reference: int | None = None, **sizes: int) -> Config:
+    layout: dict[str, Any] = {"trainer": {"num_ranks": num_ranks}}
+    algorithm: dict[str, Any] = {"name": "grpo"}
+    if reference:
+        layout["reference"] = {"num_ranks": reference, "colocate_with": None}
+        algorithm["kl_loss_coef"] = 0.1
+    return parse({"trainer": {"engine": "megatron", "megatron": sizes}, "layout": layout, "algorithm": algorithm})
+
+
+def test_commands_and_groups_follow_from_the_pairs() -> None:
+    there = PAIRS.of([4, 5, 8, 9])
+    assert (there.ranks, there.heads, there.outputs) == ((4, 5, 8, 9), (4, 8), (5, 9))
+    assert there.spread({4: "a", 8: "b"}) == {4: "a", 5: "a", 8: "b", 9: "b"}
+    assert there.spread({8: "b"}) == {8: "b", 9: "b"}
+    assert (there.inside(9), there.across(9), there.across(4)) == ((8, 9), (5, 9), (4, 8))
+    assert there.weights == ((4, 8), (5, 9)) and there.is_split
+    whole = Division.unsplit(3)
+    assert (whole.heads, whole.outputs, whole.weights) == ((0, 1, 2), (0, 1, 2), ((0, 1, 2),)) and not whole.is_split
+    assert whole.across(1) == (0, 1, 2) and whole.inside(1) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("groups", "outputs", "weights"),
+    [
+        (((0, 1), (2,)), (0, 2), ((0,),)),
+        (((0, 1), (1, 2)), (0, 1), ((0,),)),
+        (((0, 1), (2, 3)), (2, 0), ((0,),)),
+        (((0, 1), (2, 3)), (0,), ((0,),)),
+        (((0, 1), (2, 3)), (0, 2), ()),
+        (((0, 1), (2, 3)), (0, 2), ((0,), ())),
+        (((0, 1), (2, 3)), (0, 2), ((0, 4),)),
+    ],
+)
+def test_an_engine_that_contradicts_itself_is_told(groups: Any, outputs: Any, weights: Any) -> None:
+    with pytest.raises(ValueError, match="division"):
+        Division(groups, outputs, weights)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "tensor", "pipeline", "context"),
+    [(8, 2, 2, 1), (16, 2, 2, 2), (8, 1, 4, 2), (12, 3, 1, 2), (4, 1, 1, 1)],
+)
+def test_megatron_divides_as_megatron_core_does(num_ranks: int, tensor: int, pipeline: int, context: int) -> None:
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": context}
+    division = RoleLayout.from_config(megatron(num_ranks, **sizes)).division("trainer")
+    data = num_ranks // (tensor * pipeline * context)
+    order = parallel_state.RankGenerator(
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp", rank_offset=1
+    )
+    assert sorted(map(sorted, division.groups)) == sorted(map(sorted, order.get_ranks("tp-cp-pp")))
+    stages = sorted(map(sorted, order.get_ranks("tp-cp-dp")))
+    assert [list(owners) for owners in division.weights] == stages
+    assert set(division.outputs) <= set(stages[-1]) and set(division.heads) <= set(stages[0])
+
+
+def test_the_ranks_of_every_role_must_divide() -> None:
+    with pytest.raises(ConfigError) as told:
+        RoleLayout.from_config(megatron(4, reference=3, tensor_parallel=2))
+    (text,) = told.value.problems
+    assert text.startswith("trainer.megatron.tensor_parallel: tensor 2 x") and "the layout gives 3, which" in text
