@@ -231,7 +231,7 @@ class TrainerConfig(Section):
     logits_chunk_tokens: Positive = 4096
     """Tokens of one chunk of the vocabulary projection."""
 
-    def own(self, kind: type[S]) -> S:
+    def section(self, kind: type[S]) -> S:
         """The section of the engine, which is of this type."""
         return _own_section(self, self.engine, TRAIN_ENGINES[self.engine], kind)
 
@@ -252,7 +252,7 @@ class GeneratorConfig(Section):
     kv_bucket: Positive = 32
     """KV cache lengths are rounded up to this many tokens."""
 
-    def own(self, kind: type[S]) -> S:
+    def section(self, kind: type[S]) -> S:
         """The section of the engine, which is of this type."""
         return _own_section(self, self.engine, GEN_ENGINES[self.engine], kind)
 
@@ -373,7 +373,7 @@ class Config(Section):
         """The generation engine that the ranks make."""
         return "fake" if self.debug == "fake" else self.generator.engine
 
-    def own(self, kind: type[S]) -> S:
+    def section(self, kind: type[S]) -> S:
         """The section of the pipeline, which is of this type."""
         return _own_section(self, self.pipeline, self.pipeline_spec, kind)
 
@@ -524,12 +524,13 @@ def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:
 
 
 def _sections(base: type[Section], entries: Mapping[str, Spec]) -> dict[str, Any]:
-    """The sections of the entries that have keys of their own."""
+    """The sections of the entries that have keys of their own. SpecError where one would hide what all have."""
     sections: dict[str, Any] = {}
     for name, spec in entries.items():
         if spec.section is not None:
             key = _section_name(name, spec)
-            assert key not in base.model_fields, f"{name}: {base.__name__} has a key {key} of its own"
+            if key in base.model_fields or hasattr(base, key):
+                raise SpecError(f"{name}: {base.__name__} has a key or a method {key} of its own; choose another name")
             sections[key] = (spec.section, Field(spec.section(), description=spec.about))
     return sections
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,8 +52,9 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
 
 
 def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
-    """How the training engine cuts the model and the batch."""
-    yield from train_plan(config).rows(config, layout, shape)
+    """How the training engine cuts the model and the batch; nothing for an engine without a plan."""
+    with contextlib.suppress(CannotPlanError):
+        yield from train_plan(config).rows(config, layout, shape)
 
 
 def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:

@@ -41,7 +41,7 @@ SPEC = PipelineSpec(
 
 def sft(run: Run) -> None:
     """Train to the last step, or until the sampled held-out score reaches sft.stop_score."""
-    config, stop_score = run.config, run.config.own(SFTConfig).stop_score
+    config, stop_score = run.config, run.config.section(SFTConfig).stop_score
     for step in run.steps():
         if stop_score is not None and (score := _score(run.last_logged)) >= stop_score:
             run.end_at(step - 1, f"the held-out score, {score:.3f}, has reached sft.stop_score={stop_score:g}")

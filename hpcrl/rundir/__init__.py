@@ -10,7 +10,7 @@ owner is whoever has the highest number; check_owner asks again before every com
 nothing. A job that was submitted for the run and still waits holds it too (slurm/submitted.json).
 """
 
-from hpcrl.rundir.changes import DIVISION, MAY_CHANGE, stored_config
+from hpcrl.rundir.changes import MAY_CHANGE, division_keys, stored_config
 from hpcrl.rundir.opening import RunState, check_run, open_run
 from hpcrl.rundir.ownership import SupersededError, check_owner, close_run, lives_as_job, process_lives
 from hpcrl.rundir.records import (
@@ -36,7 +36,6 @@ from hpcrl.rundir.records import (
 __all__ = [
     "AGENT",
     "CONFIG",
-    "DIVISION",
     "FACTS",
     "FINISHED",
     "MAY_CHANGE",
@@ -50,6 +49,7 @@ __all__ = [
     "check_owner",
     "check_run",
     "close_run",
+    "division_keys",
     "finish_run",
     "last_end",
     "lives_as_job",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,9 @@ import yaml
 
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.rundir.records import CONFIG
-from hpcrl.spec.kinds import Spec
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
-
-def _own_keys(section: str, entries: Iterable[tuple[str, Spec]]) -> list[str]:
-    """The keys of engines that may change, or an engine's whole section where all of its keys may."""
-    keys: list[str] = []
-    for name, spec in entries:
-        whole = spec.section is not None and set(spec.resume_keys) == set(spec.section.model_fields)
-        keys += [f"{section}.{name}"] if whole else [f"{section}.{name}.{key}" for key in spec.resume_keys]
-    return keys
-
-
-DIVISION = (
-    *_own_keys("trainer", TRAIN_ENGINES.items()),
-    *_own_keys("generator", GEN_ENGINES.items()),
+_DIVISION = (
     "trainer.max_tokens_per_micro_batch",
     "trainer.activation_checkpointing",
     "trainer.cpu_offload",
@@ -35,7 +22,6 @@ DIVISION = (
     "generator.burst_tokens",
     "generator.kv_bucket",
 )
-"""Keys that cut the work up for the memory of a rank: other values round numbers differently."""
 MAY_CHANGE = (
     "max_steps",
     "save_every",
@@ -48,11 +34,25 @@ MAY_CHANGE = (
     "timeouts",
     "cluster",
     "layout",
-    *DIVISION,
 )
-"""Keys (with all below them) that may differ between attempts: they change how long and where a run goes on, not what
-it computes. max_steps also stretches a cosine or linear lr schedule: from there on it follows the new length."""
+"""Keys (with all below them) that may differ between attempts beside division_keys(): they change how long and where a
+run goes on, not what it computes. max_steps also stretches a cosine or linear lr schedule: from there on it follows the
+new length."""
 _ABSENT = object()
+
+
+def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys that cut the work up for the ranks and their memory, those of the engines too: other values round numbers
+    differently."""
+    keys: list[str] = []
+    for section, table in (("trainer", TRAIN_ENGINES), ("generator", GEN_ENGINES)):
+        entries, engine = dict(table.items()), str(config.get(section, {}).get("engine", ""))
+        if ":" in engine:  # named by its path, and listed nowhere
+            entries[table[engine].name] = table[engine]
+        for name, spec in entries.items():
+            whole = spec.section is not None and set(spec.resume_keys) == set(spec.section.model_fields)
+            keys += [f"{section}.{name}"] if whole else [f"{section}.{name}.{key}" for key in spec.resume_keys]
+    return (*keys, *_DIVISION)
 
 
 def stored_config(run_dir: Path) -> Config:
@@ -86,7 +86,8 @@ def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
     ConfigError lists those that may not differ where a run goes on.
     """
     changes = _differences(*_complete(read_config(folder), effective(config, folder)))
-    refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
+    may_change = (*MAY_CHANGE, *division_keys(config))
+    refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in may_change)]
     if refused:
         head = f"{folder} holds a run of another configuration; use its values, another run_name, or resume=fresh:"
         raise ConfigError([head, *(f"  {line}" for line in refused)])

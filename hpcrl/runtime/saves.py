@@ -25,7 +25,7 @@ from hpcrl.control.messages import CheckFiles, FinishCheck, FinishSave, LoadHeld
 from hpcrl.files import write_durably
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.held import drop_others
-from hpcrl.rundir import DIVISION, check_owner
+from hpcrl.rundir import check_owner, division_keys
 from hpcrl.runtime.longwork import LongWork, Stalled
 
 COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
@@ -318,7 +318,7 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
 def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
     """On what the bits of a deterministic run depend beside what it computes, by key."""
     values = config.model_dump(mode="json")
-    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *DIVISION)
+    keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *division_keys(values))
     ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
     for role, division in layout.divisions.items():
         if division.is_split:

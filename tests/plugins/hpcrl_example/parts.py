@@ -73,7 +73,7 @@ class EchoEnv:
 
 def make_noisy(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FSDP2Engine:
     """The engine of trainer.engine=noisy."""
-    lr = config.trainer.lr * config.trainer.own(NoisyConfig).factor
+    lr = config.trainer.lr * config.trainer.section(NoisyConfig).factor
     trainer = config.trainer.model_copy(update={"lr": lr})
     return make_fsdp2(config.model_copy(update={"trainer": trainer}), model_path, total_steps, trainable)
 
@@ -122,7 +122,7 @@ class WitnessRole:
 
 def curriculum(run: Run) -> None:
     """The pipeline of pipeline=curriculum."""
-    enough = run.config.own(CurriculumConfig).enough
+    enough = run.config.section(CurriculumConfig).enough
     run.publish(run.first_step)
     for step in run.steps():
         batch = run.rollouts.next(step)

@@ -79,7 +79,7 @@ class StagesConfig(Section):
 
 
 def _divide(config: Any, num_ranks: int) -> Division:
-    num = config.trainer.own(StagesConfig).num
+    num = config.trainer.section(StagesConfig).num
     if num > 2 or num_ranks % num:
         text = f"trainer.stages.num: {num} stages of 2 matrices do not divide {num_ranks} ranks; use 1 or 2"
         raise DivisionError([Problem(("trainer", "stages", "num"), text, (("layout", "trainer", "num_ranks"),))])

@@ -47,7 +47,7 @@ class StagesEngine:
 
     def __init__(self, config: Config, vocab_size: int, total_steps: int):
         self._config, self._total_steps, self.optimizer_step = config.trainer, total_steps, 0
-        num, rank, size = config.trainer.own(StagesConfig).num, dist.get_rank(), dist.get_world_size()
+        num, rank, size = config.trainer.section(StagesConfig).num, dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(0)
         shapes = {"A": (vocab_size, WIDTH), "B": (WIDTH, vocab_size)}
         drawn = {name: torch.randn(*shapes[name], generator=generator, dtype=torch.float64) for name in NAMES}

@@ -76,7 +76,7 @@ def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
 
 def own(config: Config) -> MegatronConfig:
     """The section trainer.megatron."""
-    return config.trainer.own(MegatronConfig)
+    return config.trainer.section(MegatronConfig)
 
 
 def _tensors(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:

@@ -59,7 +59,7 @@ def problem(key: str, text: str, *others: str) -> Problem:
 def divide(config: Any, num_ranks: int) -> Division:
     """In Megatron-Core's order of ranks (parallel_state, "tp-cp-ep-dp-pp"): neighbours share matrices, then sequences;
     then come copies of the model, and stages last. A stage's ranks publish its layers."""
-    megatron: MegatronConfig = config.trainer.own(MegatronConfig)
+    megatron: MegatronConfig = config.trainer.section(MegatronConfig)
     if problems := list(_indivisible(megatron, num_ranks)):
         raise DivisionError(problems)
     copy, stages = megatron.ranks_of_a_copy, megatron.pipeline_parallel
