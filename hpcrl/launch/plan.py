@@ -50,13 +50,13 @@ def _inputs(
 ) -> Iterator[tuple[str, str]]:
     yield "model", _model(config, model, shape)
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
-    if config.pipeline == "agentic" and config.envs:
-        names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
-        yield "data", f"environment {names}, episodes of up to {config.max_turns} turns"
-    elif not config.generates and config.reinforces:
+    if not config.generates and config.reinforces:
         yield "data", f"train rollouts of {config.rollouts}"
     else:
         yield "data", f"train {_sources(config.data.train)}"
+        if config.envs:
+            names = ", ".join(dict.fromkeys(env.name for env in config.envs.values()))
+            yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
     if config.data.val is not None:
         yield "", f"held-out {_sources(config.data.val)}"
     yield from (("", f"note: {path} is not there; a start needs it") for path in _missing_files(config))
