@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrl.planner.shapes import wrong_size
+
 MAX_SHOWN = 4
 """Wrong tensors named before the rest is only counted."""
 
+EMBEDDING = "model.embed_tokens.weight"
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 
@@ -37,7 +40,7 @@ class ModelFolder:
     def max_positions(self) -> int | None:
         """Longest sequence in tokens, where config.json gives it."""
         value = self.config.get("max_position_embeddings")
-        return value if isinstance(value, int) else None
+        return None if value is None or wrong_size("max_position_embeddings", value) else int(value)
 
 
 def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
@@ -63,8 +66,8 @@ def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
             )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         lacking.append(f"model.path: no tokenizer in {path} (tokenizer.json)")
-    if found.config and found.shapes:
-        wrong = list(_wrong_shapes(found))
+    if found.config:
+        wrong = list(_wrong_sizes(found)) or list(_wrong_shapes(found))
         found.problems += [f"model.path: {path}: {text}" for text in wrong[:MAX_SHOWN]]
         if len(wrong) > MAX_SHOWN:
             found.problems.append(
@@ -79,7 +82,7 @@ def _read_json(path: Path, found: ModelFolder) -> dict[str, Any]:
     except FileNotFoundError:
         found.problems.append(f"model.path: no {path.name} in {path.parent}")
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         found.problems.append(f"model.path: {path} cannot be read: {error}")
         return {}
     if not isinstance(content, dict):
@@ -128,26 +131,32 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
         if end != size:
             raise ValueError(f"it has {size} bytes and should have {end}")
         return {name: tuple(int(size) for size in entry["shape"]) for name, entry in header.items()}
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found.problems.append(f"model.path: {file} is damaged: {error}")
         return {}
+
+
+def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
+    """Sizes that no model has; with too many layers the checks and the plan would take hours."""
+    text = found.config.get("text_config")
+    config = {**found.config, **(text if isinstance(text, Mapping) else {})}
+    for name in (*SIZES, *OPTIONAL_SIZES):
+        if config.get(name) is None:
+            if name in SIZES and EMBEDDING in found.shapes:
+                yield f"{name} in config.json is not set"
+        elif wrong := wrong_size(name, config[name]):
+            yield f"{name} in config.json is {wrong}"
 
 
 def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     """Tensors of a decoder in the Llama naming that are missing or do not have the shape config.json asks for."""
     config, shapes = found.config, found.shapes
-    odd = [name for name in SIZES if not _is_size(config.get(name))]
-    odd += [name for name in OPTIONAL_SIZES if config.get(name) is not None and not _is_size(config[name])]
-    if odd:
-        wrong = ", ".join(f"{name} {config.get(name, '(not set)')!r}" for name in odd)
-        yield f"config.json: expected whole numbers above 0, got {wrong}"
-        return
-    hidden, heads, layers, vocab = (config[name] for name in SIZES)
-    if "model.embed_tokens.weight" not in shapes:
+    if EMBEDDING not in shapes:
         return  # another naming: the engine that loads it judges
+    hidden, heads, layers, vocab = (config[name] for name in SIZES)
     head = config.get("head_dim") or hidden // heads
     keys = config.get("num_key_value_heads") or heads
-    expected = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    expected = {EMBEDDING: (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config.get("tie_word_embeddings", False):
         expected["lm_head.weight"] = (vocab, hidden)
     for layer in range(layers):
@@ -168,10 +177,6 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
             yield f"{name} has shape {list(shapes[name])}, config.json asks for {list(shape)}"
     if f"model.layers.{layers}.input_layernorm.weight" in shapes:
         yield f"the weights hold more layers than num_hidden_layers = {layers}"
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _more(names: list[str]) -> str:

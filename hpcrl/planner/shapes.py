@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +29,11 @@ VISION_DEFAULTS = {
     "out_hidden_size": 3584,
 }
 IN_CHANNELS = 3
+LAYER_COUNTS = ("num_hidden_layers", "depth")
+MAX_LAYERS = 1000
+"""Several times more than published models have; the time of a plan grows with the square of the layers."""
+MAX_SIZE = 2**31 - 1
+"""Of any other size. Tensors cannot be indexed beyond it by the kernels of most engines."""
 
 
 class CannotPlanError(ValueError):
@@ -123,17 +129,19 @@ def tiny_config(tiny: TinyModel) -> dict[str, Any]:
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The model that a config.json describes, with the defaults of transformers 5 for what it leaves out.
 
-    CannotPlanError where the family is not one of FAMILIES or a size is missing or no whole number above 0.
+    CannotPlanError where the family is not one of FAMILIES or a size is missing, no whole number above 0 or too large.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
         raise CannotPlanError(f"its parameters are not known for model_type {family!r} ({', '.join(FAMILIES)} are)")
-    text = {**config, **(config.get("text_config") or {})} if family == "qwen2_5_vl" else config
+    text = {**config, **_section(config, "text_config")} if family == "qwen2_5_vl" else config
     heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
     bias = bool(text.get("attention_bias", False))
     experts = {key: _size(text, key, default) for key, default in EXPERT_DEFAULTS.items()} if "moe" in family else {}
     layers = _size(text, "num_hidden_layers")
     dense = text.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple):
+        raise CannotPlanError(f"mlp_only_layers in config.json is {dense!r}, a list of layers is needed")
     shape = ModelShape(
         family=family,
         hidden_size=hidden,
@@ -156,8 +164,15 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
             if experts and layer not in dense and (layer + 1) % experts["decoder_sparse_step"] == 0
         ),
     )
-    parameters = [*(_vision(config.get("vision_config") or {}) if family == "qwen2_5_vl" else ()), *_decoder(shape)]
+    parameters = [*(_vision(_section(config, "vision_config")) if family == "qwen2_5_vl" else ()), *_decoder(shape)]
     return ModelShape(**{**shape.__dict__, "parameters": tuple(parameters)})
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = config.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise CannotPlanError(f"{key} in config.json is no object")
+    return section
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -165,9 +180,17 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if value is None and key == "num_experts":
         value = config.get("num_local_experts")
     value = default if value is None else value
+    if wrong := wrong_size(key, value):
+        raise CannotPlanError(f"{key} in config.json is {wrong}")
+    return int(value)  # type: ignore[arg-type]
+
+
+def wrong_size(key: str, value: Any) -> str:
+    """What is wrong with a size of a config.json: the value and what is needed; empty for a sound one."""
+    most = MAX_LAYERS if key in LAYER_COUNTS else MAX_SIZE
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CannotPlanError(f"{key} in config.json is {value!r}, a whole number above 0 is needed")
-    return value
+        return f"{reprlib.repr(value)}, a whole number above 0 is needed"
+    return f"{reprlib.repr(value)}, at most {most} is supported" if value > most else ""
 
 
 def _decoder(shape: ModelShape) -> Iterator[Parameter]:
