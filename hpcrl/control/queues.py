@@ -1,12 +1,12 @@
 """Signed, ordered, schema-checked messages over the queues of a TCPStore.
 
-A message is HMAC-SHA256 over (queue name, frame), then the frame: msgpack of (sender, seq, body). The per-job key is
-never sent. This gives integrity and order, not secrecy: any process that reaches the port can list and read the
-queues. See docs/control_plane.md.
+A message goes in frames of up to 1 MiB of its msgpack. What is pushed is HMAC-SHA256 over (queue name, frame), then the
+frame: msgpack of (sender, seq, body, more). The per-job key is never sent. This gives integrity and order, not secrecy:
+any process that reaches the port can list and read the queues. See docs/control_plane.md.
 
-Per queue and sender the sequence number rises by one. What is forged (wrong MAC), replayed (old number), malformed or
-too large is refused and named in `Inbox.refused` and on stderr; a gap means that a message was stolen or lost and
-raises `ControlError`, because commands may then be missing.
+Per queue and sender the sequence number rises by one with each frame. What is forged (wrong MAC), replayed (old
+number), malformed or too large is refused and named in `Inbox.refused` and on stderr; a gap means that a message was
+stolen or lost and raises `ControlError`, because commands may then be missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError, Queue
 
 from hpcrl.control import network
 
-MAX_MESSAGE_BYTES = 4 << 20  # the server drops a client at 8 MiB
+MAX_MESSAGE_BYTES = 64 << 20
+PART_BYTES = 1 << 20  # the server drops a client at 8 MiB, and meanwhile serves no other
 MAC_BYTES = 32
 LOOPBACK = "127.0.0.1"
 POLL_BELOW_S = 1.0
@@ -41,11 +42,12 @@ class StoreLost(ControlError):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is signed next to the queue's name."""
+    """What is signed next to the queue's name. more: the body goes on in the sender's next frame."""
 
     sender: int
     seq: int
-    body: msgspec.Raw
+    body: bytes
+    more: bool = False
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:
@@ -85,25 +87,29 @@ class Sender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, name: str, message: Any) -> int:
-        """Push `message` to queue `name`; returns its sequence number, counted from 1 per queue.
+        """Push `message` to queue `name`; returns its sequence number, that of its last frame, counted from 1 per
+        queue.
 
-        ValueError with the size when it is larger than 4 MiB; StoreLost when the store is gone.
+        ValueError with the size when it is larger than 64 MiB; StoreLost when the store is gone.
         """
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise ValueError(
                 f"{type(message).__name__} to {name} has {len(body)} bytes, over the limit of {MAX_MESSAGE_BYTES}: "
-                "send it in parts"
+                "store large data in files and send their paths"
             )
         with self._lock:
-            seq = self._seq[name] + 1
-            frame = self._encoder.encode(Frame(self.sender, seq, msgspec.Raw(body)))
-            try:
-                self._store.queue_push(name, _mac(self._key, name, frame) + frame)
-            except (DistError, RuntimeError) as error:
-                raise StoreLost(f"the control store is gone: {type(message).__name__} to {name} not sent") from error
-            self._seq[name] = seq
-        return seq
+            for start in range(0, len(body), PART_BYTES):
+                end = start + PART_BYTES
+                seq = self._seq[name] + 1
+                frame = self._encoder.encode(Frame(self.sender, seq, body[start:end], end < len(body)))
+                try:
+                    self._store.queue_push(name, _mac(self._key, name, frame) + frame)
+                except (DistError, RuntimeError) as error:
+                    what = type(message).__name__
+                    raise StoreLost(f"the control store is gone: {what} to {name} not sent") from error
+                self._seq[name] = seq
+            return self._seq[name]
 
 
 class Inbox:
@@ -116,6 +122,7 @@ class Inbox:
         self._decoder = msgspec.msgpack.Decoder(types)
         self._frames = msgspec.msgpack.Decoder(Frame)
         self._last: dict[int, int] = defaultdict(int)
+        self._begun: dict[int, bytearray] = defaultdict(bytearray)  # sender -> what came of a message in parts
 
     def get(self, timeout_s: float = 0.0) -> tuple[int, int, Any] | None:
         """The next good message as (sender, seq, message), None when there is none within timeout_s.
@@ -125,6 +132,8 @@ class Inbox:
         deadline = time.monotonic() + timeout_s
         while (raw := self._pop(deadline)) is not None:
             opened = self._open(raw)
+            if opened is None:
+                continue
             if not isinstance(opened, str):
                 return opened
             self._refuse(opened)
@@ -151,10 +160,10 @@ class Inbox:
                 if wait <= POLL_BELOW_S:
                     raise
 
-    def _open(self, raw: bytes) -> tuple[int, int, Any] | str:
-        """The message, or why it is refused."""
+    def _open(self, raw: bytes) -> tuple[int, int, Any] | str | None:
+        """The message that ends with this frame, None where it goes on, or why it is refused."""
         mac, frame = raw[:MAC_BYTES], raw[MAC_BYTES:]
-        if len(raw) > MAX_MESSAGE_BYTES + 256:
+        if len(raw) > PART_BYTES + 256:
             return f"a message of {len(raw)} bytes, over the limit"
         if not hmac.compare_digest(mac, _mac(self._key, self.name, frame)):
             return f"a message of {len(raw)} bytes with a wrong signature"
@@ -171,8 +180,14 @@ class Inbox:
                 "messages were lost or taken by another reader"
             )
         self._last[opened.sender] = opened.seq
+        body: bytes | bytearray = opened.body
+        if opened.more or opened.sender in self._begun:
+            self._begun[opened.sender] += opened.body
+            if opened.more:
+                return None
+            body = self._begun.pop(opened.sender)
         try:
-            return opened.sender, opened.seq, self._decoder.decode(opened.body)
+            return opened.sender, opened.seq, self._decoder.decode(body)
         except msgspec.MsgspecError as error:
             return f"message {opened.seq} of sender {opened.sender} does not fit the schema: {error}"
 

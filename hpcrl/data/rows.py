@@ -20,9 +20,9 @@ RESPONSE_KEYS = ("response", "completion")
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_DOMAIN = "default"
 MAX_PROBLEMS = 10  # lines; the others are counted
-MAX_ROW_BYTES = 2 << 20
-"""JSON of a row's answer and other columns, which go with its prompt to the reward or environment: a message between
-ranks holds 4 MiB, the prompt included."""
+MAX_ROW_BYTES = 16 << 20
+"""JSON of a row's answer and other columns, which go with each of its responses to the reward or environment: a message
+between ranks holds 64 MiB, the prompt included."""
 
 Messages = list[dict[str, Any]]
 

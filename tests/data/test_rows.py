@@ -112,8 +112,8 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be text"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages holds no user turn to answer"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content is empty"),
-        ({"prompt": "a", "answer": "x" * (1 << 20)}, ": 2.0 MiB of answer and other columns would go with"),
-        ({"prompt": "a", "answer": "x", "tests": [1] * (1 << 20)}, "(the largest: tests); store the path of a file"),
+        ({"prompt": "a", "answer": "x" * (8 << 20)}, ": 16.0 MiB of answer and other columns would go with"),
+        ({"prompt": "a", "answer": "x", "tests": ["x" * (16 << 20)]}, "(the largest: tests); store the path of a file"),
         ({"prompt": "a", "tag": 3}, "tag must be text, not '3'"),
         ({"prompt": "a", "tools": "x"}, "tools must be a list of objects"),
     ],
@@ -144,7 +144,7 @@ def test_a_row_that_cannot_be_used_at_run_time_costs_itself(tokenizer, monkeypat
     assert [source.next().row for _ in range(3)] == [0, 2, 3]
     (lost,) = source.take_dropped()
     assert (lost.row, lost.disposition, lost.domain) == (1, Disposition.FAILED, "add")
-    assert lost.reason.startswith("task:add[1]: 2.0 MiB of answer")
+    assert lost.reason.startswith("task:add[1]: 16.0 MiB of answer")
 
 
 @pytest.mark.parametrize("magic", [b"\x1f\x8b\x08\0", b"PK\x03\x04", b"PAR1"])

@@ -22,7 +22,7 @@ from torch.distributed import QueueEmptyError, TCPStore
 
 from hpcrl.control import queues
 from hpcrl.control import messages as m
-from hpcrl.control.queues import ControlError, Inbox, Sender, StoreLost
+from hpcrl.control.queues import PART_BYTES, ControlError, Inbox, Sender, StoreLost
 from hpcrl.exitcodes import ExitCode
 
 KEY, QUEUE = b"k" * 32, "rank/1"
@@ -240,16 +240,52 @@ def test_wrong_schema(store: TCPStore, inbox: Inbox, body: Any, capfd: pytest.Ca
 
 def test_the_sender_refuses_what_is_too_large(store: TCPStore, inbox: Inbox) -> None:
     sender = Sender(store, KEY, 0)
-    with pytest.raises(ValueError, match=r"Done to rank/1 has 41943\d\d bytes, over the limit of 4194304: send it in"):
-        sender.send(QUEUE, m.Done(1, texts=["x" * (4 << 20)]))
+    with pytest.raises(ValueError, match=r"Done to rank/1 has 671088\d\d bytes, over the limit of 67108864: store "):
+        sender.send(QUEUE, m.Done(1, texts=["x" * (64 << 20)]))
     assert inbox.get() is None
-    largest = m.Export("x" * ((4 << 20) - 13))  # 13: the list, the tag and the string's head
-    assert sender.send(QUEUE, largest) == 1  # the refused one used no number
-    assert inbox.get(5) == (0, 1, largest)
+    assert sender.send(QUEUE, m.Leave()) == 1  # the refused one used no number
+    assert inbox.get(5) == (0, 1, m.Leave())
+
+
+@pytest.mark.parametrize("num_bytes", [PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES, 5 * PART_BYTES + 7])
+def test_a_large_message_goes_in_parts(store: TCPStore, inbox: Inbox, num_bytes: int) -> None:
+    message = m.Export("x" * (num_bytes - 13))  # 13: the list, the tag and the string's head
+    num_parts = -(-num_bytes // PART_BYTES)
+    sender = Sender(store, KEY, 0)
+    assert sender.send(QUEUE, message) == num_parts == store.queue_len(QUEUE)
+    sender.send(QUEUE, m.Leave())
+    assert inbox.get(5) == (0, num_parts, message)
+    assert inbox.get(5) == (0, num_parts + 1, m.Leave())
+    assert inbox.refused == []
+
+
+def test_parts_of_several_senders_may_alternate_and_come_late(store: TCPStore, inbox: Inbox) -> None:
+    large = {number: m.Export(str(number) * 2 * PART_BYTES) for number in (1, 2)}
+    parts: dict[int, list[bytes]] = {}
+    for number, message in large.items():
+        Sender(store, KEY, number).send(QUEUE, message)
+        parts[number] = [store.queue_pop(QUEUE) for _ in range(3)]
+    for first, second in zip(parts[1][:2], parts[2][:2], strict=True):
+        store.queue_push(QUEUE, first)
+        store.queue_push(QUEUE, second)
+    assert inbox.get(0.01) is None
+    store.queue_push(QUEUE, parts[2][2])
+    assert inbox.get(5) == (2, 3, large[2])
+    store.queue_push(QUEUE, parts[1][2])
+    assert inbox.get(5) == (1, 3, large[1])
+
+
+def test_a_stolen_part_is_a_gap(store: TCPStore, inbox: Inbox) -> None:
+    Sender(store, KEY, 0).send(QUEUE, m.Export("x" * 2 * PART_BYTES))
+    parts = [store.queue_pop(QUEUE) for _ in range(3)]
+    for part in (parts[0], parts[2]):
+        store.queue_push(QUEUE, part)
+    with pytest.raises(ControlError, match="message 3 of sender 0 came where 2 was due"):
+        inbox.get(5)
 
 
 def test_the_inbox_refuses_what_is_too_large(store: TCPStore, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
-    refuse(store, inbox, sign(b"x" * (5 << 20)), "a message of 5242912 bytes, over the limit", capfd)
+    refuse(store, inbox, sign(b"x" * (2 << 20)), "a message of 2097184 bytes, over the limit", capfd)
 
 
 def test_a_flood_is_counted_and_holds_nobody_up(store: TCPStore, inbox: Inbox) -> None:
@@ -419,4 +455,4 @@ def test_noise_on_the_port_does_not_end_the_store(server: TCPStore, store: TCPSt
 
 def test_the_key_is_in_no_message(store: TCPStore) -> None:
     assert KEY not in raw_of(store, m.Export("hf"))
-    assert msgspec.msgpack.decode(raw_of(store, m.Export("hf"))[queues.MAC_BYTES :]) == [0, 1, ["Export", "hf"]]
+    assert msgspec.msgpack.decode(raw_of(store, m.Export("hf"))[queues.MAC_BYTES :]) == [0, 1, msgspec.msgpack.encode(["Export", "hf"]), False]

@@ -37,7 +37,7 @@ def receive(world: World, kind: type, count: int) -> list:
 
 
 def test_items_arrive_in_order_and_by_kind(worlds: list[World]) -> None:
-    texts = ["", "é\0\n", "x" * (CHUNK_BYTES // 2), "y" * CHUNK_BYTES, "z"]  # more than one message
+    texts = ["", "é\0\n", "x" * (CHUNK_BYTES // 2), "y" * CHUNK_BYTES, "w" * 4 * CHUNK_BYTES, "z"]  # several messages, one in parts
     sent = [response(i, text) for i, text in enumerate(texts)]
     delta = TurnDelta(7, b"\1\0\0\0")
     worlds[1].mailbox.send(2, [*sent, delta])
@@ -50,8 +50,8 @@ def test_items_arrive_in_order_and_by_kind(worlds: list[World]) -> None:
 
 
 def test_an_item_over_the_limit_is_refused_with_its_size_and_the_next_goes_through(worlds: list[World]) -> None:
-    with pytest.raises(ValueError, match=r"Post to mail/2 has 41943\d\d bytes, over the limit of 4194304"):
-        worlds[1].mailbox.send(2, [response(1, "x" * (4 << 20))])
+    with pytest.raises(ValueError, match=r"Post to mail/2 has 67108\d\d\d bytes, over the limit of 67108864"):
+        worlds[1].mailbox.send(2, [response(1, "x" * (64 << 20))])
     worlds[1].mailbox.send(2, [response(2)])
     assert receive(worlds[2], Response, 1) == [response(2)]
 

@@ -201,13 +201,13 @@ def intrude(run_dir: Path, queue: str) -> None:
     store = queues.connect(endpoint["host"], endpoint["port"], 10)
     store.queue_push(queue, b"no message at all, but longer than a signature is")
     forge(store, os.urandom(32), queue, messages.Leave(), sender=0)
-    store.queue_push(queue, bytes(queues.MAX_MESSAGE_BYTES + 1000))
+    store.queue_push(queue, bytes(queues.PART_BYTES + 1000))
     forge(store, Path(endpoint["key_file"]).read_bytes(), queue, messages.Leave(), sender=0)
 
 
 def forge(store: TCPStore, key: bytes, queue: str, message: messages.Message, sender: int) -> None:
     """The first message of a sender. It was sent long ago: with the right key it is a replay."""
-    frame = msgspec.msgpack.encode(queues.Frame(sender, 1, msgspec.Raw(msgspec.msgpack.encode(message))))
+    frame = msgspec.msgpack.encode(queues.Frame(sender, 1, msgspec.msgpack.encode(message)))
     store.queue_push(queue, queues._mac(key, queue, frame) + frame)
 
 
