@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import main
 from hpcrl.launch.help import EXIT_CODES, IMPORTANT, overview, reference
 from hpcrl.launch.model_folder import inspect_model
+from tests import in_process
 from tests.conftest import ROOT
 
 CONFIG = {
@@ -43,15 +45,20 @@ SHORT = ("data.max_prompt_tokens=64", "rollout.max_new_tokens=32")
 
 
 def launch(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
+    return in_process.run(main, *words, at=at)
+
+
+def launch_program(*words: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """As a person starts it."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "hpcrl.launch", *words]
     return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
-def refused(*words: str, at: Path) -> list[str]:
+def refused(*words: str, at: Path, start: Any = launch) -> list[str]:
     """The lines of a refusal; the folder must be as it was."""
     before = sorted(at.rglob("*"))
-    done = launch(*words, at=at)
+    done = start(*words, at=at)
     assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, ""), done
     assert "Traceback" not in done.stderr
     assert sorted(at.rglob("*")) == before
@@ -119,6 +126,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         f"model.path={model}",
         "run_dir=file/run",
         at=tmp_path,
+        start=launch_program,
     )
     expected = [
         "rollout.gruop_size: unknown key; did you mean rollout.group_size? (override 'rollout.gruop_size=4')",
@@ -164,11 +172,11 @@ def test_words_that_mean_nothing_are_refused_in_one_line(words: list[str], tmp_p
 
 def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from hpcrl.launch.__main__ import main; assert main(sys.argv[1:]) == 0;"
-        "assert 'torch' not in sys.modules"
+        "import sys; from hpcrl.launch.__main__ import main\n"
+        "for words in sys.argv[1:]: assert main(words.split()) == 0 and 'torch' not in sys.modules, words"
     )
-    for words in (["--help"], ["+experiment=demo", "-h", "trainer"], ["+experiment=demo", "dry_run=true"]):
-        subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    command = [sys.executable, "-c", code, "--help", "+experiment=demo -h trainer", "+experiment=demo dry_run=true"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True)
     text = overview()
     for word in ("usage:", "examples", "disaggregated", "rlvr_gsm8k", "exit codes", *IMPORTANT):
         assert word in text

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,19 @@ def prefetch(tmp_path: Path, endpoint: str, *words: str, **more: str) -> subproc
     return python(tmp_path, "-m", "hpcrl.prefetch", *words, HF_ENDPOINT=endpoint, **more)
 
 
+def prefetch_each(tmp_path: Path, endpoint: str, *lines: Sequence[str]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of several command lines, one after another in one process: most of what one takes is
+    its start."""
+    code = (
+        "import json, sys; from pathlib import Path; from hpcrl.prefetch import main; from tests import in_process\n"
+        "done = [in_process.run(main, *words, at=Path()) for words in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([(each.returncode, each.stdout, each.stderr) for each in done]))"
+    )
+    done = python(tmp_path, "-c", code, json.dumps(lines), HF_ENDPOINT=endpoint)
+    assert done.returncode == 0, done.stderr
+    return [(code, out, err) for code, out, err in json.loads(done.stdout)]
+
+
 def python(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more}
@@ -128,15 +141,12 @@ def test_a_model_comes_into_the_cache_where_an_offline_node_finds_it(tmp_path: P
     assert again.stdout == done.stdout and sorted(hub.served) == wanted
 
 
-def test_a_model_comes_into_a_folder(tmp_path: Path, hub: Hub) -> None:
-    done = prefetch(tmp_path, hub.url, "org/tiny", "--folder", "here")
-    assert done.stdout.strip() == str(tmp_path / "here"), done.stderr
+def test_a_model_comes_into_a_folder_and_a_file_of_a_data_set(tmp_path: Path, hub: Hub) -> None:
+    words = ("org/tiny", "--folder", "here"), ["datasets/org/digits/main/train.jsonl"]
+    (_, folder, told), (_, file, told_of_file) = prefetch_each(tmp_path, hub.url, *words)
+    assert folder.strip() == str(tmp_path / "here"), told
     assert (tmp_path / "here" / "model.safetensors").is_file()
-
-
-def test_a_file_of_a_data_set_comes(tmp_path: Path, hub: Hub) -> None:
-    done = prefetch(tmp_path, hub.url, "datasets/org/digits/main/train.jsonl")
-    assert json.loads(Path(done.stdout.strip()).read_text())["answer"] == "1", done.stderr
+    assert json.loads(Path(file.strip()).read_text())["answer"] == "1", told_of_file
 
 
 def test_a_model_that_came_damaged_is_refused(tmp_path: Path, hub: Hub) -> None:
@@ -146,22 +156,22 @@ def test_a_model_that_came_damaged_is_refused(tmp_path: Path, hub: Hub) -> None:
     assert done.stderr.startswith("org/tiny: ") and "model.safetensors" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["org/nothing"], "org/nothing is not on the hub"),
-        (["org/gated"], "org/gated is gated: accept its terms on the hub and set HF_TOKEN"),
-        (["org/tiny", "--revision", "v9"], "org/tiny has no such --revision"),
-        (["not a name"], "not a name: expected ORG/NAME, or datasets/ORG/NAME/FILE"),
-        (["datasets/org/digits"], "datasets/org/digits: expected ORG/NAME, or datasets/ORG/NAME/FILE"),
-        (["datasets/org/digits/none.jsonl"], "datasets/org/digits/none.jsonl is a data set without that file"),
-        (["org/tiny", "org/two", "--folder", "x"], "--folder: a folder holds one model; give one NAME"),
-    ],
-)
-def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub, words: list[str], told: str) -> None:
-    done = prefetch(tmp_path, hub.url, *words)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (ExitCode.BAD_INPUT, "", 1), done.stderr
-    assert done.stderr.startswith(told)
+REFUSED = {
+    ("org/nothing",): "org/nothing is not on the hub",
+    ("org/gated",): "org/gated is gated: accept its terms on the hub and set HF_TOKEN",
+    ("org/tiny", "--revision", "v9"): "org/tiny has no such --revision",
+    ("not a name",): "not a name: expected ORG/NAME, or datasets/ORG/NAME/FILE",
+    ("datasets/org/digits",): "datasets/org/digits: expected ORG/NAME, or datasets/ORG/NAME/FILE",
+    ("datasets/org/digits/none.jsonl",): "datasets/org/digits/none.jsonl is a data set without that file",
+    ("org/tiny", "org/two", "--folder", "x"): "--folder: a folder holds one model; give one NAME",
+}
+
+
+def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
+    found = prefetch_each(tmp_path, hub.url, *REFUSED)
+    for (code, out, err), told in zip(found, REFUSED.values(), strict=True):
+        assert (code, out, len(err.splitlines())) == (ExitCode.BAD_INPUT, "", 1), err
+        assert err.startswith(told)
 
 
 def test_no_network_is_told_in_one_line(tmp_path: Path) -> None:

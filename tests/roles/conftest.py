@@ -11,6 +11,7 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import TinyModel, parse
+from hpcrl.control.messages import Response, Turn, TurnDelta
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.roles.worker import Worker
 from tests.dist.conftest import Threads, threads
@@ -51,6 +52,14 @@ class Stage:
         while not items and time.monotonic() < deadline:
             items = self._threads.worlds[rank].mailbox.receive(kind, 0.1)
         return items
+
+    def empty(self, rank: int) -> None:
+        """Forget what rank 2 has sent to the mailbox of a rank until now."""
+        self.send(2, rank, [TurnDelta(-1, b"")])  # comes after all of that
+        mailbox = self._threads.worlds[rank].mailbox
+        assert any(delta.sample == -1 for delta in mailbox.receive(TurnDelta, 10))
+        for kind in (Turn, Response):
+            mailbox.receive(kind)
 
     def send(self, source: int, dest: int, items: list[Any]) -> None:
         self._threads.worlds[source].mailbox.send(dest, items)

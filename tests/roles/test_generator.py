@@ -34,8 +34,7 @@ SAMPLES = [make_sample_id(uid, 0, member) for uid in PROMPTS for member in range
 def role(stage: Stage, model_folder: Path) -> GeneratorRole:
     role = GeneratorRole(stage.worker(2, SETTINGS))
     role.engine.load_weights(read_safetensors(model_folder), version=0)
-    for kind in (m.Turn, m.Response):
-        stage.mail(1, kind)
+    stage.empty(1)
     admit(role, {uid: ("d", ids) for uid, ids in PROMPTS.items()}, SAMPLES)
     begun = carry_out(role, m.Burst(8, [2], [1]))
     assert [(e.sample, e.model_tokens) for e in begun.turns] == [(sample, 0) for sample in SAMPLES]
