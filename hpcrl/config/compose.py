@@ -6,6 +6,7 @@ bad one does not hide the next. Hydra changes no folder and writes nothing.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,8 +102,9 @@ def compose(words: Sequence[str]) -> Composition:
     return result
 
 
+@functools.cache
 def read_yaml(name: str) -> dict[str, Any]:
-    """Content of a file of conf/, empty when it is missing or unreadable (Hydra has then said so)."""
+    """Content of a file of conf/, empty when it is missing or unreadable (Hydra has then said so); to be read only."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
@@ -166,8 +168,6 @@ def _parse(words: Sequence[str], result: Composition) -> None:
 
 def _compose_groups(result: Composition) -> Any:
     """Hydra's composition of the chosen groups. A conf file that cannot be composed is a problem."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -176,17 +176,29 @@ def _compose_groups(result: Composition) -> Any:
     listed = {key for entry in read_yaml(f"{PRIMARY}.yaml")["defaults"] if isinstance(entry, dict) for key in entry}
     words = [("" if group in listed else "+") + f"{group}={option}" for group, option in result.choices.items()]
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = hydra_compose(PRIMARY, overrides=words, return_hydra_config=True)
+        data, choices = _of_hydra(conf_dir(), tuple(words))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         result.problems.append(Problem((), f"conf/: {_first_line(error)}"))
         return OmegaConf.create({})
+    result.choices = dict(choices)
+    return OmegaConf.create(data)
+
+
+@functools.cache  # takes a tenth of a second, and the points of a sweep differ in values more than in groups
+def _of_hydra(folder: FilePath, words: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values, with interpolations as they are written, and the option of each group; neither is to be changed."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        config = hydra_compose(PRIMARY, overrides=list(words), return_hydra_config=True)
     runtime = config.hydra.runtime.choices
-    result.choices = {group: runtime[group] for group in runtime if "/" not in group and runtime[group] is not None}
+    choices = {group: runtime[group] for group in runtime if "/" not in group and runtime[group] is not None}
     OmegaConf.set_struct(config, False)
     OmegaConf.set_readonly(config, False)
     del config["hydra"]
-    return config
+    return OmegaConf.to_container(config, resolve=False), choices  # type: ignore[return-value]
 
 
 def _delete(config: Any, path: Path) -> None:
