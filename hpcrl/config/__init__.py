@@ -4,7 +4,7 @@
 with every problem at once, one line each.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.cluster import ClusterConfig, ComponentConfig, LayoutConfig, RoleConfig, RoleName
 from hpcrl.config.data import DataConfig, DataSource
@@ -28,8 +28,6 @@ from hpcrl.spec.problems import ConfigError, Problem
 
 if TYPE_CHECKING:
     from hpcrl.config.schema import Config
-else:
-    Config = config_class()  # with what the tables list
 
 __all__ = [
     "ClusterConfig",
@@ -64,3 +62,10 @@ __all__ = [
     "parse",
     "read",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Config, with what the tables list. Its class is made when it is asked for: a reward's worker needs none."""
+    if name == "Config":
+        return config_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

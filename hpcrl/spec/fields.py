@@ -39,4 +39,5 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
         use_attribute_docstrings=True,
+        defer_build=True,  # most sections are parts of another, which needs no validator of theirs
     )
