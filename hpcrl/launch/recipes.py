@@ -1,4 +1,4 @@
-"""The batch scripts of slurm/: what the renderer makes of every experiment that says which nodes it needs.
+"""The batch scripts of slurm/, rendered from every experiment that specifies its nodes.
 
 python -m hpcrl.launch.recipes [FOLDER]     writes them (make recipes)
 """
@@ -21,14 +21,14 @@ HEADER = """\
 #
 #   sbatch {file} [KEY=VALUE ...]
 #
-# The account and the partition are SBATCH_ACCOUNT's and SBATCH_PARTITION's. Submit from the top of the checkout. What
-# changes the nodes or the #SBATCH lines goes through `python -m hpcrl.launch {words} KEY=VALUE ...` instead.
-# Made by `make recipes` from conf/experiment/{name}.yaml: change that.
+# Set account and partition with SBATCH_ACCOUNT and SBATCH_PARTITION. Submit from the top of the checkout. To change the
+# nodes or the #SBATCH lines, use `python -m hpcrl.launch {words} KEY=VALUE ...` instead.
+# `make recipes` renders this file from conf/experiment/{name}.yaml: edit that file.
 """
 
 
 def recipes() -> dict[str, str]:
-    """File name -> script, of all recipes. ConfigError as in hpcrl.config.load."""
+    """File name -> script, for all recipes. Raises ConfigError like hpcrl.config.load."""
     found = {}
     for name in groups()["experiment"]:
         words = ["+cluster=slurm", f"+experiment={name}"]
@@ -40,7 +40,7 @@ def recipes() -> dict[str, str]:
 
 
 def _with_header(script: str, name: str, words: Sequence[str]) -> str:
-    """The script with the first comment of its experiment's file, and how to submit it, below its first line."""
+    """The script with a header: the first comment of the experiment's file, and how to submit the script."""
     first, rest = script.split("\n", 1)
     lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     about = [line for line in takewhile(lambda line: line.startswith("#"), lines) if not line.startswith("# @")]

@@ -1,6 +1,7 @@
-"""The batch script of a run: what `python -m hpcrl.launch +cluster=slurm` submits, and what slurm/*.sbatch hold.
+"""The batch script of a run, as `python -m hpcrl.launch +cluster=slurm` submits it and slurm/*.sbatch contain it.
 
-It composes the configuration again inside the job from the same words, so it can be read, kept and submitted by hand.
+The script composes the configuration again inside the job from the same arguments, so that it can be read, kept and
+submitted by hand.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hpcrl.config.cluster import GPU_OPTIONS
 from hpcrl.exitcodes import ExitCode
 
 NOTHING_TO_DO = 3
-"""Exit code of `hpcrl.launch.job begin` where the run is done or must not be started again."""
+"""Exit code of `hpcrl.launch.job begin` if the run is finished or must not be started again."""
 
 RUN_DIR = re.compile(r"[A-Za-z0-9/._+@-]([A-Za-z0-9/._+@ -]*[A-Za-z0-9/._+@-])?")
 
 FIND_PYTHON = """\
-# Where `python` has no hpcrl, that of `make setup` in this folder is taken.
+# If `python` has no hpcrl, use the interpreter of `make setup` in this folder.
 has_hpcrl() { python -c 'import hpcrl.launch.job' 2>/dev/null; }
 has_hpcrl || PATH=$PWD/.venv/bin:$PATH
 has_hpcrl || { echo "hpcrl: $(command -v python || echo python) has no hpcrl; run make setup in $PWD" >&2; exit 2; }
@@ -32,24 +33,24 @@ has_hpcrl || { echo "hpcrl: $(command -v python || echo python) has no hpcrl; ru
 BODY = """\
 {setup}set -u
 words=({words} "$@")
-# A new attempt of the run: checks everything, makes the run folder, owns it. Not where the run is done.
+# Starts an attempt: checks everything, makes the run folder, takes ownership. A finished run ends the job here.
 trap '' USR1 TERM
 begun=$({python} -m hpcrl.launch.job begin "${{words[@]}}") || {{ rc=$?; [ $rc -eq {nothing} ] && exit 0; exit $rc; }}
 read -r HPCRL_ATTEMPT HPCRL_JOB_END look_s run_dir <<<"$begun"
 export HPCRL_ATTEMPT HPCRL_JOB_END
 
-# Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it. Slurm ends the whole
-# job KillWait seconds after a SIGTERM: a step that takes longer is given up before, so that its end can be told.
+# Signals go to the step, whose agents stop the run at a step boundary; this shell must outlive it. Slurm kills a
+# job KillWait seconds after a SIGTERM: a step that takes longer is killed before, so that `job end` still runs.
 kill_wait=$(timeout 30 scontrol show config | awk '$1 == "KillWait" {{ print $3 }}')
-kill_wait=${{kill_wait:-30}} # Slurm's default, where it does not answer: 0 would give up at once
+kill_wait=${{kill_wait:-30}} # Slurm's default, if scontrol does not answer: 0 would give up at once
 give_up() {{
     trap : TERM
     (sleep $((kill_wait / 2)) && kill -9 $step 2>/dev/null) &
     timer=$!
 }}
 timer=
-# srun waits for ever for a step whose daemon has died. The first node's agent renews a file as long as it watches its
-# ranks: a step that goes on while the file stays as it was for ten looks is given up as well.
+# srun waits forever for a step whose daemon has died. The first node's agent renews a file while it watches its ranks:
+# if the file is unchanged ten times in a row and the step still runs, the step is killed as well.
 watch() {{
     trap 'kill $! 2>/dev/null; exit' TERM
     local agent seen='' now still=0
@@ -71,19 +72,19 @@ step=$!
 watch &
 watcher=$!
 while wait $step; rc=$?; kill -0 $step 2>/dev/null; do :; done
-[ -z "$timer" ] || kill "$timer" 2>/dev/null # else it might kill another process of the same number
+[ -z "$timer" ] || kill "$timer" 2>/dev/null # else it might kill a later process with the same id
 kill $watcher 2>/dev/null
 
-# Decides from how the run ended whether it is requeued.
+# Requeues the job or not, depending on how the run ended.
 trap '' USR1 TERM
 exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
 """
 
 
 def render(config: Config, placement: Placement, words: Sequence[str], python: str = "") -> str:
-    """The script; `words`: of the command line, which the job composes again.
+    """The script. `words`: the arguments of the command line, which the job composes again.
 
-    python: the interpreter's path; without one the script finds it, for it may be submitted from any shell.
+    python: the interpreter's path; without one, the script searches for it, since it may be submitted from any shell.
     """
     cluster = config.cluster
     lines = ["#!/bin/bash", f"#SBATCH --job-name=hpcrl-{config.run_name}", *_job_options(cluster)]
@@ -92,16 +93,16 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
             lines.append("#SBATCH hetjob")
         lines += [f"#SBATCH {option}" for option in _component_options(component, cluster)]
     num = len(placement.components)
-    # A site may start batch scripts without the environment, and would hand that on to the step.
+    # A site may start batch scripts without the environment, which the step would inherit.
     srun = ["--export=ALL", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"]
-    # A step does not inherit --cpus-per-task since Slurm 22.05, and a site's task plugin would bind it to one core. The
-    # agents need no PMI, and a site may have one as its default.
+    # Since Slurm 22.05, steps do not inherit --cpus-per-task, and a site's task plugin would bind it to one core. The
+    # agents need no PMI, which may be a site's default.
     srun += ["--cpu-bind=none", "--mpi=none", "--ntasks-per-node=1"]
     srun += [f"--het-group={','.join(map(str, range(num)))}"] if num > 1 else []
-    srun += _further(cluster.srun_options)  # the last of two equal options counts
+    srun += _further(cluster.srun_options)  # of two equal options, the last counts
     body = BODY.format(
         words=shlex.join(words),
-        # Before set -u, which modules and conda do not stand.
+        # Before set -u, under which modules and conda fail.
         setup="".join(f"{line}\n" for line in _setup(cluster)) + ("" if python else FIND_PYTHON),
         python=python or "python",
         inside=(python or "python") if cluster.container == "none" else "python",  # a container has its own
@@ -112,7 +113,7 @@ def render(config: Config, placement: Placement, words: Sequence[str], python: s
 
 
 def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
-    """What cannot stand in a script: the job reads its words again, and sbatch expands what is in its log's path."""
+    """What a script cannot contain: the job parses the arguments again, and sbatch expands the log's path."""
     if not RUN_DIR.fullmatch(str(run_dir)):
         text = "a batch script takes letters, digits, spaces and . _ + @ - in a path; choose another run_dir"
         yield f"run folder {str(run_dir)!r}: {text}"
@@ -123,12 +124,12 @@ def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
 
 
 def check_prologue(cluster: ClusterConfig) -> list[Problem]:
-    """A prologue that would not end where its last line does, or that sbatch would read."""
+    """Refuses a prologue that continues past its last line, or that sbatch would parse."""
     text = cluster.prologue.rstrip()
     if re.search(r"^\s*#SBATCH", text, re.MULTILINE):
-        said = "an #SBATCH line is no shell line; what sbatch is told has keys of its own"
+        said = "an #SBATCH line is not shell code; set sbatch options with their keys under cluster"
     elif text.endswith("\\"):
-        said = "its last line goes on"
+        said = "its last line ends with a backslash"
     else:
         done = subprocess.run(["bash", "-n"], input=text.encode(errors="replace"), capture_output=True, check=False)
         said = done.stderr.decode(errors="replace")
@@ -159,13 +160,13 @@ def _component_options(component: Component, cluster: ClusterConfig) -> Iterator
         yield f"--gres=gpu:{spec.gpu_type + ':' if spec.gpu_type else ''}{spec.gpus_per_node}"
     values = {"mem": spec.memory, "partition": _first(spec, cluster, "partition")}
     values["constraint"] = _first(spec, cluster, "constraint")
-    values["switches"] = cluster.switches  # sbatch hands the options of the whole job on to every component, but not it
+    values["switches"] = cluster.switches  # the only option that sbatch does not apply to every component
     yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
     yield from _further(cluster.sbatch_options)
 
 
 def _further(options: Mapping[str, str | bool]) -> list[str]:
-    """The site's options, quoted for the shell, whose quotes sbatch reads too."""
+    """The site's options, quoted for the shell; sbatch understands these quotes too."""
     given = {name: value for name, value in options.items() if value is not False}
     return [f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}" for name, value in given.items()]
 
@@ -177,7 +178,7 @@ def _first(spec: ComponentConfig, cluster: ClusterConfig, name: str) -> str | No
 
 def _setup(cluster: ClusterConfig) -> Iterator[str]:
     if cluster.modules:
-        # A site may define `module` for login shells only, which a batch script is not.
+        # A site may define `module` for login shells only, and a batch script is not one.
         yield "type module >/dev/null 2>&1 || . /etc/profile"
         yield f"module load {shlex.join(cluster.modules)} || exit {ExitCode.BAD_INPUT}"
     if cluster.prologue:
