@@ -1,4 +1,4 @@
-"""The algorithms' keys, and the pair of a credit and an objective that each of them is."""
+"""The keys of the algorithms, and the credit and objective of each."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ReinforcePlusPlus(PolicyLoss):
     whiten_advantages: bool = True
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     gamma: Share = 1.0
-    """Discount per model token. Tokens of an environment between two turns are skipped and discount nothing; in verl
-    the tokens before them get nothing of what comes after."""
+    """Discount per model token. Tokens of observations between two turns are skipped without a discount; in verl,
+    returns end at such tokens."""
     std_eps: NonNegative = 1e-6
     """Added to the standard deviation."""
 
@@ -42,17 +42,17 @@ class Reinforce(PolicyLoss):
     name: Literal["reinforce"] = "reinforce"
     """The algorithm."""
     gamma: Share = 1.0
-    """Discount per model token; tokens of an environment between two turns are skipped and discount nothing."""
+    """Discount per model token; tokens of observations between two turns are skipped without a discount."""
     norm_mean_type: Literal["batch", "group"] | None = None
-    """Rewards minus the mean of the batch or group; null: off."""
+    """Subtract the mean reward of the batch or group; null: off."""
     norm_std_type: Literal["batch", "group"] | None = None
-    """Rewards over the standard deviation of the batch or group; null: off."""
+    """Divide rewards by their standard deviation in the batch or group; null: off."""
     std_eps: NonNegative = 1e-6
     """Added to the standard deviation."""
 
 
 GRPO_SPEC = AlgorithmSpec(
-    about="Group-relative policy optimisation: a response is compared with its siblings.",
+    about="Group-relative policy optimisation: each response is compared with its siblings.",
     section=GRPO,
     make="hpcrl.algorithms.grpo:GRPOCredit",
     objective=POLICY_GRADIENT,

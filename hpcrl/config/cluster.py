@@ -1,4 +1,4 @@
-"""Which machines a run gets and which of its roles they hold: the sections `layout` and `cluster`."""
+"""The machines of a run and the roles on them: the sections `layout` and `cluster`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcrl.spec.fields import NUMBER, Count, Natural, Positive, PositiveFloat, S
 from hpcrl.spec.tables import ROLES
 
 MOST_RANKS = 1 << 16
-"""Ranks of a role."""
+"""Maximum ranks of a role."""
 
 if TYPE_CHECKING:
     RoleName = str
@@ -19,23 +19,23 @@ else:
 
 
 class RoleConfig(Section):
-    """How many ranks a role has, or with which role it shares ranks."""
+    """The ranks of a role: its own, or shared with another role."""
 
     num_ranks: Annotated[int, Field(ge=1, le=MOST_RANKS), NUMBER] | None = None
-    """Ranks of its own; with colocate_with: the first so many of the other role's, null all of them."""
+    """Number of ranks; with colocate_with: how many of the other role's ranks, from the first; null: all of them."""
     colocate_with: RoleName | None = None
-    """Role whose ranks it shares."""
+    """Role whose ranks this role shares."""
     tensor_parallel: Positive = 1
-    """Ranks of one replica."""
+    """Ranks per replica."""
     min_ranks: Positive = 1
-    """reward, env: go on while so many remain."""
+    """Continue while this many ranks remain (reward and env only)."""
 
 
 class LayoutConfig(Section):
-    """Which ranks play which role. Rank 0 is the controller."""
+    """The roles of each rank. Rank 0 is the controller."""
 
     name: str = "colocated"
-    """Name of the layout, for people."""
+    """Name of the layout, for display only."""
 
     if TYPE_CHECKING:  # a field for each role of the table
 
@@ -58,7 +58,7 @@ def layout_class() -> type[LayoutConfig]:
 
 
 def _not_a_number(value: Any) -> Any:
-    # YAML reads 01:30:00 as 5400 and 90 as a number; sbatch reads a bare number as minutes.
+    # YAML reads 01:30:00 as 5400 and 90 as a number, whereas sbatch reads a number as minutes.
     if isinstance(value, int | float):
         raise ValueError("expected text such as 24:00:00; put it in quotes")
     return value
@@ -77,7 +77,7 @@ Memory = Annotated[str, Field(pattern=MEMORY)]
 
 
 def _as_mapping(value: Any) -> Any:
-    """[--exclusive, --mail-type=END] is {exclusive: true, mail-type: END}."""
+    """Turn [--exclusive, --mail-type=END] into {exclusive: true, mail-type: END}."""
     if not isinstance(value, list | tuple):
         return value
     found: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def _one_line(value: Any) -> str | bool:
 OptionName = Annotated[str, Field(pattern=OPTION)]
 OptionValue = Annotated[str | bool, PlainValidator(_one_line)]
 Options = Annotated[dict[OptionName, OptionValue], BeforeValidator(_as_mapping)]
-"""Option -> its value, true where it takes none, false to leave it out. A list as on a command line is read too."""
+"""Option -> value; true if the option takes none, false to omit it. A list in command-line form is accepted too."""
 
 SET_FOR_SBATCH = {
     **{name: f"cluster.{name}" for name in ("account", "partition", "qos", "reservation", "constraint", "exclude")},
@@ -115,7 +115,7 @@ SET_FOR_SBATCH = {
     "array": "-m for a sweep",
     **dict.fromkeys(("parsable", "test-only", "wait", "wrap"), ""),
 }
-"""Options of sbatch that hpcrl gives itself, or cannot do with -> the key that sets them."""
+"""Options of sbatch that hpcrl sets itself or does not support -> the key that sets them."""
 SET_FOR_SRUN = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "het-group"), "layout and cluster.components"),
     "cpus-per-task": "cpus_per_node of a component",
@@ -123,26 +123,26 @@ SET_FOR_SRUN = {
     **dict.fromkeys(("output", "error", "input", "chdir"), "run_dir"),
     **dict.fromkeys(("export", "kill-on-bad-exit", "no-kill", "multi-prog", "pty"), ""),
 }
-"""The same of the srun that starts the agents."""
+"""The same for the srun that starts the agents."""
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
-"""Options of sbatch that ask for GPUs in the place of --gres."""
+"""Options of sbatch that request GPUs instead of --gres."""
 
 
 class ComponentConfig(Section):
-    """Nodes that are alike: a component of a heterogeneous job, or the only one of a plain job."""
+    """Identical nodes: a component of a heterogeneous job, or the only component of a plain job."""
 
     roles: list[RoleName] = []
-    """Roles whose ranks are on these nodes; roles that share ranks with one of them come along."""
+    """Roles whose ranks are on these nodes; roles that share ranks with one of them are included."""
     ranks_per_node: Count | None = None
-    """Ranks of a node, the controller not counted; null: all on one node."""
+    """Ranks per node, without the controller; null: all on one node."""
     cpus_per_node: Annotated[int, Field(ge=1, le=8192), NUMBER] | None = None
-    """CPUs of a node; null: threads_per_rank for each of its ranks."""
+    """CPUs per node; null: threads_per_rank for each rank of the node."""
     gpus_per_node: Natural = 0
-    """GPUs of a node; 0: none are asked for."""
+    """GPUs per node; 0: no GPUs are requested."""
     gpu_type: Word | None = None
-    """Type of the GPUs, as the cluster names it."""
+    """Type of the GPUs, as named by the cluster."""
     memory: Memory | None = None
-    """Memory of a node, such as 500G; null: the partition's default."""
+    """Memory per node, such as 500G; null: the partition's default."""
     partition: Word | None = None
     """Partition; null: cluster.partition."""
     constraint: Word | None = None
@@ -150,31 +150,31 @@ class ComponentConfig(Section):
 
 
 def memory_bytes(memory: str) -> int:
-    """Bytes of memory as sbatch reads it: a number of K, M, G or T, without a letter of M."""
+    """Bytes of a memory size in sbatch's form: a number with unit K, M, G or T; without a unit, M."""
     unit = memory[-1] if memory[-1].isalpha() else "M"
     return int(memory.rstrip("KMGT")) << {"K": 10, "M": 20, "G": 30, "T": 40}[unit]
 
 
 class ClusterConfig(Section):
-    """Where the program runs."""
+    """Where the run executes."""
 
     name: Literal["local", "slurm"] = "local"
-    """This machine, or a Slurm job."""
+    """local: this machine; slurm: a Slurm job."""
     threads_per_rank: Count = 1
-    """CPU threads of each rank."""
+    """CPU threads per rank."""
     oversubscribe: bool = False
-    """name=local: start even more than 64 threads and processes for each core of this machine."""
+    """With name=local: allow more than 64 threads and processes per core of this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models are; auto: on GPUs, one for each rank with a model, or on the CPU where a node shows no GPU. Too few
-    GPUs are an error."""
+    """Device of models; auto: GPUs, one for each rank with a model, or the CPU on nodes without GPUs. Too few GPUs are
+    an error."""
     components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
-    """Component -> its nodes; empty: one node for all ranks. More than one makes a heterogeneous job."""
+    """Component -> its nodes; empty: one node for all ranks. Several components make a heterogeneous job."""
     account: Word | None = None
     """Account to charge; null: your default, or SBATCH_ACCOUNT."""
     partition: Word | None = None
     """Partition; null: the cluster's default, or SBATCH_PARTITION."""
     qos: Word | None = None
-    """Quality of service."""
+    """Quality of service (qos)."""
     reservation: Word | None = None
     """Reservation."""
     constraint: Word | None = None
@@ -182,40 +182,40 @@ class ClusterConfig(Section):
     exclude: Word | None = None
     """Nodes to avoid."""
     switches: Word | None = None
-    """Most leaf switches, COUNT or COUNT@MAX_WAIT."""
+    """Maximum number of leaf switches, COUNT or COUNT@MAX_WAIT."""
     time: WallTime = "24:00:00"
-    """Wall-time limit of one job, as sbatch reads it: MINUTES, HH:MM:SS, D-HH:MM:SS."""
+    """Wall-time limit of one job, in sbatch's form: MINUTES, HH:MM:SS, D-HH:MM:SS."""
     signal_lead_s: Annotated[int, Field(ge=1, le=65535), NUMBER] = 300
-    """Warning before the wall-time limit or a preemption, seconds (Slurm may be up to 60 s early)."""
+    """Lead of the signal before the wall-time limit or a preemption, seconds (Slurm may be up to 60 s early)."""
     after: Literal["requeue", "chain"] = "requeue"
-    """How an unfinished run gets its next job: the same job requeued, or a queue of dependent jobs."""
+    """How an unfinished run continues: the same job is requeued, or a chain of dependent jobs is submitted."""
     num_links: Annotated[int, Field(ge=1, le=100), NUMBER] = 4
-    """Jobs of a chain, the first included."""
+    """Jobs of a chain, including the first."""
     max_restarts: Natural = 3
-    """Restarts in a row after crashes and hangs without a new checkpoint in between; others do not count."""
+    """Maximum restarts in a row after crashes and hangs without a new checkpoint; other restarts do not count."""
     sbatch_options: Options = {}
-    """Further options of sbatch, such as {exclusive: true, mail-user: me@site}, for every component."""
+    """Additional options of sbatch, such as {exclusive: true, mail-user: me@site}, for every component."""
     srun_options: Options = {}
-    """Further options of the srun that starts the agents, such as {mpi: pmix}."""
+    """Additional options of the srun that starts the agents, such as {mpi: pmix}."""
     modules: list[Word] = []
     """Environment modules to load on the nodes."""
     prologue: str = ""
-    """Shell lines to run on the first node before anything else, such as `source ~/venv/bin/activate`."""
+    """Shell lines run on the first node before anything else, such as `source ~/venv/bin/activate`."""
     network_interface: Word | None = None
-    """Interface on which ranks of several nodes listen and connect, such as ib0: stores, gloo and NCCL; null: the one
-    that a node's host name stands for, and NCCL's own choice."""
+    """Network interface for stores, gloo and NCCL between nodes, such as ib0; null: the interface to which a node's
+    host name resolves, and NCCL's own choice."""
     container: Literal["none", "apptainer", "pyxis"] = "none"
-    """What the ranks run in."""
+    """Container runtime of the ranks."""
     image: Image | None = None
-    """Container image: a file, or what pyxis pulls."""
+    """Container image: a file, or an image address for pyxis."""
     mounts: list[Word] = []
-    """Folders inside the container besides the run folder and the source tree, SOURCE or SOURCE:TARGET."""
+    """Additional folders to mount in the container, besides run folder and source tree: SOURCE or SOURCE:TARGET."""
     storage_gb_per_s: PositiveFloat = 2.0
-    """GB/s that all ranks together write to the run folder's file system; the plan's checkpoint time comes of it."""
+    """Total write speed of all ranks to the run folder's file system, GB/s; used for the plan's checkpoint time."""
 
     @property
     def time_s(self) -> int:
-        """The wall-time limit in seconds. sbatch reads MINUTES[:SECONDS], HH:MM:SS and DAYS-HH[:MM[:SS]]."""
+        """The wall-time limit in seconds. sbatch accepts MINUTES[:SECONDS], HH:MM:SS and DAYS-HH[:MM[:SS]]."""
         days, dash, rest = self.time.rpartition("-")
         numbers = [int(number) for number in rest.split(":")]
         if dash or len(numbers) == 3:

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from hpcrl.spec.fields import NUMBER, Positive, Section, Share
 
 MOST_ROWS = 1 << 24
-"""Rows of a generated source: an epoch's order is held in memory."""
+"""Maximum rows of a generated source: the order of an epoch is kept in memory."""
 
 
 class DataSource(Section):
@@ -18,11 +18,11 @@ class DataSource(Section):
     path: str
     """File, task:NAME or reasoning_gym:NAME."""
     tag: str | None = None
-    """Domain of all its rows; null: each row's own tag."""
+    """Domain of all rows of this source; null: each row's own tag."""
     size: Annotated[int, Field(ge=1, lt=MOST_ROWS), NUMBER] | None = None
-    """Generated sources: rows of an epoch."""
+    """Rows per epoch of a generated source."""
     options: dict[str, Any] = {}
-    """Generated sources: arguments of the task."""
+    """Arguments of the task of a generated source."""
 
 
 def _one_or_many(value: Any) -> str:
@@ -48,22 +48,22 @@ class DataConfig(Section):
     """Where prompts come from and how a row is read."""
 
     train: Sources = "task:sort_digits"
-    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of them or of {path, tag, size, options}."""
+    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of these or of {path, tag, size, options}."""
     val: Sources | None = None
     """Held-out prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None
-    """Column of the prompt; null: prompt, messages, question or problem, whichever the file has."""
+    """Column of the prompt; null: prompt, messages, question or problem, whichever exists."""
     answer_key: str | None = None
     """Column of the answer; null: answer, ground_truth, label, solution, reward_model.ground_truth (verl)."""
     tag_key: str = "tag"
     """Column of the domain."""
     system_prompt: str | None = None
-    """System message put before every prompt."""
+    """System message before every prompt."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt, tokens."""
+    """Maximum prompt length, tokens."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to a longer one."""
+    """Treatment of longer prompts."""
     shuffle: bool = True
-    """Shuffle every epoch, by the seed."""
+    """Shuffle every epoch, with the run's seed."""
     domain_interleave_probs: dict[str, Share] = {}
-    """Share of each domain in every rollout batch; empty: by the sizes of the sources."""
+    """Share of each domain in every rollout batch; empty: proportional to the sizes of the sources."""

@@ -1,4 +1,4 @@
-"""How long a run without a model takes over its work: the section `fake`."""
+"""Durations and results of a run without a model: the section `fake`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from hpcrl.spec.fields import NonNegative, Positive, Section, Share
 
 
 class FakeConfig(Section):
-    """debug=fake: what engines without a model take for their work, and what comes of it."""
+    """debug=fake: durations and results of engines without a model."""
 
     decode_s: NonNegative = 0.005
-    """Seconds of one decode step of a replica, however many responses it decodes."""
+    """Seconds per decode step of a replica, for any number of responses."""
     prefill_s: NonNegative = 0.001
-    """Seconds for each response that gets a slot."""
+    """Seconds of prefill per response."""
     publish_s: NonNegative = 0.05
-    """Seconds in which a replica takes new weights."""
+    """Seconds to load new weights into a replica."""
     median_tokens: Positive | None = None
-    """Half of the responses are shorter; null: an eighth of the longest there may be."""
+    """Median response length, tokens; null: an eighth of the maximum length."""
     tail: NonNegative = 1.0
-    """Standard deviation of the logarithm of the length: 0: all are alike; 1: one of 50 is eight times the median."""
+    """Standard deviation of the log of the response length; 0: all equal; 1: one in 50 is over eight times the
+    median."""
     reward_s: NonNegative = 0.0
-    """Seconds in which a worker process scores a response."""
+    """Seconds to score a response in a worker process."""
     pass_rate: Share = 0.5
-    """Share of responses with reward 1; the others get 0."""
+    """Share of responses with reward 1; the others get reward 0."""
     logprobs_s: NonNegative = 0.1
-    """Seconds in which a rank computes the log-probs of a batch, for old_logprobs and ref_logprobs alike."""
+    """Seconds to compute the log-probs of a batch on a rank, for each of old_logprobs and ref_logprobs."""
     train_s: NonNegative = 0.2
-    """Seconds of an optimizer step."""
+    """Seconds per optimizer step."""

@@ -1,6 +1,6 @@
 """The typed schema of a run. Defaults live here; the files under conf/ hold values that differ from them.
 
-Every key has a line that says what it means and in which unit: `python -m hpcrl.launch --help SECTION` prints them.
+The docstring of every key gives its meaning and unit; `python -m hpcrl.launch --help SECTION` prints them.
 """
 
 from __future__ import annotations
@@ -40,108 +40,109 @@ from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS,
 S = TypeVar("S", bound=Section)
 MOST_MEMBERS = 1 << 14
 MOST_HELD_OUT = 1 << 20
-"""What a sample id has room for (hpcrl.rollout.types)."""
+"""Limits of a sample id (hpcrl.rollout.types)."""
 LEAST_VOCABULARY = 259
-"""Tokens of the tokenizer that is made for model.tiny: every byte and three special tokens."""
+"""Tokens of the tokenizer created for model.tiny: every byte and three special tokens."""
 
 
 class TinyModel(Section):
-    """A model made from these numbers with seeded random weights where model.path is not given (demos, tests)."""
+    """A model created from these sizes with seeded random weights, used if model.path is not given (demos, tests)."""
 
     architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"] = "qwen2"
-    """The family."""
+    """Model family."""
     vocab_size: Annotated[int, Field(ge=LEAST_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
     hidden_size: Annotated[int, Field(ge=1, le=1 << 16), NUMBER] = 64
-    """Width."""
+    """Width of the hidden states."""
     num_layers: Annotated[int, Field(ge=1, le=1000), NUMBER] = 2
     """Decoder layers."""
     num_heads: Positive = 4
     """Query heads."""
     num_kv_heads: Positive = 2
-    """Key and value heads; divides num_heads."""
+    """Key and value heads; must divide num_heads."""
     intermediate_size: Annotated[int, Field(ge=1, le=1 << 20), NUMBER] = 192
-    """Width of the feed-forward part."""
+    """Width of the feed-forward layer."""
     num_experts: Annotated[int, Field(ge=1, le=1 << 12), NUMBER] = 4
-    """Experts of a layer (qwen3_moe)."""
+    """Experts per layer (qwen3_moe)."""
     max_position_embeddings: Positive = 4096
-    """Longest sequence, tokens."""
+    """Maximum sequence length, tokens."""
     tie_word_embeddings: bool = True
-    """Whether the output projection is the embedding."""
+    """Use the embedding as the output projection."""
     seed: Seed = 0
     """Seed of the weights."""
 
 
 class ModelConfig(Section):
-    """The policy. `path` is a folder in HF layout; without one the tiny model is made inside the run folder."""
+    """The policy. `path` is a folder in HF layout; without a path, model.tiny is created inside the run folder."""
 
     path: str | None = None
-    """Folder in HF layout (config.json, *.safetensors, tokenizer.json); null: make model.tiny."""
+    """Folder in HF layout (config.json, *.safetensors, tokenizer.json); null: create model.tiny."""
     tiny: TinyModel = TinyModel()
-    """The model to make where no path is given."""
+    """The model to create if no path is given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The trainer's master copy of the weights."""
+    """Type of the trainer's master weights."""
 
 
 class RolloutConfig(Section):
-    """What a rollout batch is: num_prompts groups of group_size responses."""
+    """A rollout batch: num_prompts groups of group_size responses."""
 
     num_prompts: Positive = 64
-    """Prompts (groups) of a step."""
+    """Prompts (groups) per step."""
     group_size: Annotated[int, Field(ge=1, le=MOST_MEMBERS), NUMBER] = 8
-    """Responses of a prompt."""
+    """Responses per prompt."""
     max_new_tokens: Positive = 256
-    """Longest response, tokens."""
+    """Maximum response length, tokens."""
     temperature: NonNegative = 1.0
-    """Sampling temperature; above 0, since greedy responses to a prompt are all the same."""
+    """Sampling temperature; must be above 0, since greedy responses to a prompt are all equal."""
     top_p: Annotated[float, Field(ge=1e-3, le=1), NUMBER] = 1.0
-    """Nucleus; 1: off."""
+    """Nucleus sampling; 1: off."""
     top_k: Natural = 0
     """Most likely tokens kept; 0: off."""
     min_p: Share = 0.0
-    """Tokens kept by probability relative to the most likely one; 0: off."""
+    """Minimum probability of a kept token, relative to the most likely token; 0: off."""
     stop: list[str] = []
     """Strings that end a response."""
     max_lag: NonNegative = 0
-    """Steps a token may be behind the weights it trains; 0: synchronous; 0.5: half of a batch by one step."""
+    """Maximum lag of a token's weights behind the weights being trained, steps; 0: synchronous; 0.5: lag 1 for half of
+    a batch."""
     on_stale: Literal["wait", "cancel"] = "wait"
-    """Groups that get too old for max_lag on their way: the batch waits for them, or they are cancelled and start
-    anew, which is faster and favours short responses."""
+    """Groups that would become too old for max_lag: the batch waits for them, or they are cancelled and restarted,
+    which is faster and favours short responses."""
     on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
-    """Responses on their way when weights arrive: go on with the keys and values of the old ones, so that their
-    log-probs are of no single policy (token/mixed_weights_ratio), compute these anew, or start anew (each max_attempts
-    times at most)."""
+    """Responses in progress when weights arrive: continue with the KV cache of the old weights (log-probs of no single
+    policy, token/mixed_weights_ratio), recompute the cache, or restart (at most max_attempts times)."""
     extra_prompts: Natural = 0
-    """Redundant groups: generated beyond num_prompts, aborted once enough valid groups exist."""
+    """Redundant groups, generated beyond num_prompts and aborted once there are enough valid groups."""
     extra_members: Natural = 0
-    """Redundant responses: generated to each prompt beyond group_size; the first group_size count, which favours short
-    ones (scheduler/kept_length, scheduler/aborted_length)."""
+    """Redundant responses per prompt, beyond group_size; the first group_size responses count, which favours short
+    responses (scheduler/kept_length, scheduler/aborted_length)."""
     siblings_together: bool = True
-    """Responses to a prompt go to one replica as long as it has room; false: each to the replica with the least."""
+    """Send all responses to a prompt to one replica while it has room; false: each to the least loaded replica."""
     prompt_affinity: bool = False
-    """A prompt that starts anew goes to the replica that has its prefix, if there is room."""
+    """Send a restarted prompt to the replica that has its prefix, if there is room."""
     routing: Literal["count", "expected_length"] = "count"
-    """What a replica's load is measured in: responses, or tokens expected from the recent lengths of their domains."""
+    """Unit of a replica's load: responses, or tokens expected from recent lengths in each response's domain."""
     spare_slow_replicas: bool = True
-    """A replica that decodes slower than the others, for what it carries, is given less (scheduler/replica_speed)."""
+    """Give fewer responses to a replica that decodes more slowly than others under equal load
+    (scheduler/replica_speed)."""
     min_replicas: Positive = 1
-    """Generator replicas without which the run stops; lost ones above it are done without."""
+    """Generator replicas that must remain for the run to continue after losses."""
     max_attempts: Annotated[int, Field(ge=1, le=200), NUMBER] = 3
-    """Attempts at a prompt before it counts as failed."""
+    """Attempts after which a prompt counts as failed."""
     filter_mean_low: Float | None = None
-    """Keep only groups with a mean score above this."""
+    """Keep only groups with a mean score above this value."""
     filter_mean_high: Float | None = None
-    """Keep only groups with a mean score below this."""
+    """Keep only groups with a mean score below this value."""
     filter_std: bool = False
     """Drop groups whose rewards are all equal."""
     max_generated_groups: Positive | None = None
-    """Groups after which a step gives up; null: 20 x num_prompts."""
+    """Groups generated for a step before the run ends; null: 20 x num_prompts."""
     save_rollouts: bool = True
     """Write every step's rollouts to rollouts/step_NNNNNN (HDF5)."""
 
     @property
     def most_generated_groups(self) -> int:
-        """max_generated_groups, or what it is when it is not given."""
+        """max_generated_groups, or its default."""
         return self.max_generated_groups or 20 * self.num_prompts
 
 
@@ -157,41 +158,41 @@ def _listed(table: Table[Any], name: str) -> str:
 
 
 class RewardConfig(Section):
-    """How the rows of one domain are scored: built in by name, or `function`, an import path or a file."""
+    """The reward of one domain's rows: built-in, or `function`, an import path or file."""
 
     name: Annotated[str, AfterValidator(functools.partial(_listed, REWARDS))] = "exact_match"
     """Built-in reward, function, or module:SPEC."""
     function: str | None = None
-    """package.module:callable or file.py:callable, with name=function."""
+    """package.module:callable or file.py:callable, used with name=function."""
     signature: Literal["auto", "verl", "trl", "openrlhf", "hpcrl"] = "auto"
-    """How the function is called; auto: by its parameter names."""
+    """How the function is called; auto: determined by its parameter names."""
     timeout_s: Seconds = 10.0
-    """Seconds for one response, or one group where the reward scores groups; after that its samples have an error."""
+    """Timeout for one response, or one group if the reward scores groups, seconds; then its samples have an error."""
     num_processes: Count = 1
-    """Worker processes of each reward rank."""
+    """Worker processes per reward rank."""
     concurrency: Count = 64
-    """Calls that each worker process of an asynchronous reward waits for at once."""
+    """Concurrent calls per worker process of an asynchronous reward."""
     options: dict[str, Any] = {}
     """Arguments of the reward."""
 
 
 class EnvConfig(Section):
-    """The environment of one domain's prompts: built in by name, or `class_path`, an import path. Key default: of every
-    domain that is not named; null: none, so that one response is all."""
+    """The environment of one domain's prompts: built-in, or `class_path`, an import path. Key default: all other
+    domains; null: no environment, a single response."""
 
     name: Annotated[str, AfterValidator(functools.partial(_listed, ENVS))] = "scripted"
     """Built-in environment, class, or module:SPEC."""
     class_path: str | None = None
-    """package.module:Class, with name=class."""
+    """package.module:Class, used with name=class."""
     max_turns: Positive = 2
-    """Model turns of an episode."""
+    """Maximum model turns per episode."""
     add_reward: bool = False
-    """Score each episode with the domain's reward too and add that to the environment's own rewards."""
+    """Also score each episode with the domain's reward and add this to the environment's rewards."""
     num_threads: Count = 1
-    """Environments of an env rank that step at once; more than 1 for those that wait (a network, a process), whose
-    code must be fit for threads."""
+    """Environments that step concurrently on an env rank; more than 1 helps environments that wait (for a network or a
+    process), whose code must be thread-safe."""
     timeout_s: Seconds | None = None
-    """Seconds for one turn; after that its sample ends with reward 0 and its thread is given up; null: half of
+    """Timeout for one turn, seconds; then its sample ends with reward 0 and its thread is abandoned; null: half of
     timeouts.command_s."""
     options: dict[str, Any] = {}
     """Arguments of the environment."""
@@ -205,31 +206,31 @@ class TrainerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate (AdamW)."""
     min_lr: NonNegative = 0.0
-    """Where a schedule ends."""
+    """Final learning rate of a schedule."""
     warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear learning-rate warm-up."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW's moments."""
+    """AdamW's beta_1 and beta_2."""
     eps: Annotated[float, Field(gt=0, le=1), NUMBER] = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.0
-    """Gradients are clipped to this norm; inf: off."""
+    """Maximum gradient norm, to which gradients are clipped; inf: off."""
     max_tokens_per_micro_batch: Positive = 16384
-    """Tokens of one forward and backward on one rank."""
+    """Maximum tokens of one forward and backward pass on one rank."""
     packing: Literal["auto", "require", "off"] = "auto"
-    """Several sequences in one row: auto where a probe at load agrees, require, off."""
+    """Pack several sequences into a row; auto: if a probe at load succeeds; require: stop if it fails."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute; the master copy is model.dtype."""
+    """Type of computation; the master weights have model.dtype."""
     logits_chunk_tokens: Positive = 4096
-    """Tokens of one chunk of the vocabulary projection."""
+    """Tokens per chunk of the vocabulary projection."""
 
     def section(self, kind: type[S]) -> S:
         """The section of the engine, which is of this type."""
@@ -242,13 +243,13 @@ class GeneratorConfig(Section):
     engine: str = "native"
     """Generation engine."""
     max_slots: Positive = 256
-    """Responses a replica decodes at once."""
+    """Maximum responses that a replica decodes at once."""
     max_requests: Positive | None = None
-    """Responses a replica is given at once, those that wait there for a slot included; null: twice max_slots."""
+    """Maximum responses assigned to a replica, including those that wait for a slot; null: twice max_slots."""
     burst_tokens: Positive = 16
-    """Decode steps between two looks at the inbox."""
+    """Decode steps per burst, between two reads of the inbox."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights and KV cache."""
+    """Type of weights and KV cache."""
     kv_bucket: Positive = 32
     """KV cache lengths are rounded up to this many tokens."""
 
@@ -258,7 +259,7 @@ class GeneratorConfig(Section):
 
     @property
     def most_requests(self) -> int:
-        """max_requests, or what it is when it is not given."""
+        """max_requests, or its default."""
         return self.max_requests or 2 * self.max_slots
 
 
@@ -266,38 +267,38 @@ class EvalConfig(Section):
     """Held-out evaluation on data.val."""
 
     num_prompts: Annotated[int, Field(ge=1, le=MOST_HELD_OUT), NUMBER] = 256
-    """Held-out prompts of one evaluation."""
+    """Held-out prompts per evaluation."""
     temperature: NonNegative = 0.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     max_new_tokens: Positive | None = None
-    """Longest response, tokens; null: rollout.max_new_tokens."""
+    """Maximum response length, tokens; null: rollout.max_new_tokens."""
     num_examples: Natural = 5
-    """Sample completions shown before and after."""
+    """Sample completions shown before and after training."""
 
 
 Deadline = Annotated[float, Field(ge=1, le=1e7), NUMBER]
 
 
 class Timeouts(Section):
-    """Deadlines in seconds. Every wait of the program is under one of them."""
+    """Deadlines in seconds. Every wait of the program has one of them."""
 
     start_s: Deadline = 300.0
-    """Process start to ready, seconds."""
+    """From process start until all ranks are ready, seconds."""
     command_s: Deadline = 900.0
-    """One command, from its sending to the last answer; files of a checkpoint without progress; seconds."""
+    """One command, from sending to the last answer; checkpoint files without progress; seconds."""
     grace_s: Deadline = 10.0
-    """From the end of the world to SIGKILL, seconds."""
+    """From the end of the run to SIGKILL of remaining processes, seconds."""
     store_s: Deadline = 30.0
-    """One store call, and the time until a lost store is noticed, seconds."""
+    """One store call, and the time until a lost store is detected, seconds."""
 
 
 class Config(Section):
-    """Everything about a run."""
+    """The configuration of a run."""
 
     pipeline: str = "rlvr"
-    """What a step does."""
+    """The pipeline, which defines a step."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "rlvr"
-    """Name of the run; from the command line its default is the experiment's or pipeline's name, and debug's mode."""
+    """Name of the run; default on the command line: the name of the experiment or pipeline, plus the debug mode."""
     run_dir: str = ""
     """Run folder; empty: runs/<run_name>."""
     seed: Seed = 0
@@ -311,15 +312,15 @@ class Config(Section):
     keep_checkpoints: Annotated[int, Field(ge=2), NUMBER] = 2
     """Newest checkpoints kept."""
     resume: Literal["auto", "fresh"] = "auto"
-    """auto: go on where the run folder ends; fresh: take a new name."""
+    """auto: resume from the run folder; fresh: use a new name."""
     deterministic: bool = False
-    """Bit-exact resume on the same layout, at a cost in speed."""
+    """Bit-exact resume on the same layout, at reduced speed."""
     dry_run: bool = False
     """Check everything, print the plan, start nothing."""
     debug: Literal["none", "rollout_only", "train_only", "fake"] = "none"
-    """Half a run: generate only, train only on another run's rollouts, or both with engines without a model (fake)."""
+    """Partial run: generate only, train only on another run's rollouts, or both with engines without a model (fake)."""
     rollouts: str | None = None
-    """Run folder whose rollouts debug=train_only trains on."""
+    """Run folder whose rollouts are used by debug=train_only."""
     model: ModelConfig = ModelConfig()
     """The policy."""
     data: DataConfig = DataConfig()
@@ -329,9 +330,9 @@ class Config(Section):
     algorithm: PolicyLoss = PolicyLoss()
     """Advantages and policy loss."""
     reward: dict[str, RewardConfig] = {}
-    """Domain -> reward; empty: the source's own, key default: every other domain."""
+    """Domain -> reward; empty: the reward of the data source; key default: all other domains."""
     env: dict[str, EnvConfig | None] = {}
-    """Domain -> environment of its prompts; empty: every rollout is one response."""
+    """Domain -> environment of its prompts; empty: every rollout is a single response."""
     trainer: TrainerConfig = TrainerConfig()
     """Training engine."""
     generator: GeneratorConfig = GeneratorConfig()
@@ -345,32 +346,32 @@ class Config(Section):
     timeouts: Timeouts = Timeouts()
     """Deadlines."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where it runs."""
+    """Where the run executes."""
 
     @model_validator(mode="before")
     @classmethod
     def _environments_by_domain(cls, data: Any) -> Any:
-        """null, as ~env leaves it, is none."""
+        """Treat null, as ~env leaves it, as no environments."""
         return data | {"env": {}} if isinstance(data, dict) and data.get("env", {}) is None else data
 
     @property
     def pipeline_spec(self) -> PipelineSpec:
-        """What the pipeline says of itself."""
+        """The specification of the pipeline."""
         return PIPELINES[self.pipeline]
 
     @property
     def algorithm_spec(self) -> AlgorithmSpec:
-        """What the algorithm says of itself."""
+        """The specification of the algorithm."""
         return ALGORITHMS[str(getattr(self.algorithm, "name", ""))]
 
     @property
     def train_engine(self) -> str:
-        """The training engine that the ranks make."""
+        """Name of the training engine that the ranks use."""
         return "fake" if self.debug == "fake" else self.trainer.engine
 
     @property
     def gen_engine(self) -> str:
-        """The generation engine that the ranks make."""
+        """Name of the generation engine that the ranks use."""
         return "fake" if self.debug == "fake" else self.generator.engine
 
     def section(self, kind: type[S]) -> S:
@@ -398,7 +399,7 @@ class Config(Section):
         return self.data.val is not None and self.eval_every > 0
 
     def env_of(self, domain: str) -> EnvConfig | None:
-        """The environment that the prompts of a domain have; None: one response is all."""
+        """The environment of the prompts of a domain; None: a single response."""
         return self.env[domain] if domain in self.env else self.env.get("default")
 
     @property
@@ -407,22 +408,22 @@ class Config(Section):
         return {name: env for name, env in self.env.items() if env is not None}
 
     def turn_timeout_s(self, env: EnvConfig) -> float:
-        """Longest turn of an environment."""
+        """Maximum duration of an environment's turn, seconds."""
         return env.timeout_s or self.timeouts.command_s / 2
 
     @property
     def max_turns(self) -> int:
-        """Most model turns of a rollout."""
+        """Maximum model turns of a rollout."""
         return max((env.max_turns for env in self.envs.values()), default=1)
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest sequence in training or evaluation: every turn may have a full prompt and a full response."""
+        """Maximum sequence length in tokens: every turn may have a full prompt and a full response."""
         return self.max_turns * (self.data.max_prompt_tokens + self.max_response_tokens)
 
     @property
     def max_response_tokens(self) -> int:
-        """Longest response of training and evaluation, tokens."""
+        """Maximum response length of training and evaluation, tokens."""
         lengths = [self.rollout.max_new_tokens] if self.reinforces or self.evaluates else [0]
         if self.evaluates and self.eval.max_new_tokens is not None:
             lengths.append(self.eval.max_new_tokens)
@@ -441,7 +442,7 @@ def _section_name(name: str, spec: Spec) -> str:
 
 @dataclass(frozen=True)
 class Named:
-    """The parts that a run names by the path of their specification, `module:NAME`; empty: one of the table's."""
+    """The parts that a run names by the path of their specification, `module:NAME`; empty: an entry of the table."""
 
     pipeline: str = ""
     train_engine: str = ""
@@ -450,7 +451,7 @@ class Named:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Named:
-        """What plain data names."""
+        """The parts named in plain data."""
         return cls(*(_path(data, *keys) for keys, _ in NAMED))
 
 
@@ -460,11 +461,11 @@ NAMED: tuple[tuple[tuple[str, ...], Table[Any]], ...] = (
     (("generator", "engine"), GEN_ENGINES),
     (("algorithm", "name"), ALGORITHMS),
 )
-"""Keys that choose a part with a section of its own, in the order of Named's fields."""
+"""Keys that select a part with its own section, in the order of Named's fields."""
 
 
 def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """(key, what is wrong) of every part that is named by a path where no specification is."""
+    """Yields (key, error) for every part that is named by a path without a specification."""
     for keys, table in NAMED:
         if path := _path(data, *keys):
             try:
@@ -481,15 +482,15 @@ def _path(data: Any, *keys: str) -> str:
 
 @lru_cache
 def config_class(named: Named = Named()) -> type[Config]:
-    """Config with the choices and sections of everything that the tables list, and of what is named by its path.
+    """Config with the choices and sections of all parts in the tables, and of parts named by path.
 
-    SpecError where a specification cannot be loaded."""
+    Raises SpecError if a specification cannot be loaded."""
     pipelines = _choices(PIPELINES, named.pipeline)
     trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine))
     generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine))
     layout = layout_class()
     algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
-    union = functools.reduce(operator.or_, algorithms)  # a union of one is that one, which needs no discriminator
+    union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
     algorithm: Any = Annotated[union, Field(discriminator="name")] if len(algorithms) > 1 else union
     fields: dict[str, Any] = {
         "pipeline": (_literal(pipelines), _described(Config, "pipeline")),
@@ -503,13 +504,13 @@ def config_class(named: Named = Named()) -> type[Config]:
 
 
 def _choices(table: Table[Any], path: str) -> dict[str, Spec]:
-    """The entries that a key may name."""
+    """The entries that a key may select."""
     found = {name: spec for name, spec in table.items() if getattr(spec, "offered", True)}
     return found | ({path: table[path]} if path else {})
 
 
 def _named(name: str, spec: Spec) -> type[Section]:
-    """The section of an algorithm, with the name by which it is chosen."""
+    """The section of an algorithm, with the name that selects it."""
     assert spec.section is not None, f"{name} has a section"
     if "name" in spec.section.model_fields:
         return spec.section

@@ -1,14 +1,14 @@
-"""The built-in environments, and where each is."""
+"""The specifications of the built-in environments."""
 
 from __future__ import annotations
 
 from hpcrl.spec.kinds import EnvSpec
 
 SCRIPTED = EnvSpec(
-    about="Asks once more, then compares the last answer; for tests and as an example.",
+    about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.scripted:ScriptedEnv",
 )
-SOKOBAN = EnvSpec(about="Boxes to push to their places.")
-FROZEN_LAKE = EnvSpec(about="A way over a frozen lake with holes.")
-WEBSHOP = EnvSpec(about="A shop to search and buy in.")
-CLASS = EnvSpec(about="A class of yours.", make="hpcrl.envs.making:env_class", imports_code="class_path")
+SOKOBAN = EnvSpec(about="Sokoban: push boxes to their targets.")
+FROZEN_LAKE = EnvSpec(about="FrozenLake: find a path across the ice.")
+WEBSHOP = EnvSpec(about="WebShop: search for a product and buy it.")
+CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

@@ -17,7 +17,7 @@ class SFTConfig(Section):
     """The supervised pipeline: token-mean cross entropy on the answers."""
 
     batch_size: Positive = 64
-    """Rows of a step."""
+    """Rows per step."""
     stop_score: Share | None = None
     """End early once a sampled held-out score reaches this."""
 

@@ -1,4 +1,4 @@
-"""The built-in rewards: their options, and where each is."""
+"""The specifications of the built-in rewards, with their options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ExactMatchOptions(Section):
     """Options of the reward exact_match."""
 
     pattern: str | None = None
-    """Regular expression whose last match (its first group, if it has one) is the answer; null: everything after the
+    """Regular expression whose last match (its first group, if any) is the answer; null: everything after the
     thinking."""
     ignore_case: bool = True
     """Compare without regard to case."""
@@ -33,23 +33,23 @@ class MathOptions(Section):
     """Options of the reward math."""
 
     require_boxed: bool = False
-    """Only a box counts as the answer."""
+    """Accept only a box as the answer."""
     max_answer_chars: Positive = 300
-    """A longer answer is wrong."""
+    """Maximum answer length, characters; a longer answer is wrong."""
 
 
 class ReasoningGymOptions(Section):
     """Options of the reward reasoning_gym."""
 
     threshold: Share | None = None
-    """Reward 1 from this score on, else 0; null: the reward is the score with its partial credit."""
+    """Reward 1 from this score on, else 0; null: the reward is the score with partial credit."""
 
 
 class SortDigitsOptions(Section):
     """Options of the reward sort_digits."""
 
     partial: Share = 0.0
-    """The largest reward a wrong line can get, for the share of digits in their places."""
+    """Maximum reward of a wrong answer, scaled by the share of digits in the right place."""
 
 
 class FakeOptions(Section):
@@ -58,18 +58,18 @@ class FakeOptions(Section):
     pass_rate: Share = 0.5
     """Share of responses with reward 1."""
     latency_s: NonNegative = 0.0
-    """Seconds that scoring one response takes."""
+    """Seconds to score one response."""
 
 
 EXACT_MATCH = RewardSpec(
-    about="The answer, after white space, case and a final full stop are evened out.",
+    about="Compares the answer with the gold answer, ignoring white space, case and a final full stop.",
     make="hpcrl.rewards.exact_match:ExactMatch",
     section=ExactMatchOptions,
     compares_answer=True,
 )
 
 MATH = RewardSpec(
-    about="The final answer of a response against the gold answer, as mathematics.",
+    about="Compares the final answer with the gold answer mathematically.",
     make="hpcrl.rewards.math:MathReward",
     section=MathOptions,
     compares_answer=True,
@@ -90,13 +90,13 @@ SORT_DIGITS = RewardSpec(
 )
 
 FAKE = RewardSpec(
-    about="A reward by lot, for trials of what drives rewards.",
+    about="A random reward, for tests without a task.",
     make="hpcrl.rewards.fake:FakeReward",
     section=FakeOptions,
 )
 
 FUNCTION = RewardSpec(
-    about="A function of yours, called as verl, TRL, OpenRLHF or hpcrl would.",
+    about="A user-defined function, called with the signature of verl, TRL, OpenRLHF or hpcrl.",
     make="hpcrl.rewards.function:FunctionReward",
     imports_code="function",
     scores_in_unit_interval=False,

@@ -1,4 +1,4 @@
-"""The keys that every algorithm of rewards has; each algorithm's section adds its own."""
+"""The keys shared by all RL algorithms; the section of each algorithm adds its own."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ class PolicyLoss(Section):
     """Keys that every clipped policy-gradient algorithm reads."""
 
     pg_clip_low: NonNegative = 0.2
-    """Ratio is clipped below at 1 - this."""
+    """Lower clip bound of the ratio is 1 minus this value."""
     pg_clip_high: NonNegative = 0.2
-    """Ratio is clipped above at 1 + this."""
+    """Upper clip bound of the ratio is 1 plus this value."""
     dual_clip: Annotated[float, Field(gt=1), NUMBER] | None = None
-    """c of dual clip (arXiv 1912.09729); null: off."""
+    """Constant c of dual clip (arXiv 1912.09729); null: off."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """How token losses become one number."""
+    """Aggregation of token losses into one loss."""
     kl_loss_coef: NonNegative = 0.0
     """Weight of KL(policy, reference) in the loss."""
     kl_reward_coef: NonNegative = 0.0
-    """Weight of the per-token KL(old policy, reference) taken from the reward."""
+    """Weight of the per-token KL(old policy, reference) subtracted from the reward."""
     kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Estimator of the KL in the reward (docs/algorithms.md); k1, whose expected gradient is that of the exact KL."""
+    """Estimator of the KL in the reward (docs/algorithms.md); the expected gradient of k1 is that of the exact KL."""
     kl_loss_estimator: Annotated[Literal["abs", "k2", "k3"], BeforeValidator(_kl_in_loss)] = "k2"
-    """Estimator of the KL in the loss (docs/algorithms.md); k2, whose expected gradient is that of the exact KL."""
+    """Estimator of the KL in the loss (docs/algorithms.md); the expected gradient of k2 is that of the exact KL."""
     entropy_loss_coef: Float = 0.0
     """Weight of the entropy bonus in the loss."""
     reward_clip: PositiveFloat | None = None
-    """Rewards are clamped to +- this; null: off."""
+    """Rewards are clamped to +- this value; null: off."""
     advantage_clip: PositiveFloat | None = None
-    """Advantages are clamped to +- this; null: off."""
+    """Advantages are clamped to +- this value; null: off."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """What is done about responses of older weights or another engine: token losses are multiplied by the ratio of the
-    trainer's probabilities before the step to the generator's, cut at correction_high (TIS) or dropped outside
-    correction_low..correction_high (MIS)."""
+    """Off-policy correction: token losses are multiplied by the ratio of the trainer's probabilities before the step to
+    the generator's, clipped at correction_high (truncate, TIS) or dropped outside correction_low..correction_high
+    (mask, MIS)."""
     correction_level: Literal["token", "geometric", "sequence"] = "token"
-    """The ratio is each token's, or the geometric mean or the product over a response."""
+    """Level of the ratio: per token, or the geometric mean or the product over a response."""
     correction_low: NonNegative = 0.5
-    """Lower bound of the ratio, below 1; read by mask alone."""
+    """Lower bound of the ratio, below 1; used by mask only."""
     correction_high: PositiveFloat = 2.0
-    """Upper bound of the ratio; above 1, with truncate at least 1."""
+    """Upper bound of the ratio; above 1, or at least 1 with truncate."""
     whiten_advantages: bool = False
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     ppo_epochs: Positive = 1
-    """Passes over a step's batch."""
+    """Passes over the batch of a step."""
     num_mini_batches: Positive = 1
-    """Optimizer steps of a pass."""
+    """Optimizer steps per pass."""
 
     @property
     def uses_reference(self) -> bool:

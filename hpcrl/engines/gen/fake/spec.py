@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcrl.spec.kinds import GenEngineSpec
 
 SPEC = GenEngineSpec(
-    about="A generator without a model that takes set times, for debug=fake.",
+    about="A generator without a model, with configured durations, for debug=fake.",
     make="hpcrl.engines.gen.fake.engine:make",
     offered=False,
 )

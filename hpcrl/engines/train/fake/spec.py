@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcrl.spec.kinds import TrainEngineSpec
 
 SPEC = TrainEngineSpec(
-    about="A trainer without a model that takes set times, for debug=fake.",
+    about="A trainer without a model, with configured durations, for debug=fake.",
     make="hpcrl.engines.train.fake.engine:make",
     offered=False,
 )

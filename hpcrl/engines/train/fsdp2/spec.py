@@ -1,11 +1,11 @@
-"""FSDP2 of torch, on any decoder that transformers has."""
+"""PyTorch FSDP2, for any decoder of transformers."""
 
 from __future__ import annotations
 
 from hpcrl.spec.kinds import TrainEngineSpec
 
 SPEC = TrainEngineSpec(
-    about="FSDP2 of torch, on any decoder that transformers has.",
+    about="PyTorch FSDP2, for any decoder of transformers.",
     make="hpcrl.engines.train.fsdp2.engine:make",
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
 )

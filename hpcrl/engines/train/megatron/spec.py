@@ -1,4 +1,4 @@
-"""Megatron-Core: a model that is split over ranks by tensors, layers, sequences and experts."""
+"""Megatron-Core: tensor, pipeline, context and expert parallelism."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ AT = ("trainer", "megatron")
 
 
 class MegatronConfig(Section):
-    """How Megatron-Core splits the model over the trainer's ranks; the rest of them is data parallel."""
+    """How Megatron-Core splits the model over the trainer's ranks; the remaining factor is data parallel."""
 
     tensor_parallel: Positive = 1
-    """Ranks that share each matrix."""
+    """Ranks over which each matrix is split."""
     sequence_parallel: bool = False
-    """Share activations outside the matrices over the same ranks."""
+    """Split activations outside the matrices over the same ranks."""
     pipeline_parallel: Positive = 1
     """Stages of consecutive layers."""
     virtual_pipeline: Positive = 1
-    """Chunks of layers that each stage holds in turn."""
+    """Chunks of layers per stage (interleaved schedule)."""
     context_parallel: Positive = 1
-    """Ranks that share each sequence."""
+    """Ranks over which each sequence is split."""
     expert_parallel: Positive = 1
-    """Ranks that share the experts of a layer."""
+    """Ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel: Positive = 1
-    """Ranks that share each expert's matrices."""
+    """Ranks over which each expert's matrices are split."""
     account_for_embedding_in_pipeline_split: bool = False
-    """The embedding counts as a layer of the first stage."""
+    """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
-    """The vocabulary projection counts as a layer of the last stage."""
+    """Count the vocabulary projection as a layer of the last stage."""
     recompute: Literal["none", "selective", "full"] = "selective"
-    """Activations computed again in the backward pass: none, attention's, or all but each layer's input."""
+    """Activations recomputed in the backward pass: none, those of attention, or all except each layer's input."""
     distributed_optimizer: bool = True
-    """Share the optimizer's state over the data parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks."""
 
     @property
     def ranks_of_a_copy(self) -> int:
@@ -89,7 +89,7 @@ def _indivisible(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
 
 
 SPEC = TrainEngineSpec(
-    about="Megatron-Core: a model that is split by tensors, layers, sequences and experts.",
+    about="Megatron-Core: tensor, pipeline, context and expert parallelism.",
     section=MegatronConfig,
     division=divide,
     plan="hpcrl.engines.train.megatron.memory:PLAN",
