@@ -1,4 +1,4 @@
-"""A rank's share of a checkpoint's files held against the manifest, beside the rank's commands."""
+"""Verifies a rank's share of a checkpoint's files against the manifest, in a thread beside the rank's commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpcrl.checkpoint.commit import FileEntry, damage_of
 
 
 class _Stopped(Exception):
-    """Nobody wants to know any more."""
+    """The result is no longer needed."""
 
 
 class Check:
-    """Reads files in a thread, which a file system that no longer answers may hold up without the rank."""
+    """Reads files in a thread, so that an unresponsive file system blocks the thread and not the rank."""
 
     def __init__(self, folder: Path, entries: Sequence[FileEntry]):
         self._folder, self._entries = folder, entries
@@ -24,25 +24,24 @@ class Check:
         threading.Thread(target=self._run, name="check", daemon=True).start()
 
     def result(self, wait_s: float) -> str | None:
-        """What is wrong with the first damaged file, empty where all are whole; None where neither is known within
-        wait_s."""
+        """The damage of the first damaged file; empty if all are intact; None if neither is known within wait_s."""
         try:
             return self._found.result(wait_s)
         except TimeoutError:
             return None
 
     def progress(self) -> tuple[str, int]:
-        """The file that is being read, and the bytes read in all."""
+        """The file being read, and the total bytes read."""
         return self._file, self._reached
 
     def stop(self) -> None:
-        """Read no further; there may be no result."""
+        """Stop reading; there may be no result."""
         self._stopped = True
 
     def _run(self) -> None:
         try:
             self._found.set_result(self._compare())
-        except BaseException as error:  # raised again where the result is asked for
+        except BaseException as error:  # raised again by the caller of the result
             self._found.set_exception(error)
 
     def _compare(self) -> str:

@@ -1,12 +1,12 @@
-"""The commit protocol: a checkpoint is whole and verifiable under its final name, or it is not there.
+"""The commit protocol: under its final name, a checkpoint is complete and verifiable, or it does not exist.
 
 Filesystem only, no collectives. One save is
 
     begin (rank 0) -> every rank writes its files -> seal_files (every rank, the files it wrote itself)
-    -> the entries travel to rank 0 -> commit (rank 0)
+    -> the entries are sent to rank 0 -> commit (rank 0)
 
-A kill at any point leaves the checkpoints before it untouched, and the new one either complete or ignored. Writing into
-an existing folder instead would mix two saves: it loads without an error and is wrong.
+A kill at any point leaves earlier checkpoints untouched, and the new one either complete or ignored. Writing into an
+existing folder would mix two saves, which would load without an error but be wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpcrl.files import STEP_NAME, fsync_path, remove, rename_durably, step_name
 
 FORMAT = 2
 UNSEALED = 1
-"""The format before manifests had a checksum of their own."""
+"""The format before manifests had their own checksum."""
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 LEFTOVER = re.compile(r"step_(\d{6,})\.(tmp|abandoned)-.+")
@@ -43,7 +43,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint says about itself. `world` is the layout that wrote it, free in form but JSON."""
+    """Facts about a checkpoint. `world` is the layout that wrote it, in any JSON form."""
 
     config_hash: str
     weight_version: int
@@ -52,7 +52,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of manifest.json. `sha256` is that of the rest, as seal() makes it; empty in format 1."""
+    """Content of manifest.json. `sha256` is the hash of the rest, computed by seal(); empty in format 1."""
 
     format: int
     step: int
@@ -61,12 +61,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str = ""
 
     def seal(self) -> str:
-        """SHA-256 of what the manifest says, whatever its spacing: of its compact JSON without the checksum."""
+        """SHA-256 of the manifest's compact JSON without the checksum, so independent of spacing."""
         return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, sha256=""))).hexdigest()
 
 
 class Latest(NamedTuple):
-    """What find_latest found: `path` and `manifest` are None in a run without checkpoints; `problems` explains."""
+    """Result of find_latest: `path` and `manifest` are None in a run without checkpoints; `problems` lists what was
+    skipped."""
 
     path: Path | None
     manifest: Manifest | None
@@ -74,14 +75,14 @@ class Latest(NamedTuple):
 
 
 def begin(root: Path, step: int, attempt: int) -> Path:
-    """Make and return the folder `step_NNNNNN.tmp-<attempt>` that all ranks write into. Called by rank 0.
+    """Create and return the folder `step_NNNNNN.tmp-<attempt>` into which all ranks write. Called by rank 0.
 
-    Removes what killed attempts left of the same step. ValueError when the step is already committed.
+    Removes files of killed attempts at the same step. ValueError if the step is already committed.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = root / step_name(step)
     if final.is_symlink() and not final.exists():
-        raise ValueError(f"{final} is a symbolic link to {os.readlink(final)}, which is not there; remove or mend it")
+        raise ValueError(f"{final} is a symbolic link to {os.readlink(final)}, which does not exist; remove or fix it")
     if final.exists():
         raise ValueError(f"{final} is already committed; a checkpoint is never written twice")
     for stale in root.glob(f"{step_name(step)}.tmp-*"):
@@ -92,22 +93,21 @@ def begin(root: Path, step: int, attempt: int) -> Path:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Relative paths of all files under `folder` but the manifest, sorted."""
+    """Relative paths of all files under `folder` except the manifest, sorted."""
     files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in files if name != MANIFEST)
 
 
 def seal_files(folder: Path, names: Iterable[str]) -> list[FileEntry]:
-    """Push the files a rank wrote to the disk and return their sizes and hashes, in the order given.
+    """Sync the files a rank wrote to disk and return their sizes and hashes, in the order given.
 
-    Every rank calls it for the files it wrote itself: only the writer's own fsync reaches the disk on a network
-    filesystem. ValueError for a name that is missing or outside `folder`.
-    """
+    Every rank calls this for the files it wrote: on a network file system, only the writer's own fsync reaches the
+    disk. ValueError for a name that is missing or outside `folder`."""
     failpoint("shards_written")
     names = list(names)
     for name in names:
         if not _inside(name) or not (folder / name).is_file():
-            raise ValueError(f"{name!r} is no file of the checkpoint {folder}")
+            raise ValueError(f"{name!r} is not a file of the checkpoint {folder}")
 
     def seal(name: str) -> FileEntry:
         fsync_path(folder / name)
@@ -133,11 +133,10 @@ def commit(
 ) -> Path:
     """Turn a sealed folder into the checkpoint `step_NNNNNN` and return its path. Called by rank 0.
 
-    Manifest, rename, LATEST, then the oldest are deleted until `keep` remain. `fence` raises when another attempt has
-    taken the run over; it is asked last before the rename. ValueError when the entries of the ranks do not make up
-    exactly the folder's files: a shard without an entry would never be verified.
-    """
-    assert keep >= 2, f"keep={keep}: the previous checkpoint is what a damaged one falls back to"
+    Writes the manifest, renames, updates LATEST, then deletes the oldest checkpoints until `keep` remain. `fence`,
+    called last before the rename, raises if another attempt has taken over the run. ValueError if the entries of the
+    ranks do not match the folder's files exactly: a shard without an entry would never be verified."""
+    assert keep >= 2, f"keep={keep}: the previous checkpoint is the fallback for a damaged one"
     files = sorted(entries, key=lambda entry: entry.path)
     sealed, present = [entry.path for entry in files], list_files(tmp)
     if sealed != present:
@@ -160,14 +159,14 @@ def commit(
 
 
 def set_latest(root: Path, step: int) -> None:
-    """Let LATEST name this step's checkpoint."""
+    """Set LATEST to this step's checkpoint."""
     write_durably(root / LATEST, f"{step_name(step)}\n".encode())
 
 
 def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lambda _: None) -> str:
-    """What is wrong with the content of a checkpoint's file, empty where it is as it was committed.
+    """The damage of a checkpoint's file; empty if its content is as committed.
 
-    `read` is told of the bytes of every part that was read; what it raises ends the reading.
+    `read` is called with the number of bytes of every part read; an exception that it raises ends the reading.
     """
     try:
         same = _sha256(folder / entry.path, read) == entry.sha256
@@ -177,19 +176,18 @@ def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lamb
 
 
 def first_damage(folder: Path, entries: Sequence[FileEntry]) -> str:
-    """damage_of the first file that has any, empty where all are whole; this process reads them all."""
+    """damage_of the first damaged file; empty if all are intact. This process reads all files."""
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         return next(filter(None, threads.map(lambda entry: damage_of(folder, entry), entries)), "")
 
 
 def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> Latest:
-    """The newest checkpoint whose every file has the size and hash it was committed with. Writes nothing.
+    """The newest checkpoint whose files all have the size and hash with which they were committed. Writes nothing.
 
-    damage: compares the contents of the files, which are there and have their sizes; says what is wrong with them.
-    A damaged one is passed over for the one before it, whatever the damage; `problems` says in plain words what was
-    passed over and why. A committed folder that LATEST does not name yet (killed in between) counts. ValueError when
-    there are checkpoints but none is usable: starting over in silence would throw the run away.
-    """
+    damage: verifies the contents of files whose sizes are right, and returns the damage. A damaged checkpoint is
+    skipped for the previous one; `problems` lists what was skipped and why. A committed folder that LATEST does not
+    name yet (after a kill in between) counts. ValueError if there are checkpoints but none is usable: starting over
+    silently would discard the run."""
     steps = steps_in(root)
     problems: list[str] = []
     if steps and (named := _named(root)) != step_name(steps[-1]):
@@ -214,7 +212,7 @@ def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] =
 
 
 def _named(root: Path) -> str:
-    """What LATEST says, for a message; any bytes may stand there after a crash of the machine."""
+    """Content of LATEST, for a message; after a crash of the machine it may be any bytes."""
     try:
         text = (root / LATEST).read_text(errors="backslashreplace").strip()
     except FileNotFoundError:
@@ -225,23 +223,23 @@ def _named(root: Path) -> str:
 
 
 def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint whose files are there with their sizes, or None and what is wrong with it."""
+    """The manifest of a checkpoint whose files exist with the right sizes, or None and the error."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
         sealed = manifest.seal()
     except FileNotFoundError:
         return None, f"it has no {MANIFEST}"
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: bytes that are no text
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: bytes that are not text
         return None, f"{MANIFEST} cannot be read ({error})"
     if manifest.step != step or manifest.format not in (UNSEALED, FORMAT):
         return None, f"{MANIFEST} says format {manifest.format}, step {manifest.step}; expected {FORMAT} and {step}"
     if (manifest.format != UNSEALED or manifest.sha256) and manifest.sha256 != sealed:
-        return None, f"{MANIFEST} is not what was committed (its checksum does not fit what it says)"
+        return None, f"{MANIFEST} is not what was committed (its checksum does not match its content)"
     for entry in manifest.files:
         file = path / entry.path
         try:
             size = file.stat().st_size if _inside(entry.path) and file.is_file() else None
-        except (OSError, ValueError) as error:  # a name that no file can have
+        except (OSError, ValueError) as error:  # an invalid file name
             return None, f"{entry.path!r} cannot be read ({error})"
         if size is None:
             return None, f"{entry.path} is missing"
@@ -251,14 +249,14 @@ def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what killed or abandoned saves left."""
+    """Delete all but the newest `keep` checkpoints, and leftovers of killed or abandoned saves."""
     for old in steps_in(root)[:-keep]:
-        # Renamed first: half a deleted checkpoint must not look like a committed one.
+        # Renamed first: a partly deleted checkpoint must not look like a committed one.
         os.rename(root / step_name(old), root / f"{step_name(old)}.tmp-pruned")
     for entry in list(root.iterdir()):
         match = LEFTOVER.fullmatch(entry.name)
         if match and entry.is_dir() and (match[2] == "abandoned" or int(match[1]) <= step):
-            remove(entry)  # of a link to where a user has moved it the link alone
+            remove(entry)  # if a user has moved it and left a link, only the link
 
 
 def _inside(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Places where a test lets the program die: HPCRL_FAILPOINT=name, or name:k for the k-th time it is reached."""
+"""Places where a test kills the program: HPCRL_FAILPOINT=name, or name:k for the k-th time it is reached."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _hits: dict[str, int] = dict.fromkeys(FAILPOINTS, 0)
 
 
 def failpoint(name: str) -> None:
-    """Kill this process with SIGKILL where HPCRL_FAILPOINT asks for it here; nothing otherwise.
+    """Kill this process with SIGKILL if HPCRL_FAILPOINT names this place.
 
-    ValueError when the variable names no known place: a test with a misspelt name would pass without a kill.
+    ValueError if the variable names no known place: a test with a misspelt name would pass without a kill.
     """
     assert name in _hits, f"failpoint {name} is not in FAILPOINTS"
     wanted = os.environ.get("HPCRL_FAILPOINT")

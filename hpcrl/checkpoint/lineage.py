@@ -1,7 +1,7 @@
-"""The committed lineage: on resume, what a killed attempt did past its checkpoint is set aside, not mixed in.
+"""The committed lineage: on resume, results of a killed attempt past its checkpoint are moved away, not mixed in.
 
-Rollouts, metrics and checkpoints are labelled with the number of steps done once they exist: after `step_000012` of all
-three, the weights have version 12. A run that resumes at checkpoint 12 keeps everything up to label 12.
+Rollouts, metrics and checkpoints are labelled with the number of completed steps: after `step_000012` of all three, the
+weights have version 12. A run that resumes at checkpoint 12 keeps everything up to label 12.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ METRICS = "metrics.jsonl"
 
 
 def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
-    """Set aside everything labelled with a later step than `step`; -1 when the run starts over without a checkpoint.
+    """Move away everything labelled with a step later than `step`; -1 if the run starts over without a checkpoint.
 
-    Rollouts and metrics move to abandoned/<attempt>/, named after the attempt that calls this. Checkpoints (only
-    damaged ones can be newer) are renamed and go with the next commit's pruning. Killed at any point, the next call
-    finishes. Called by rank 0 before anything is written. Returns what was moved, one line each, for the log.
-    """
-    # Checkpoints first: were one of them readable again next time, its rollouts would have to be there still.
+    Rollouts and metrics move to abandoned/<attempt>/, named after the calling attempt. Checkpoints (only damaged ones
+    can be newer) are renamed and deleted by the next commit. After a kill at any point, the next call completes the
+    move. Called by rank 0 before anything is written. Returns one line per move, for the log."""
+    # Checkpoints first: if one of them became readable again, its rollouts would still be needed.
     moved = _abandon_checkpoints(run_dir / "checkpoints", step, attempt)
     target = run_dir / "abandoned" / str(attempt)
     past = [n for n in steps_in(run_dir / "rollouts") if n > step]
@@ -38,9 +37,9 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
 
 
 def gaps(run_dir: Path, step: int, rollouts: bool) -> list[str]:
-    """What is missing of the history up to `step`, one line each; `rollouts`: whether the run stores them.
+    """Gaps in the history up to `step`, one line each; `rollouts`: whether the run stores rollouts.
 
-    To be asked after abandon_after. The contents of rollouts are not read: their reader names a damaged file.
+    Call this after abandon_after. Rollout files are not read: their reader names a damaged file.
     """
     path = run_dir / METRICS
     logged = {_line_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.is_file() else set()
@@ -56,12 +55,12 @@ def gaps(run_dir: Path, step: int, rollouts: bool) -> list[str]:
 
 
 def since(step: int) -> str:
-    """How messages say what came after a checkpoint; -1 where there is none."""
+    """Text for the steps after a checkpoint; `step` is -1 without one."""
     return f"after step {step}" if step >= 0 else "without a checkpoint"
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`1 to 3, 7` for 1, 2, 3, 7, rising; at most five of them."""
+    """`1 to 3, 7` for the ascending steps 1, 2, 3, 7; at most five ranges."""
     known = set(numbers)
     begins, ends = [n for n in numbers if n - 1 not in known], [n for n in numbers if n + 1 not in known]
     parts = [f"{a} to {b}" if a != b else str(a) for a, b in zip(begins, ends, strict=True)]
@@ -69,8 +68,8 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
-    """Move lines of metrics.jsonl past `step` to abandoned/<attempt>/, after those there; lines that cannot be read
-    (torn by a kill) go too. Returns how many went."""
+    """Append lines of metrics.jsonl past `step`, and unreadable lines (cut short by a kill), to abandoned/<attempt>/,
+    and remove them from metrics.jsonl. Returns their number."""
     path, target = run_dir / METRICS, run_dir / "abandoned" / str(attempt) / METRICS
     if not path.is_file():
         return 0

@@ -1,7 +1,7 @@
-"""The run's small state in a checkpoint: one JSON file, written and sealed like every other file of the commit.
+"""The small state of a run in a checkpoint: one JSON file, written and sealed like every other file of the commit.
 
-Every section is a dict that its owner makes and reads (state_dict / load_state_dict): the data cursor at the trained
-frontier with the ledger of prompts, the rollout scheduler, counters. Whoever has more to keep adds a section.
+Every section is a dict that its owner writes and reads (state_dict / load_state_dict): the data cursor at the trained
+frontier with the ledger of prompts, the rollout scheduler, counters. Additional state goes into a new section.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SECTIONS = ("cursor", "scheduler", "counters")
 
 
 def encode_state(state: dict[str, Any]) -> bytes:
-    """The content of state.json as the state is now, whatever its owners do later.
+    """The content of state.json for the current state, independent of later changes.
 
-    Tuples come back as lists; everything else comes back equal. ValueError names the entry that JSON would change
-    (numbers that are not finite, keys that are no strings, arrays) or the section that is missing.
+    Tuples are read back as lists; everything else is read back equal. ValueError names the entry that JSON would change
+    (non-finite numbers, keys that are not strings, arrays) or the missing section.
     """
     _check_sections(state, STATE)
     _check_plain(state, "state")
@@ -28,7 +28,7 @@ def encode_state(state: dict[str, Any]) -> bytes:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The sections of a checkpoint's state.json. ValueError when it is missing, unreadable or of another format."""
+    """The sections of a checkpoint's state.json. ValueError if the file is missing, unreadable or of another format."""
     path = folder / STATE
     try:
         state = json.loads(path.read_bytes())
@@ -45,7 +45,7 @@ def _check_sections(state: dict[str, Any], path: Path | str) -> None:
     missing = [name for name in SECTIONS if name not in state]
     wrong = [name for name, section in state.items() if not isinstance(section, dict) or name == "format"]
     if missing or wrong:
-        raise ValueError(f"{path}: missing sections {missing}, sections that are no dicts {wrong}")
+        raise ValueError(f"{path}: missing sections {missing}, sections that are not dicts {wrong}")
 
 
 def _check_plain(value: Any, place: str) -> None:

@@ -1,9 +1,9 @@
-"""A process beside a rank that writes the rank's files of a checkpoint while the rank trains on.
+"""A separate process that writes a rank's checkpoint files while the rank continues to train.
 
     python -m hpcrl.checkpoint.writer SOCKET PARENT      started by Writer, never by hand
 
-What is to be written lies in anonymous shared memory: nothing is copied, and nothing is left when either process is
-killed. The process imports no torch, so that it starts in a tenth of a second and stays small.
+The data to write is in anonymous shared memory: nothing is copied, and nothing is left if either process is killed. The
+process does not import torch, so it starts in a tenth of a second and stays small.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.files import fsync_path
 from hpcrl.signals import held_back, ignore_signals
 
-CHUNK_BYTES = 64 << 20  # what counts as progress, once it is on the disk
-MAX_FILES = 250  # the kernel passes no more descriptors at once
+CHUNK_BYTES = 64 << 20  # one unit of progress, counted once it is on disk
+MAX_FILES = 250  # the kernel's limit of descriptors per message
 COUNTER_BYTES = 8
 PR_SET_PDEATHSIG = 1
 
 
 class SharedFile:
-    """The content of a file in memory that another process can map: `buffer` here, `fd` to hand on."""
+    """The content of a file in memory that another process can map: `buffer` in this process, `fd` to pass on."""
 
     def __init__(self, size: int):
-        """OSError where there is no memory for it. `size` is at least 1."""
+        """OSError if there is not enough memory. `size` is at least 1."""
         self.fd = os.memfd_create("hpcrl-snapshot", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
-        os.posix_fallocate(self.fd, 0, size)  # lacking memory is an error here, and not a bus error while copying
+        os.posix_fallocate(self.fd, 0, size)  # reports a lack of memory here instead of a bus error while copying
         self.buffer = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
@@ -52,14 +52,14 @@ Files = dict[str, bytes | SharedFile]
 
 
 class _Request(msgspec.Struct):
-    """folder: where to write; files: name -> content, or the number of the descriptor whose content it is."""
+    """folder: where to write; files: name -> content, or the index of the descriptor that has the content."""
 
     folder: str
     files: dict[str, bytes | int]
 
 
 class _Answer(msgspec.Struct):
-    """One line per file as it is written; the last has no entry but the seconds it took, or what went wrong."""
+    """One answer per written file; the last has no entry but the total seconds, or the error."""
 
     entry: FileEntry | None = None
     seconds: float = 0.0
@@ -67,14 +67,14 @@ class _Answer(msgspec.Struct):
 
 
 class Written(NamedTuple):
-    """What a writer has done: files in the order given, and the seconds from its first byte to the disk."""
+    """The result of a writer: files in the order given, and the seconds from the first byte until all are on disk."""
 
     entries: list[FileEntry]
     seconds: float
 
 
 def write_files(folder: Path, files: Mapping[str, bytes | SharedFile]) -> list[FileEntry]:
-    """Write files into a folder, push them to the disk, and return their sizes and hashes."""
+    """Write files into a folder, sync them to disk, and return their sizes and hashes."""
     entries = []
     for name, content in files.items():
         entries.append(_write(folder / name, memoryview(content if isinstance(content, bytes) else content.buffer)))
@@ -83,22 +83,22 @@ def write_files(folder: Path, files: Mapping[str, bytes | SharedFile]) -> list[F
 
 
 def _write(path: Path, content: memoryview, wrote: Callable[[int], None] = lambda _: None) -> FileEntry:
-    """`wrote` is told of the bytes of every part when it is on the disk."""
+    """`wrote` is called with the bytes of every part once the part is on disk."""
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file:
         for start in range(0, len(content), CHUNK_BYTES):
             part = rest = content[start : start + CHUNK_BYTES]
             digest.update(part)
-            while rest:  # the system may take less than it is given
+            while rest:  # a write may be partial
                 rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())  # else the whole file may wait for its end, which looks like a hang
+            os.fsync(file.fileno())  # otherwise the whole file might be synced at its end only, which looks like a hang
             wrote(len(part))
         os.fsync(file.fileno())
     return FileEntry(path.name, len(content), digest.hexdigest())
 
 
 class Writer:
-    """A rank's writer process, started with the first files. One set of files is written at a time."""
+    """The writer process of a rank, started with the first files. It writes one set of files at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,15 +111,15 @@ class Writer:
         self.busy = False
 
     def start(self, folder: Path, files: Files) -> None:
-        """Let the files be written into `folder`. Shared ones must not change before result() gives the entries.
+        """Start writing the files into `folder`. Shared files must not change before result() returns the entries.
 
-        OSError where the process has been killed since the last files.
+        OSError if the process was killed since the last files.
         """
         assert not self.busy and len(files) < MAX_FILES, f"{self._folder} is still being written, or {len(files)} files"
         shared = [content for content in files.values() if isinstance(content, SharedFile)]
         numbers = {id(content): number for number, content in enumerate(shared)}
         contents = {name: c if isinstance(c, bytes) else numbers[id(c)] for name, c in files.items()}
-        # The request too goes as memory: a socket would hold the rank up until the other side reads.
+        # The request is shared memory too: a socket would block the rank until the other side reads.
         body = msgspec.msgpack.encode(_Request(str(folder), contents))
         request = SharedFile(len(body))
         request.buffer[:] = body
@@ -132,10 +132,9 @@ class Writer:
             raise self._ended() from error
 
     def result(self, wait_s: float | None) -> Written | None:
-        """What has been written, once all of it is on the disk, for which it waits so long (None: to the end); before
-        that None.
+        """What was written, once all of it is on disk; None if that takes longer than the given wait (None: no limit).
 
-        OSError names the file that could not be written, also when the process was killed.
+        OSError names the file that could not be written, also if the process was killed.
         """
         assert self.busy and self._socket is not None, "nothing is being written"
         deadline = time.monotonic() + wait_s if wait_s is not None else None
@@ -156,7 +155,7 @@ class Writer:
                     return Written(self._entries, answer.seconds)
 
     def progress(self) -> tuple[str, int]:
-        """The file that is being written, as far as result() has heard, and the bytes on the disk in all."""
+        """The file being written, as last reported to result(), and the total bytes on disk."""
         assert self._counter is not None, "nothing is being written"
         return self._file(), int.from_bytes(self._counter.buffer[:], sys.byteorder)
 
@@ -170,7 +169,7 @@ class Writer:
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
             command = [sys.executable, "-m", "hpcrl.checkpoint.writer", str(theirs.fileno()), str(os.getpid())]
-            # Its thread is the rank's main one: the kernel ends the process with the thread that started it.
+            # Started from the rank's main thread: the kernel ends the process together with the thread that started it.
             with held_back():
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
             theirs.close()
@@ -178,7 +177,7 @@ class Writer:
 
     def _receive(self) -> bytes:
         assert self._socket is not None
-        with contextlib.suppress(ConnectionResetError):  # it ended before it had read the request
+        with contextlib.suppress(ConnectionResetError):  # it ended before reading the request
             return self._socket.recv(1 << 16)
         return b""
 
@@ -189,19 +188,19 @@ class Writer:
         return OSError(f"the process that writes {self._file()} {how} (pid {self._process.pid})")
 
     def _file(self) -> str:
-        """The path after those that are known to be written, at last the folder itself."""
+        """The first path not known to be written; after the last file, the folder itself."""
         return str(self._folder / [*self._names, ""][len(self._entries)])
 
 
 def main() -> None:
-    """Write what comes over the socket until its other end is closed."""
+    """Write the requests from the socket until its other end is closed."""
     channel, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         return
     ignore_signals()
     while True:
-        news, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # fewer contents than that, and two of its own
+        news, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # contents and two more
         if not news:
             return
         counter = mmap.mmap(fds[1], COUNTER_BYTES)
@@ -216,7 +215,7 @@ def _serve(channel: socket.socket, request: _Request, shared: Sequence[mmap.mmap
     path = folder
 
     def wrote(num_bytes: int) -> None:
-        # In memory, and not over the socket: that would fill while the rank is in a long step, and hold this one up.
+        # Progress is in shared memory: the socket would fill up during a long step of the rank and block this process.
         total = int.from_bytes(counter[:], sys.byteorder) + num_bytes
         counter[:] = total.to_bytes(COUNTER_BYTES, sys.byteorder)
 
@@ -228,7 +227,7 @@ def _serve(channel: socket.socket, request: _Request, shared: Sequence[mmap.mmap
         path = folder
         fsync_path(folder)
         answer = _Answer(seconds=time.perf_counter() - start)
-    except OSError as error:  # one of write() names no file
+    except OSError as error:  # an error of write() names no file
         answer = _Answer(error=f"{path} cannot be written: {error.strerror}")
     channel.sendall(_line(answer))
 

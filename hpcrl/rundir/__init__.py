@@ -1,14 +1,13 @@
-"""The run folder that explains itself and has one owner. Imports no torch.
+"""The run folder and its single owner. Imports no torch.
 
     config.yaml   the effective configuration        facts.json   versions, host and start of every attempt
-    owners/NNNN   who holds attempt NNNN             finished.json   made when the run reached its end
+    owners/NNNN   the owner of attempt NNNN          finished.json   written when the run reached its end
 
-The same configuration again resumes; another one is refused with the difference. An attempt is owned by the process
-that opened the run, or the Slurm job it is in: its record is made with O_EXCL under the number after the one that was
-found ended or dead, so of two launches that find it so one gets through. Whether a job lives is asked of Slurm. The
-owner is whoever has the highest number; check_owner asks again before every commit, so a superseded attempt commits
-nothing. A job that was submitted for the run and still waits holds it too (slurm/submitted.json).
-"""
+The same configuration resumes the run; a different one is refused with the differences. An attempt is owned by the
+process that opened the run, or by its Slurm job. Its record is created with O_EXCL under the number after the last
+attempt, which must have ended or died, so only one of two simultaneous launches succeeds. Slurm is asked whether a job
+is alive. The highest number is the owner; check_owner verifies this before every commit, so a superseded attempt
+commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json)."""
 
 from hpcrl.rundir.changes import MAY_CHANGE, division_keys, stored_config
 from hpcrl.rundir.opening import RunState, check_run, open_run

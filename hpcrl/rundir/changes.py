@@ -1,4 +1,4 @@
-"""The configuration of a run, and what may differ in it when the run goes on."""
+"""The stored configuration of a run, and the keys that may differ at a resume."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def stored_config(run_dir: Path) -> Config:
-    """The configuration of a run folder. ConfigError where it is damaged or another version's."""
+    """The configuration of a run folder. ConfigError if it is damaged or of another version."""
     stored = read_config(run_dir)
     try:
         return parse(stored)
@@ -65,25 +65,25 @@ def stored_config(run_dir: Path) -> Config:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.yaml as it stands. ConfigError where it is damaged."""
+    """config.yaml as stored. ConfigError if it is damaged."""
     try:
         stored = yaml.safe_load((folder / CONFIG).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"{folder / CONFIG} cannot be read: {' '.join(str(error).split())}"]) from error
     if not isinstance(stored, dict):
-        raise ConfigError([f"{folder / CONFIG} holds no configuration; {folder} is not a run folder of hpcrl"])
+        raise ConfigError([f"{folder / CONFIG} contains no configuration; {folder} is not a run folder of hpcrl"])
     return stored
 
 
 def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The configuration as it reads after being stored (tuples become lists), with the folder it is used in."""
+    """The configuration as it is read back after storing (tuples become lists), with its run folder."""
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False)) | {"run_dir": str(folder)}
 
 
 def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
-    """`key: old -> new` of every key that differs from the stored configuration.
+    """`key: old -> new` for every key that differs from the stored configuration.
 
-    ConfigError lists those that may not differ where a run goes on.
+    ConfigError lists the keys that may not differ at a resume.
     """
     changes = _differences(*_complete(read_config(folder), effective(config, folder)))
     may_change = (*MAY_CHANGE, *division_keys(config))
@@ -95,7 +95,7 @@ def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With the keys that the version which stored the old one had not; as they are where it had others."""
+    """The stored values with keys added that its version did not have; unchanged if it had other keys."""
     try:
         return parse(old).model_dump(mode="json"), parse(new).model_dump(mode="json")
     except ConfigError:
@@ -103,7 +103,7 @@ def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(key, `key: old -> new`) of every leaf that differs, in the order of the new configuration."""
+    """(key, `key: old -> new`) for every leaf that differs, in the order of the new configuration."""
     before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
     changed = (key for key in after | before if before.get(key, _ABSENT) != after.get(key, _ABSENT))
     return [(key, f"{key}: {_show(before, key)} -> {_show(after, key)}") for key in changed]

@@ -1,4 +1,4 @@
-"""Facts about the machine and the packages that an attempt runs on."""
+"""Facts about the machine and packages of an attempt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("hpcrl", "torch", "transformers", "tokenizers", "safetensors", "nump
 
 
 def machine_facts() -> dict[str, Any]:
-    """What this attempt runs on."""
+    """Host, CPU, package versions and commit of this attempt."""
     return {
         "start": now(),
         "host": platform.node(),
@@ -48,7 +48,7 @@ def _cpu_name() -> str:
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree hpcrl runs from, with `+changes` where files differ; None for an installed package."""
+    """Commit of hpcrl's source tree, with `+changes` if files differ; None for an installed package."""
     source = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Making a run folder, or opening it again."""
+"""Creates a run folder, or reopens it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hpcrl.rundir.records import CONFIG, FACTS, FINISHED, OWNERS, SLURM, newest_
 
 @dataclass(frozen=True)
 class RunState:
-    """A run folder as found.
+    """State of a run folder.
 
-    attempt: the number this process owns, from open_run; the newest so far, 0 without one, from check_run.
-    changes: permitted differences to the stored configuration, `key: old -> new`.
-    finished: content of finished.json when kind is finished.
+    attempt: from open_run, the number that this process owns; from check_run, the newest so far (0 without one).
+    changes: permitted differences from the stored configuration, `key: old -> new`.
+    finished: content of finished.json if kind is finished.
     """
 
     run_dir: Path
@@ -36,9 +36,9 @@ class RunState:
 
 
 def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
-    """What open_run would find, without writing anything: for a dry run and for validation.
+    """What open_run would find, without writing anything; for a dry run and for validation.
 
-    ConfigError, one line each: the folder cannot be used or holds no run, another configuration, another live owner.
+    ConfigError, one line each: the folder is unusable or holds no run, another configuration, another live owner.
     """
     folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
     _check_place(folder)
@@ -53,12 +53,11 @@ def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Ru
 
 
 def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
-    """Make or reopen the run folder and own it until close_run or the end of this process.
+    """Create or reopen the run folder and own it until close_run or the end of this process.
 
-    A finished run is returned as it is, not owned. Afterwards config.yaml and facts.json describe this attempt. The
-    folder to use is the returned run_dir (`resume=fresh` gives `NAME-2`, `NAME-3`, ... where NAME exists). ConfigError
-    as in check_run, also when another launch was faster.
-    """
+    A finished run is returned without taking ownership. Afterwards config.yaml and facts.json describe this attempt.
+    Use the returned run_dir (`resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists). ConfigError as in check_run,
+    also if another launch was faster."""
     while True:
         found = check_run(config, run_dir, resume)
         if found.kind == "finished":
@@ -74,7 +73,7 @@ def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Run
 
 
 def _check_place(folder: Path) -> None:
-    """The folder is a run, empty, or can be made."""
+    """Check that the folder is a run, is empty, or can be created."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     except OSError as error:
@@ -87,7 +86,7 @@ def _check_place(folder: Path) -> None:
     if name := next((part for part in folder.parts if len(os.fsencode(part)) > longest), ""):
         raise ConfigError([f"run folder {folder} cannot be made: a name has {len(name)} characters, {longest} may be"])
     if existing == folder and not (folder / CONFIG).exists():
-        own = (SLURM, OWNERS, FACTS, f".{FACTS}.tmp", f".{CONFIG}.tmp")  # killed before config.yaml stood there
+        own = (SLURM, OWNERS, FACTS, f".{FACTS}.tmp", f".{CONFIG}.tmp")  # killed before config.yaml was written
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if foreign:
             shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -95,7 +94,7 @@ def _check_place(folder: Path) -> None:
 
 
 def _fresh_name(folder: Path) -> Path:
-    """The folder itself where it does not exist, else the first free of NAME-2, NAME-3, ..."""
+    """The folder itself if it does not exist, else the first free name of NAME-2, NAME-3, ..."""
     number, free = 1, folder
     while free.exists() and any(free.iterdir() if free.is_dir() else [free]):
         number += 1
@@ -104,7 +103,7 @@ def _fresh_name(folder: Path) -> Path:
 
 
 def _describe(config: Mapping[str, Any], run: RunState) -> None:
-    """Let config.yaml and facts.json tell of the attempt that begins."""
+    """Update config.yaml and facts.json for the attempt that begins."""
     folder = run.run_dir
     attempts = read_attempts(folder)
     attempts.append({"attempt": run.attempt, "kind": run.kind, "changes": run.changes, **machine_facts()})

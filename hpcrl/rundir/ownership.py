@@ -1,4 +1,4 @@
-"""Who holds a run folder: the owner of its newest attempt, or a job that was submitted for it and still waits."""
+"""Ownership of a run folder: by its newest attempt, or by a submitted job that still waits."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hpcrl.rundir.records import (
     submitted_jobs,
 )
 
-SAME_START_S = 2.0  # a process start read twice differs by less, also when the clock is stepped in between
+SAME_START_S = 2.0  # two readings of a process start differ by less, even if the clock is stepped in between
 
 
 class SupersededError(RuntimeError):
-    """Another attempt has taken the run over."""
+    """Another attempt has taken over the run."""
 
 
 def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
-    """Make the record of the attempt; False when another launch was faster.
+    """Create the record of the attempt; False if another launch was faster.
 
-    `lasts`: this process is there as long as the run, so its end is the run's, also where the job it is in goes on.
+    `lasts`: this process lives as long as the run, so its end is the end of the run, even if its job continues.
     """
     (run_dir / OWNERS).mkdir(parents=True, exist_ok=True)
     own, process = slurm.own_job(os.environ), psutil.Process()
@@ -57,7 +57,7 @@ def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
 
 
 def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
-    """Give the run up, so that the next launch need not ask whether its owner lives. `told`: how it ended."""
+    """Release the run, so that the next launch need not check whether its owner is alive. `told`: how it ended."""
     check_owner(run_dir, attempt)
     owner = read_owner(run_dir, attempt)
     write_durably(owner_path(run_dir, attempt), json.dumps(owner | {"ended": now(), **told}).encode())
@@ -71,7 +71,7 @@ def check_owner(run_dir: Path, attempt: int) -> None:
 
 
 def check_free(folder: Path) -> int:
-    """The newest attempt, 0 without one; ConfigError naming its owner if that may still run."""
+    """The newest attempt, 0 without one; ConfigError names its owner if the owner may still run."""
     jobs, own = submitted_jobs(folder), slurm.own_job(os.environ)
     for job in [] if own is not None and own[0] in jobs else jobs:  # this job may be a link of the chain
         cluster = read_record(folder / SUBMITTED).get("cluster", "")
@@ -82,8 +82,8 @@ def check_free(folder: Path) -> int:
     path = owner_path(folder, attempt)
     deadline = time.monotonic() + 1.0
     while not (owner := read_owner(folder, attempt)) and time.monotonic() < deadline:
-        time.sleep(0.02)  # made, not yet written
-    # One that stays empty died right there; were it only stopped, its number is no longer the highest when it goes on.
+        time.sleep(0.02)  # created, not yet written
+    # If it stays empty, its launch died here; a launch that was only stopped no longer has the highest number.
     if not owner or "ended" in owner:
         return attempt
     if lives_as_job(owner):
@@ -99,12 +99,12 @@ def check_free(folder: Path) -> int:
 
 
 def lives_as_job(owner: Mapping[str, Any]) -> bool:
-    """Whether Slurm is to be asked for a run's owner: not where it is a process in a job, and that can be looked at."""
+    """Whether to ask Slurm about a run's owner: not if the owner is a process in a job that can be checked directly."""
     return "job" in owner and not ("pid" in owner and ("ended" in owner or owner["host"] == platform.node()))
 
 
 def process_lives(pid: int, start: float) -> bool:
-    """Whether the very process with this pid and start still runs; a pid alone may have been given out again."""
+    """Whether the process with this pid and start time still runs; a pid alone may have been reused."""
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - start) < SAME_START_S and process.status() != psutil.STATUS_ZOMBIE
@@ -113,9 +113,9 @@ def process_lives(pid: int, start: float) -> bool:
 
 
 def _check_job_gone(held: str, record: Path, number: int, restarts: int, cluster: str) -> None:
-    """ConfigError if the job may still run, or will. This very job, if it was requeued since, may take over.
+    """ConfigError if the job runs or may still run. This job itself, requeued since then, may take over.
 
-    `cluster`: of the job, empty where it is not known. Another one's jobs cannot be asked for here."""
+    `cluster`: the cluster of the job, empty if unknown. Jobs of another cluster cannot be queried here."""
     if (own := slurm.own_job(os.environ)) is not None and own[0] == number and own[1] > restarts:
         return
     try:

@@ -1,4 +1,4 @@
-"""Names of the files of a run folder, and how its records are read and written."""
+"""File names of a run folder, and reading and writing of its records."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ CONFIG, FACTS, FINISHED, OWNERS = "config.yaml", "facts.json", "finished.json", 
 SLURM = "slurm"
 SUBMITTED = f"{SLURM}/submitted.json"
 AGENT = "agent"
-"""In the folder of an attempt's world, renewed by the agent of rank 0 as long as it watches its ranks."""
+"""In the folder of an attempt's world; the agent of rank 0 renews this file while it watches its ranks."""
 OUTCOME = "outcome.json"
-"""In the folder of an attempt's world, from the agent of rank 0: the exit code of the run."""
+"""In the folder of an attempt's world; exit code of the run, written by the agent of rank 0."""
 VERDICT = "verdict.json"
-"""Beside it, from the controller for its agent: exit code and message of a run that did not end well."""
-MOST_PIDS = 1 << 31  # what the system's calls take
+"""In the same folder; exit code and message of a failed run, written by the controller for its agent."""
+MOST_PIDS = 1 << 31  # range of the system's calls
 
 
 def world_folder(run_dir: Path, attempt: int) -> Path:
-    """Where the ranks of an attempt meet: endpoint, key, traces, verdict, outcome."""
+    """Rendezvous folder of an attempt's ranks: endpoint, key, traces, verdict, outcome."""
     return run_dir / "world" / f"attempt_{attempt:04d}"
 
 
 def record_submission(run_dir: Path, jobs: Sequence[int], cluster: str = "") -> None:
-    """Note the jobs that will run the next attempts, in their order, and the name of their cluster."""
+    """Record the jobs that will run the next attempts, in order, and the name of their cluster."""
     told = {"jobs": list(jobs), "cluster": cluster, "at": now()}
     write_durably(run_dir / SUBMITTED, json.dumps(told).encode())
 
@@ -40,12 +40,12 @@ def submitted_jobs(run_dir: Path) -> list[int]:
     path = run_dir / SUBMITTED
     jobs = read_record(path, jobs=list).get("jobs", [])
     if not all(isinstance(job, int) and job > 0 for job in jobs):
-        raise damaged(path, f"jobs are numbers above 0, not {jobs}")
+        raise damaged(path, f"job ids are numbers above 0, not {jobs}")
     return jobs
 
 
 def read_owner(run_dir: Path, attempt: int) -> dict[str, Any]:
-    """Who holds or held an attempt, and how it ended; empty where the record was made and never written."""
+    """The owner of an attempt, and how it ended; empty if the record was created but never written."""
     path = owner_path(run_dir, attempt)
     owner = read_record(path, since=str)
     if "job" in owner:
@@ -60,39 +60,39 @@ def read_owner(run_dir: Path, attempt: int) -> dict[str, Any]:
 
 
 def read_finished(run_dir: Path) -> dict[str, Any]:
-    """What finish_run noted; empty for a run that has not reached its end."""
+    """The record of finish_run; empty for an unfinished run."""
     return read_record(run_dir / FINISHED, step=int, max_steps=int, reason=str, at=str)
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
-    """What earlier attempts ran on."""
+    """Facts about earlier attempts."""
     return read_record(folder / FACTS, attempts=list).get("attempts", [])
 
 
 def last_end(run_dir: Path) -> dict[str, Any]:
-    """What close_run was told about the newest attempt; empty if that one was not closed."""
+    """What close_run recorded about the newest attempt; empty if it was not closed."""
     attempt = newest_attempt(run_dir)
     owner = read_owner(run_dir, attempt) if attempt else {}
     return owner if "ended" in owner else {}
 
 
 def finish_run(run_dir: Path, step: int, max_steps: int, reason: str) -> None:
-    """Mark the run as done: the same configuration again says so instead of training."""
+    """Mark the run as finished: the same configuration then reports this instead of training."""
     write_durably(
         run_dir / FINISHED, json.dumps({"step": step, "max_steps": max_steps, "reason": reason, "at": now()}).encode()
     )
 
 
 def read_record(path: Path, **needs: type) -> dict[str, Any]:
-    """The object in a file of the run folder; empty when there is no file or nothing in it yet.
+    """The object in a file of the run folder; empty if the file is missing or empty.
 
-    ConfigError where it is damaged: no object, or a value that is needed is missing or of another type.
+    ConfigError if the file is damaged: not an object, or a required value is missing or of another type.
     """
     try:
         text = path.read_text()
         found = json.loads(text) if text else {}
         if not isinstance(found, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it contains no object")
         for name, kind in needs.items() if found else ():
             if not isinstance(found.get(name), kind):
                 raise ValueError(f"{name} is {found.get(name, 'missing')!r}")
@@ -104,7 +104,7 @@ def read_record(path: Path, **needs: type) -> dict[str, Any]:
 
 
 def damaged(path: Path, why: object) -> ConfigError:
-    """What to raise for a record that cannot be read."""
+    """The error for an unreadable record."""
     return ConfigError([f"{path} cannot be read: {why}; if no job of the run lives, remove it"])
 
 
@@ -115,10 +115,10 @@ def newest_attempt(folder: Path) -> int:
 
 
 def owner_path(folder: Path, attempt: int) -> Path:
-    """The record of who holds an attempt."""
+    """The path of an attempt's owner record."""
     return folder / OWNERS / f"{attempt:04d}"
 
 
 def now() -> str:
-    """The time as records have it: UTC, whole seconds."""
+    """The current time in the form of records: UTC, whole seconds."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -243,7 +243,7 @@ def test_commit_needs_exactly_the_sealed_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"differ in a$"):
         commit(tmp_path, 10, folder, [*entries, *seal_files(folder, ["a", "b"])], facts, keep=2)
     for name in ("c", "../a", "/etc/passwd", "manifest.json"):
-        with pytest.raises(ValueError, match="is no file of the checkpoint"):
+        with pytest.raises(ValueError, match="is not a file of the checkpoint"):
             seal_files(folder, [name])
     assert steps_in(tmp_path) == []
 
@@ -315,5 +315,5 @@ def test_a_checkpoint_that_a_user_moved_and_linked_is_read_and_left_where_it_is(
     assert sorted(p.name for p in root.iterdir()) == ["LATEST", "step_000030", "step_000040"]
     assert (archive / "manifest.json").is_file()
     (root / "step_000050").symlink_to("nowhere")
-    with pytest.raises(ValueError, match="step_000050 is a symbolic link to nowhere, which is not there"):
+    with pytest.raises(ValueError, match="step_000050 is a symbolic link to nowhere, which does not exist"):
         save(root, 50)

@@ -150,7 +150,7 @@ def test_a_damaged_model_folder_is_one_line(
     [
         (b"\xff\xfe\0", "config.yaml cannot be read"),
         (b"a: [", "config.yaml cannot be read"),
-        (b"- 1", "config.yaml holds no configuration"),
+        (b"- 1", "config.yaml contains no configuration"),
         (b'!!python/object/apply:os.mkdir ["made"]', "config.yaml cannot be read"),
     ],
 )
