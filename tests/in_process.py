@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import patch
 
 
-def run(main: Callable[[Sequence[str]], int], *words: str, at: Path) -> CompletedProcess[str]:
+def run(
+    main: Callable[[Sequence[str]], int], *words: str, at: Path, environ: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
     """What `main` made of a command line in the folder `at`, as subprocess.run() tells it; what it raises is raised."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.chdir(at), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    around = patch.dict(os.environ, environ, clear=True) if environ is not None else contextlib.nullcontext()
+    with around, contextlib.chdir(at), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
     return CompletedProcess(words, code, out.getvalue(), err.getvalue())

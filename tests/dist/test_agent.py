@@ -206,6 +206,7 @@ def test_a_signal_that_comes_at_once_is_not_lost(node: Node) -> None:
     assert verdict["controller_code"] != 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
     node.start(CONTROLLER, BEATING + "time.sleep(100)", BEATING + "time.sleep(100)", silent_s=2.5)
     os.kill(node.pid(1), signal.SIGSTOP)
@@ -218,6 +219,7 @@ def test_a_rank_that_stops_beating_is_ended(node: Node) -> None:
     assert verdict["lost"]["1"].endswith("in Burst #3 and was ended")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_goes_on_when_it_wakes(node: Node) -> None:
     """All its processes are stopped for longer than a rank may be silent; the agent wakes before its ranks."""
     node.start(BEATING + "wait('end')", BEATING + "wait('end')", silent_s=3.0)

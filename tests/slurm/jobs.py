@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 
 from hpcrl.metrics.log import read_metrics
+from hpcrl.status import main as status_main
+from tests import in_process
 from tests.conftest import ROOT
 
 RUNNING, PENDING, COMPLETED, FAILED, CANCELLED = "RUNNING", "PENDING", "COMPLETED", "FAILED", "CANCELLED"
@@ -44,15 +46,7 @@ def submit(cluster: Any, run_dir: Path, *words: str) -> int:
 
 def status(cluster: Any, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """`python -m hpcrl.status WORDS` from this cluster's login node."""
-    return subprocess.run(
-        [sys.executable, "-m", "hpcrl.status", *words],
-        env={**cluster.environ, "PYTHONPATH": str(ROOT)},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return in_process.run(status_main, *words, at=cwd, environ=cluster.environ)
 
 
 def says(cluster: Any, run: str | Path, *texts: str, timeout_s: float = 60.0) -> str:

@@ -17,9 +17,11 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, load
 from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import main
 from hpcrl.metrics.log import read_metrics
+from tests import in_process
 from tests.conftest import ROOT
-from tests.slurm.jobs import launch, show, wait_state
+from tests.slurm.jobs import show, wait_state
 
 RECIPES = sorted(path.stem for path in (ROOT / "slurm").glob("*.sbatch"))
 
@@ -130,7 +132,8 @@ def test_account_and_partition_reach_every_component(large: Any) -> None:
 def test_what_slurm_refuses_is_told_in_one_line_and_nothing_is_queued(
     large: Any, tmp_path: Path, words: list[str], reason: str
 ) -> None:
-    done = launch(large, tmp_path / "run", "+experiment=rlvr_tiny", *words)
+    words = ["+cluster=slurm", "+experiment=rlvr_tiny", f"run_dir={tmp_path}/run", *words]
+    done = in_process.run(main, *words, at=ROOT, environ=large.environ)
     assert done.returncode == ExitCode.BAD_INPUT
     (line,) = done.stderr.splitlines()
     assert reason in line

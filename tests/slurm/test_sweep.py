@@ -13,9 +13,11 @@ import pytest
 
 from hpcrl.config import ConfigError
 from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import main
 from hpcrl.launch.sweep import expand
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rundir import stored_config
+from tests import in_process
 from tests.conftest import ROOT
 from tests.slurm.jobs import digest
 
@@ -54,7 +56,8 @@ def test_a_sweep_that_is_none_is_refused(words: list[str], problem: str) -> None
 
 def test_nothing_starts_where_one_point_is_wrong(tmp_path: Path, tiny: list[str]) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "SLURM_CONF"}
-    done = sweep(environ, tmp_path / "s", "+cluster=slurm", *tiny, "max_steps=2", "trainer.lr=1e-3,-1", "seed=0,x")
+    words = ["-m", f"run_dir={tmp_path}/s", "+cluster=slurm", *tiny, "max_steps=2", "trainer.lr=1e-3,-1", "seed=0,x"]
+    done = in_process.run(main, *words, at=tmp_path, environ=environ)
     assert (done.returncode, done.stdout) == (ExitCode.BAD_INPUT, "")
     assert len(done.stderr.splitlines()) == 2 and "override 'trainer.lr=-1'" in done.stderr
     assert not (tmp_path / "s").exists()
