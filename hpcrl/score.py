@@ -5,8 +5,9 @@
     python -m hpcrl.score --reward rewards.py:my_reward --options bonus=0.5 --answer 18 "It is 18." "It is 17."
 
 Prints for each response its reward and score, what was taken as the answer, and the reward's metrics. A file has a JSON
-object a line with "response", maybe "answer", "prompt" and "domain"; other keys are the row's columns. Responses of one
-call, or rows with the same prompt, are siblings for a reward that scores groups. Imports no torch of its own.
+object a line with "response" (a text, or a list of the model's turns), maybe "answer", "prompt" and "domain"; other
+keys are the row's columns. Responses of one call, or rows with the same prompt, are siblings for a reward that scores
+groups. Imports no torch of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pydantic import ValidationError
 
 from hpcrl.config import RewardConfig
 from hpcrl.exitcodes import ExitCode
-from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
+from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each
 from hpcrl.spec.tables import REWARDS
 
@@ -133,19 +134,29 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{where}: no JSON: {error.msg} (column {error.colno})") from error
-                if not isinstance(row, dict) or not isinstance(row.get("response"), str):
+                turns = _turns(row)
+                if not turns:
                     there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                     raise ValueError(
                         f'{where}: expected an object with a text "response", there is: {there or "nothing"}'
                     )
                 extra = {key: value for key, value in row.items() if key not in KEYS}
-                texts = str(row.get("domain", "default")), str(row.get("prompt", "")), row["response"]
-                yield where, RewardItem(count, *texts, row.get("answer"), extra)
+                texts = str(row.get("domain", "default")), str(row.get("prompt", "")), turns[-1]
+                earlier = tuple(map(ModelTurn, turns[:-1]))
+                yield where, RewardItem(count, *texts, row.get("answer"), extra, earlier=earlier)
                 count += 1
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}: no UTF-8 text") from error
     if not count:
         raise ValueError(f"{file}: no rows")
+
+
+def _turns(row: Any) -> list[str]:
+    """The texts of a row's turns; none where it has no such response."""
+    response = row.get("response") if isinstance(row, dict) else None
+    turns = response if isinstance(response, list) else [response]
+    texts = [turn for turn in turns if isinstance(turn, str)]
+    return texts if len(texts) == len(turns) else []
 
 
 def _calls(reward: Reward, rows: Sequence[tuple[str, RewardItem]]) -> Iterator[list[tuple[str, RewardItem]]]:
@@ -161,12 +172,13 @@ def _calls(reward: Reward, rows: Sequence[tuple[str, RewardItem]]) -> Iterator[l
 
 def _shown(where: str, item: RewardItem, score: Score, as_json: bool) -> str:
     if as_json:
-        fields = ("reward", "score", "error", "metrics", "given", "gold")
+        fields = ("reward", "score", "error", "metrics", "turn_rewards", "given", "gold")
         return json.dumps({"where": where} | {name: getattr(score, name) for name in fields}, ensure_ascii=False)
     taken = "nothing" if score.given is None else score.given
     gold = item.answer if score.gold is None else score.gold
     parts = {
         "reward": f"{score.reward:.4g}, score {score.score:.4g}",
+        "turns": ", ".join(f"{value:.4g}" for value in score.turn_rewards),
         "error": score.error,
         "taken": taken if score.gold is not None or score.given is not None else "",
         "gold": "" if gold is None else str(gold),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpcrl.rollout.batch import Batch, concat, pack
+from hpcrl.rollout.types import TOKEN_REWARD
 
 TURNS = [[-1, 0, 0, 0, 1, 1], [-1, -1, 0], [-1, -1], [-1, 0, 0, 1, 1, 2]]
 WRITTEN = [[0, 1, 1, 0, 1, 1], [0, 0, 1], [0, 0], [0, 1, 0, 1, 0, 1]]
@@ -13,7 +14,7 @@ GIVEN = [[0.5, 2.0], [], [], [1.0]]
 """The second row leaves it to its reward, the third has no turn, the fourth says nothing of its later turns."""
 
 
-def make_batch(given: list[list[float]] | None = GIVEN) -> Batch:
+def make_batch(given: list[list[float]] | None = GIVEN, of_tokens: list[dict[int, float]] | None = None) -> Batch:
     lengths = [len(turns) for turns in TURNS]
     total = sum(lengths)
     columns = {
@@ -26,30 +27,44 @@ def make_batch(given: list[list[float]] | None = GIVEN) -> Batch:
         "rewards": np.array([2.5, 4.0, 8.0, 1.0]),
         "scores": np.zeros(4),
     }
-    return pack(range(4), lengths, columns, {"messages": list("abcd")}, turn_rewards=given).check()
+    tokens = of_tokens and [np.array(list(row.items()), dtype=TOKEN_REWARD) for row in of_tokens]
+    return pack(range(4), lengths, columns, {"messages": list("abcd")}, given, tokens).check()
 
 
 def test_rewards_of_turns_are_filled_up() -> None:
     batch = make_batch()
     assert batch.cu_turns.tolist() == [0, 2, 3, 3, 6]
     assert batch.turn_rewards.tolist() == [0.5, 2.0, 4.0, 1.0, 0.0, 0.0]
-    assert make_batch(None).turn_rewards is None
+    assert make_batch(None).turn_rewards is None and make_batch(None).token_rewards is None
 
 
 @pytest.mark.parametrize(
-    ("given", "places"),
+    ("of_tokens", "places"),
     [
-        (GIVEN, {(0, 2): 0.5, (0, 5): 2.0, (1, 2): 4.0, (3, 1): 1.0}),
-        (None, {(0, 5): 2.5, (1, 2): 4.0, (3, 5): 1.0}),
+        (None, {(0, 2): 0.5, (0, 5): 2.0, (1, 2): 4.0, (3, 1): 1.0}),
+        # Positions count what the model wrote: row 0 has tokens 1, 2, 4 and 5, of which 4 and 5 are its second turn.
+        (
+            [{0: 0.25, 1: 0.25, 2: 3.0}, {}, {}, {0: 0.5, 1: -1.5, 2: 7.0}],
+            {(0, 1): 0.25, (0, 2): 0.25, (0, 4): 3.0, (0, 5): -1.0, (1, 2): 4.0}
+            | {(3, 1): 1.0, (3, 3): 0.0, (3, 5): 0.0},
+        ),
     ],
 )
-def test_the_reward_of_a_turn_stands_at_its_last_token(
-    given: list[list[float]] | None, places: dict[tuple[int, int], float]
+def test_the_rest_of_a_turns_reward_stands_at_its_last_token(
+    of_tokens: list[dict[int, float]] | None, places: dict[tuple[int, int], float]
 ) -> None:
-    batch = make_batch(given)
+    batch = make_batch(GIVEN, of_tokens)
     starts = batch.cu_seqlens.tolist()
     placed = {starts[row] + token: reward for (row, token), reward in places.items()}
-    assert batch.token_rewards().tolist() == [placed.get(token, 0.0) for token in range(batch.num_tokens)]
+    assert batch.token_rewards.tolist() == [placed.get(token, 0.0) for token in range(batch.num_tokens)]
+    sums = [float(row.sum()) for row in batch.token_rewards.split(batch.lengths.tolist())]
+    assert sums == [float(row.sum()) for row in batch.turn_rewards.split(batch.cu_turns.diff().tolist())]
+
+
+def test_rewards_of_tokens_that_make_up_their_turn_leave_nothing_over() -> None:
+    values = np.random.default_rng(0).normal(size=2).astype(np.float32).tolist()
+    batch = make_batch([[0.0, sum(values)], [0.0], [], [1.0]], [{2: values[0], 3: values[1]}, {}, {}, {}])
+    assert batch.token_rewards[4:6].tolist() == values
 
 
 def test_fields_of_turns_and_texts_follow_their_rows() -> None:

@@ -45,6 +45,19 @@ def test_functions_with_options_columns_and_siblings(capsys: pytest.CaptureFixtu
     assert "mean reward 0.3333" in capsys.readouterr().out
 
 
+def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from hpcrl.rewards.base import Score\n"
+        "def f(items):\n"
+        "    return [Score(1.5, 1, turn_rewards=[len(turn.text) / 2 for turn in item.turns]) for item in items]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"response": ["a", "bb"]}\n{"response": "ccc"}\n{"response": ["a"]}\n')
+    assert main(["--reward", f"{tmp_path}/mine.py:f", "--file", f"{tmp_path}/rows.jsonl"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["reward  1.5, score 1", "turns   0.5, 1"] and "turns   1.5" in lines
+    assert "error   the turn_rewards add up to 0.5, the reward is 1.5" in lines
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

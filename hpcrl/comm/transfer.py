@@ -129,8 +129,14 @@ def ragged(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
     return counts.tobytes() + np.array([value for row in rows for value in row], dtype=dtype).tobytes()
 
 
-def from_ragged(data: bytes, num_rows: int, dtype: str) -> list[np.ndarray]:
-    """What ragged() packed."""
+def ragged_bytes(rows: Sequence[bytes], dtype: np.dtype) -> bytes:
+    """The same of rows that are the bytes of their values."""
+    counts = np.array([len(row) // dtype.itemsize for row in rows], dtype=np.uint16)
+    return counts.tobytes() + b"".join(rows)
+
+
+def from_ragged(data: bytes, num_rows: int, dtype: str | np.dtype) -> list[np.ndarray]:
+    """What ragged() or ragged_bytes() packed."""
     counts = np.frombuffer(data, np.uint16, num_rows)
     values = np.frombuffer(data, dtype, offset=counts.nbytes)
     return np.split(values, np.cumsum(counts, dtype=np.int64)[:-1]) if num_rows else []

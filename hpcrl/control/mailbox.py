@@ -96,7 +96,7 @@ def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
         else:
             weight = len(item.text) * 4 + len(item.meta)
         if isinstance(item, Response):
-            weight += len(item.token_ids)
+            weight += len(item.token_ids) + sum(len(text) * 4 + len(ids) for text, ids in item.earlier)
         if chunk and size + weight > CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

@@ -168,9 +168,8 @@ class HandOver(Message):
     (hpcrl.trajectory).
 
     scored: the scorer's fields of the samples that this rank gets, as bytes in the order of its moves; those of turns
-    with counts (hpcrl.comm.transfer.ragged). A large transfer
-    comes in several commands. After the last one, marked `forms`, every destination forms batch `batch`, even if it
-    received nothing.
+    and tokens with counts (hpcrl.comm.transfer). A large transfer comes in several commands. After the last one, marked
+    `forms`, every destination forms batch `batch`, even if it received nothing.
     """
 
     batch: int
@@ -417,7 +416,8 @@ class BurstDone(Message):
 
 class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
     """Reward and score of a sample; `error` says why it has none. turn_rewards: what its turns were given, which add up
-    to the reward; none: all of it is the last turn's."""
+    to the reward; none: all of it is the last turn's. token_rewards: what tokens were given of that, as the bytes of
+    hpcrl.rollout.types.TOKEN_REWARD."""
 
     sample: int
     reward: float
@@ -425,6 +425,7 @@ class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     metrics: dict[str, float] = {}
     turn_rewards: list[float] = []
+    token_rewards: bytes = b""
 
 
 class Scored(Message):
@@ -466,8 +467,8 @@ Event = Joined | Done | Failed | BurstDone | Scored | AwaitSiblings | Observed |
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A finished response on its way to a reward rank; `meta` is the prompt's JSON, token_ids the last turn as
-    int32."""
+    """A finished response on its way to a reward rank; `meta` is the prompt's JSON, token_ids the last turn as int32.
+    earlier: text and token ids of the model's turns before that."""
 
     sample: int
     domain: str
@@ -475,6 +476,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
     meta: bytes
     reason: str
     token_ids: bytes = b""
+    earlier: list[tuple[str, bytes]] = []
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import MAX_TOKEN_REWARDS, Reward, RewardItem, Score
 
 MAX_ERROR_CHARS = 300
+SUM_TOLERANCE = 1e-6
 
 
 def describe(error: BaseException) -> str:
@@ -52,7 +54,7 @@ async def _awaited(scores: Awaitable[Sequence[Score]]) -> Sequence[Score]:
 def _one_each(items: Sequence[RewardItem], scores: Sequence[Score]) -> list[Score]:
     if len(scores) != len(items):
         raise ValueError(f"the reward returned {len(scores)} scores for {len(items)} responses")
-    return [_checked(score) for score in scores]
+    return [_checked(item, score) for item, score in zip(items, scores, strict=True)]
 
 
 def _failure(reward: Reward, items: Sequence[RewardItem], error: str) -> list[Score] | None:
@@ -60,15 +62,55 @@ def _failure(reward: Reward, items: Sequence[RewardItem], error: str) -> list[Sc
     return [failed(error)] * len(items) if whole else None
 
 
-def _checked(score: Any) -> Score:
+def _checked(item: RewardItem, score: Any) -> Score:
     if not isinstance(score, Score):
         return failed(f"the reward returned {type(score).__name__} instead of a Score")
     try:
         reward, value = float(score.reward), float(score.score)
         metrics = {str(name): float(number) for name, number in score.metrics.items()}
+        turns = tuple(map(float, score.turn_rewards))
+        tokens = {int(place): float(number) for place, number in sorted(score.token_rewards.items())}
     except Exception as error:
         return failed(describe(error))
     if not (math.isfinite(reward) and math.isfinite(value)):
         return failed(f"the reward returned {value if math.isfinite(reward) else reward}")
+    if problem := _problem_of_parts(item, reward, turns, tokens):
+        return failed(problem)
     finite = {name: number for name, number in metrics.items() if math.isfinite(number)}
-    return Score(reward, value, str(score.error)[:MAX_ERROR_CHARS], finite, score.given, score.gold)
+    text = str(score.error)[:MAX_ERROR_CHARS]
+    return Score(reward, value, text, finite, turns or _of_turns(item, tokens), tokens, score.given, score.gold)
+
+
+def _problem_of_parts(item: RewardItem, reward: float, turns: Sequence[float], tokens: Mapping[int, float]) -> str:
+    """Why these cannot be the rewards of the item's turns or tokens; empty where they can."""
+    if not (turns or tokens):
+        return ""
+    name, count = ("turn_rewards", len(item.turns)) if turns else ("token_rewards", _lengths(item)[-1])
+    parts = turns or list(tokens.values())
+    if turns and tokens:
+        return "the reward gave turn_rewards and token_rewards, of which a response can have one"
+    if turns and len(turns) != count:
+        return f"the reward gave {len(turns)} turn_rewards for {count} turns of the model"
+    if len(tokens) > MAX_TOKEN_REWARDS:
+        return f"the reward gave {len(tokens)} token_rewards, a response can have {MAX_TOKEN_REWARDS}"
+    if outside := [place for place in tokens if not 0 <= place < count]:
+        return f"the reward gave token_rewards[{outside[0]}], the model wrote {count} tokens that are known here"
+    if not all(map(math.isfinite, parts)):
+        return f"the reward gave {name} that are not finite"
+    if abs(math.fsum(parts) - reward) > SUM_TOLERANCE * max(1.0, *map(abs, parts)):
+        return f"the {name} add up to {math.fsum(parts):.9g}, the reward is {reward:.9g}"
+    return ""
+
+
+def _of_turns(item: RewardItem, tokens: Mapping[int, float]) -> tuple[float, ...]:
+    """What rewards of tokens make the rewards of the turns; none without them."""
+    ends = _lengths(item) if tokens else []
+    return tuple(
+        math.fsum(number for place, number in tokens.items() if start <= place < end)
+        for start, end in zip([0, *ends], ends, strict=False)
+    )
+
+
+def _lengths(item: RewardItem) -> list[int]:
+    """Tokens that the model wrote up to the end of each turn."""
+    return list(accumulate(len(turn.token_ids) for turn in item.turns))

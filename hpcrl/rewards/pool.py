@@ -178,7 +178,8 @@ class _Crew:
                 self._retry(job for job, _ in worker.take_jobs())
             else:
                 self.counts["timeouts"] += answer.error.startswith("timeout after")
-                score = Score(answer.reward, answer.score, answer.error, answer.metrics)
+                parts = tuple(answer.turn_rewards), answer.token_rewards
+                score = Score(answer.reward, answer.score, answer.error, answer.metrics, *parts)
                 self._done.append((worker.at_work.pop(answer.place)[0], score))
             worker.heard(self._clock())
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from hpcrl.rewards.base import RewardItem
+from hpcrl.rewards.base import ModelTurn, RewardItem
 
 LENGTH = struct.Struct("<I")
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A response in a message; the fields of RewardItem, token_ids as int32."""
+    """A response in a message; the fields of RewardItem, token ids as int32."""
 
     sample_id: int
     domain: str
@@ -24,18 +25,25 @@ class Item(msgspec.Struct, array_like=True):
     extra: dict[str, Any]
     finish_reason: str
     token_ids: bytes
+    earlier: list[tuple[str, bytes]]
 
 
 def to_message(item: RewardItem) -> bytes:
     """TypeError when a value of the row is something that msgpack does not know."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
-    return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes()))
+    earlier = [(turn.text, array("i", turn.token_ids).tobytes()) for turn in item.earlier]
+    return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes(), earlier))
 
 
 def from_message(item: Item) -> RewardItem:
     """The item that to_message() was given."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
-    return RewardItem(*fields, array("i", item.token_ids))
+    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier))
+
+
+def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:
+    """Turns of the model from their texts and int32 token ids."""
+    return tuple(ModelTurn(text, array("i", token_ids)) for text, token_ids in messages)
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -55,6 +63,8 @@ class Scored(msgspec.Struct, tag="scored"):
     score: float = 0.0
     error: str = ""
     metrics: dict[str, float] = {}
+    turn_rewards: list[float] = []
+    token_rewards: dict[int, float] = {}
 
 
 Answer = Ready | Scored

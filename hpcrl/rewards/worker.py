@@ -81,7 +81,8 @@ def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:
         _write(sink, Scored(None))
         return
     for place, score in enumerate(scores, first):
-        _write(sink, Scored(place, score.reward, score.score, score.error, score.metrics))
+        parts = list(score.turn_rewards), dict(score.token_rewards)
+        _write(sink, Scored(place, score.reward, score.score, score.error, score.metrics, *parts))
 
 
 def _die_with(parent: int) -> None:

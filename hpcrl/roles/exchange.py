@@ -17,6 +17,7 @@ from hpcrl.roles.base import Rank
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import ReferenceRole, TrainerRole
 from hpcrl.rollout.batch import Batch, pack
+from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.trajectory import FIELDS, TEXT, Level
 
 _FLOAT = np.dtype(np.float32)
@@ -27,14 +28,14 @@ class _Share:
     """What this rank has of a batch that is being handed over."""
 
     received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
-    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of rows in parts, of turns row by row
+    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of rows in parts, of others row by row
 
     def add(self, received: list[tuple[Move, dict[str, np.ndarray]]], scored: Mapping[str, bytes]) -> None:
         """Take in what came with one command."""
         self.received += received
         count = sum(len(move.samples) for move, _ in received)
         for name, data in scored.items():
-            dtype = FIELDS[name].travels_as
+            dtype = TOKEN_REWARD if FIELDS[name].level is Level.TOKEN else FIELDS[name].travels_as
             whole = FIELDS[name].level is Level.ROW
             self.scored.setdefault(name, []).extend(
                 [np.frombuffer(data, dtype)] if whole else from_ragged(data, count, dtype)
@@ -172,5 +173,5 @@ def _formed(share: _Share, fields: Sequence[str]) -> Batch:
         ends = np.cumsum(move.text_bytes, dtype=np.int64)[:-1]
         messages += [part.tobytes().decode() for part in np.split(values[TEXT], ends)] if TEXT in values else []
     texts = {"messages": messages} if len(messages) == len(ids) else {}
-    batch = pack(ids, lengths, flat, texts, turn_rewards=share.scored.get("turn_rewards"))
+    batch = pack(ids, lengths, flat, texts, share.scored.get("turn_rewards"), share.scored.get("token_rewards"))
     return batch.select(sorted(range(len(ids)), key=ids.__getitem__)).check()

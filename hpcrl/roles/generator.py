@@ -272,9 +272,16 @@ class GeneratorRole:
             text = held.messages[-1]["content"]
             turn = held.token_ids[held.loss_mask & (held.turn_ids == held.turn_ids[-1])]
             ids = np.asarray(turn, dtype=np.int32).tobytes()
-            response = Response(sample, prompt.domain, text, meta, str(held.finish_reason), ids)
+            earlier = self._earlier_turns(held)
+            response = Response(sample, prompt.domain, text, meta, str(held.finish_reason), ids, earlier)
             posts[self._receiver("reward", sample, receivers)].append(response)
         self._mail(posts)
+
+    def _earlier_turns(self, held: Sample) -> list[tuple[str, bytes]]:
+        """Text and int32 token ids of the model's turns before the last."""
+        turns = [held.token_ids[held.loss_mask & (held.turn_ids == turn)] for turn in range(held.turn_ids[-1])]
+        texts = self._worker.tokenizer.batch_decode(turns, skip_special_tokens=True) if turns else []
+        return [(text, np.asarray(ids, dtype=np.int32).tobytes()) for text, ids in zip(texts, turns, strict=True)]
 
     def _receiver(self, role: Literal["env", "reward"], sample: int, alive: Sequence[int]) -> int:
         return receiver_of(sample, self._worker.layout.ranks[role], alive)

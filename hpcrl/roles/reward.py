@@ -7,10 +7,17 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from hpcrl.control.messages import AwaitSiblings, Response, Scored, ScoredSample, ScoreTogether, Unwanted
-from hpcrl.rewards.base import RewardItem
+from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.pool import RewardPool
+from hpcrl.rewards.protocol import turns_of
 from hpcrl.roles.base import Rank
+from hpcrl.rollout.types import TOKEN_REWARD
+
+SCORES = 512
+"""Most scores in one message, which has to stay below its limit with all the rewards of tokens that they may have."""
 
 
 class RewardRole:
@@ -36,10 +43,8 @@ class RewardRole:
         self._arrived += map(_item, arrived)
         self._sort()
         scores = self._pool.poll()
-        if scores:
-            self._worker.emit(
-                Scored([ScoredSample(i, float(s.reward), float(s.score), s.error, s.metrics) for i, s in scores])
-            )
+        for start in range(0, len(scores), SCORES):
+            self._worker.emit(Scored([_scored(sample, score) for sample, score in scores[start : start + SCORES]]))
         return bool(arrived or scores)
 
     def _sort(self) -> None:
@@ -68,6 +73,12 @@ class RewardRole:
         self._pool.close()
 
 
+def _scored(sample: int, score: Score) -> ScoredSample:
+    tokens = np.array(list(score.token_rewards.items()), dtype=TOKEN_REWARD)
+    parts = list(score.turn_rewards), tokens.tobytes()
+    return ScoredSample(sample, float(score.reward), float(score.score), score.error, score.metrics, *parts)
+
+
 def _item(response: Response) -> RewardItem:
     meta = json.loads(response.meta)
     return RewardItem(
@@ -79,4 +90,5 @@ def _item(response: Response) -> RewardItem:
         meta["extra"],
         response.reason,
         array("i", response.token_ids),
+        turns_of(response.earlier),
     )

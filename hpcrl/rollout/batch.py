@@ -96,21 +96,6 @@ class Batch:
         counts = turns.new_zeros(self.num_sequences).scatter_reduce(0, self.row_ids, turns, "amax")
         return _offsets(counts)
 
-    def token_rewards(self) -> Tensor:
-        """float32 [T]: the reward of each turn at the last token that the model wrote in it, 0 elsewhere. A row without
-        rewards of turns has its reward at its last one."""
-        written, cu_turns = self.loss_mask.nonzero()[:, 0], self.cu_turns
-        turns = cu_turns[self.row_ids[written]] + self.turn_ids[written].long()
-        last = written.new_full((int(cu_turns[-1]),), -1).scatter_reduce(0, turns, written, "amax")
-        rewards = self.turn_rewards
-        if rewards is None:
-            rewards = self.rewards.new_zeros(len(last))
-            has_turns = cu_turns.diff() > 0
-            rewards[cu_turns[1:][has_turns] - 1] = self.rewards[has_turns]
-        placed = self.rewards.new_zeros(self.num_tokens)
-        placed[last[last >= 0]] = rewards[last >= 0]
-        return placed
-
     def prefix_lengths(self) -> Tensor:
         """int64 [B]: tokens of each row before the first that is trained on; all of them where none is."""
         starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
@@ -206,11 +191,14 @@ def pack(
     columns: Mapping[str, np.ndarray],
     texts: Mapping[str, list[str]] | None = None,
     turn_rewards: Sequence[Sequence[float] | np.ndarray] | None = None,
+    token_rewards: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """A batch of rows of these lengths in the given order from flat arrays of its fields, as they travel; what follows
     from these is filled in. Siblings are samples of one prompt; weights are 1; position_ids restart per sequence.
 
     turn_rewards: of each row, those of its first turns; where there are none, the last turn has all of its reward.
+    token_rewards: of each row, what some of its tokens have of that (hpcrl.rollout.types.TOKEN_REWARD); the rest of a
+    turn's reward stands at the last token that the model wrote in it. Where turn_rewards are given, both are filled.
     """
     ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
     filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
@@ -223,6 +211,7 @@ def pack(
     batch = Batch(_offsets(counts), filled, texts)
     if turn_rewards is not None:
         batch.turn_rewards = _spread(turn_rewards, batch)
+        batch.token_rewards = _placed(token_rewards, batch)
     return batch
 
 
@@ -236,6 +225,22 @@ def _spread(given: Sequence[Sequence[float] | np.ndarray], batch: Batch) -> Tens
         elif end > start:
             rewards[end - 1] = batch.rewards[row]
     return rewards
+
+
+def _placed(given: Sequence[np.ndarray] | None, batch: Batch) -> Tensor:
+    """float32 [T]: the rewards of all tokens."""
+    placed = torch.zeros(batch.num_tokens)
+    written, cu_turns = batch.loss_mask.nonzero()[:, 0], batch.cu_turns
+    turns = cu_turns[batch.row_ids[written]] + batch.turn_ids[written].long()
+    starts = torch.searchsorted(written, batch.cu_seqlens[:-1]).tolist()
+    for start, values in zip(starts, given or (), strict=False):
+        if len(values):
+            places = torch.from_numpy(values["position"].astype(np.int64))
+            placed[written[start + places]] = torch.from_numpy(values["reward"].astype(np.float32))
+    sums = torch.zeros(len(batch.turn_rewards), dtype=torch.float64).index_add(0, turns, placed[written].double())
+    last = written.new_full((len(sums),), -1).scatter_reduce(0, turns, written, "amax")
+    placed[last[last >= 0]] += (batch.turn_rewards - sums.float())[last >= 0]
+    return placed
 
 
 def _tensor(field: Field, column: np.ndarray) -> Tensor:

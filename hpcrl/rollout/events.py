@@ -36,6 +36,7 @@ class Scored:
     score: float
     error: str = ""
     turn_rewards: tuple[float, ...] = ()
+    token_rewards: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ Command = Admit | Continue | Rescore | Drop
 @dataclass(frozen=True, slots=True)
 class DoneSample:
     """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards: add up
-    to the reward; none: all of it is the last turn's."""
+    to the reward; none: all of it is the last turn's. token_rewards: what tokens were given of that, as the bytes of
+    hpcrl.rollout.types.TOKEN_REWARD."""
 
     id: int
     replica: int
@@ -159,6 +161,7 @@ class DoneSample:
     score: float
     error: str = ""
     turn_rewards: tuple[float, ...] = ()
+    token_rewards: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class LiveGroup:
         saved = asdict(self.frozen()) | {"failures": self.failures}
         for sample in saved["samples"]:
             sample["finish_reason"] = str(sample["finish_reason"])
+            sample["token_rewards"] = sample["token_rewards"].hex()
         return saved
 
     @classmethod
@@ -83,7 +84,9 @@ class LiveGroup:
             sample.replica = done["replica"] if done["replica"] in homes else homes[group.uid % len(homes)]
             reason = FinishReason(done["finish_reason"])
             typed = {"replica": sample.replica, "finish_reason": reason}
-            sample.done = DoneSample(**(done | typed | {"turn_rewards": tuple(done.get("turn_rewards", ()))}))
+            typed["turn_rewards"] = tuple(done.get("turn_rewards", ()))
+            typed["token_rewards"] = bytes.fromhex(done.get("token_rewards", ""))
+            sample.done = DoneSample(**(done | typed))
         return group
 
 
@@ -93,7 +96,8 @@ def with_score(done: DoneSample, event: Scored) -> DoneSample:
     if done.turn_rewards and not turns:
         turns = (*[0.0] * (len(done.turn_rewards) - 1), event.reward)
     turns = tuple(sum(pair) for pair in zip_longest(done.turn_rewards, turns, fillvalue=0.0))
+    tokens = event.token_rewards
     if not all(math.isfinite(number) for number in (reward, score, *turns)):
         error = error or f"reward {reward} and score {score} are not both finite"
-        reward, score, turns = 0.0, 0.0, ()
-    return replace(done, reward=reward, score=score, error=error, turn_rewards=turns)
+        reward, score, turns, tokens = 0.0, 0.0, (), b""
+    return replace(done, reward=reward, score=score, error=error, turn_rewards=turns, token_rewards=tokens)

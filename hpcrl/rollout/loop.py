@@ -441,8 +441,8 @@ class RolloutLoop:
     def _scored(self, result: messages.ScoredSample) -> events.Event:
         self._answered(result.sample)
         self._note(result, scored=True)
-        turns = tuple(result.turn_rewards)
-        return events.Scored(result.sample, result.reward, result.score, result.error, turns)
+        parts = tuple(result.turn_rewards), result.token_rewards
+        return events.Scored(result.sample, result.reward, result.score, result.error, *parts)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Keep the statistics of a result."""

@@ -43,6 +43,8 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # cut short by the scheduler; the partial tokens are kept
 
 
+TOKEN_REWARD = np.dtype([("position", "<u4"), ("reward", "<f4")])
+"""A reward of one token: its position among the tokens that the model wrote in all turns of the row, from 0."""
 STATUS = tuple(FinishReason)
 """The number of a reason in the field `status` is its place here."""
 

@@ -200,7 +200,12 @@ class Fabric:
         handle = lay_out(config, self._layout, step, sizes)
         wanted = handle.rows | handle.reference_rows
         scored = {
-            sample.id: {"rewards": sample.reward, "scores": sample.score, "turn_rewards": sample.turn_rewards}
+            sample.id: {
+                "rewards": sample.reward,
+                "scores": sample.score,
+                "turn_rewards": sample.turn_rewards,
+                "token_rewards": sample.token_rewards,
+            }
             for sample in done.values()
         }
         fields = [field.name for field in fields_of(Origin.GENERATOR) if truncated or not field.optional]

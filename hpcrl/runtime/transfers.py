@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcrl.comm.transfer import ragged
+from hpcrl.comm.transfer import ragged, ragged_bytes
 from hpcrl.control.messages import HandOver, Move, SendTokens
+from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.trajectory import Level, Origin, fields_of
 
 PART_SAMPLES = 32_768
 """Most samples that one message names: id, length, bytes of messages, reward, score and the number of rewards of turns
-take 31 bytes at most, together less than 1 MiB. Rewards of turns take 4 more each."""
+take 31 bytes at most, together less than 1 MiB. Rewards of turns take 4 more each, those of tokens 8."""
 
 
 def hand_overs(
@@ -28,8 +29,10 @@ def hand_overs(
     """The commands that form a batch on `dests`, part by part, by rank. scored: the scorer's fields of each sample by
     name. fields: names of the generator's fields that travel."""
     of_rows, of_turns = fields_of(Origin.SCORER, Level.ROW), fields_of(Origin.SCORER, Level.TURN)
+    of_tokens = [f for f in fields_of(Origin.SCORER, Level.TOKEN) if any(s.get(f.name) for s in scored.values())]
     most_turns = max((len(s[f.name]) for s in scored.values() for f in of_turns), default=0)
-    most = max(1, PART_SAMPLES * 31 // (31 + 4 * most_turns))
+    token_bytes = max((len(s.get(f.name, b"")) for s in scored.values() for f in of_tokens), default=0)
+    most = max(1, PART_SAMPLES * 31 // (31 + 4 * most_turns + token_bytes))
     parts = _parts(moves, {*dests, *(move.source for move in moves)}, most)
     for number, part in enumerate(parts, 1):
         commands = {}
@@ -43,6 +46,7 @@ def hand_overs(
                 scored={
                     **{f.name: np.array([s[f.name] for s in gets], f.travels_as).tobytes() for f in of_rows},
                     **{f.name: ragged([s[f.name] for s in gets], f.travels_as) for f in of_turns},
+                    **{f.name: ragged_bytes([s.get(f.name, b"") for s in gets], TOKEN_REWARD) for f in of_tokens},
                 },
                 forms=number == len(parts) and rank in dests,
             )

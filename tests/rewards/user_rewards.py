@@ -168,6 +168,21 @@ def longest(items):
 longest.scores = "groups"
 
 
+def longest_in_parts(items):
+    """The same, by tokens for the longest and by turns for the others; each had one turn before."""
+    from hpcrl.rewards.base import Score
+
+    scores = []
+    for item, reward in zip(items, longest(items), strict=True):
+        first = len(item.earlier[0].token_ids)
+        parts = {"token_rewards": {first - 1: 0.25, first + 3: 0.75}} if reward else {"turn_rewards": [0.5, -0.5]}
+        scores.append(Score(reward, reward, **parts))
+    return scores
+
+
+longest_in_parts.scores = "groups"
+
+
 async def judge(items):
     """Waits for a service; `block` is what no coroutine may do."""
     (item,) = items

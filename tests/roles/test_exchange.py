@@ -14,7 +14,7 @@ from hpcrl.control.messages import HandOver
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import Sizes
-from hpcrl.rollout.types import make_sample_id
+from hpcrl.rollout.types import TOKEN_REWARD, make_sample_id
 from hpcrl.runtime import transfers
 from hpcrl.runtime.batches import moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
@@ -100,6 +100,7 @@ def test_batches_and_fields_arrive(
         sample: {"rewards": float(i), "scores": i / 2, "turn_rewards": (0.5, i - 0.5) if i % 2 else ()}
         for i, sample in enumerate(SAMPLES)
     }
+    scored[SAMPLES[3]]["token_rewards"] = np.array([(1, 0.125)], dtype=TOKEN_REWARD).tobytes()
     exchanges = [Exchange(worker) for worker in workers]
 
     def carry_out(parts: Any) -> None:
@@ -124,6 +125,12 @@ def test_batches_and_fields_arrive(
             place, count = SAMPLES.index(sample), 2 if LENGTHS[sample] > 2 else 1
             given = [0.5, place - 0.5] if place % 2 else [0.0] * (count - 1) + [place]
             assert turns.tolist() == given[:count]
+            ends = {1: given[0]} | ({LENGTHS[sample] - 1: given[1]} if count == 2 else {})
+            if sample == SAMPLES[3]:  # a part of its second turn
+                ends |= {2: 0.125, LENGTHS[sample] - 1: given[1] - 0.125}
+            start = batch.cu_seqlens[samples.index(sample)]
+            tokens = batch.token_rewards[start : start + LENGTHS[sample]].tolist()
+            assert tokens == [ends.get(token, 0.0) for token in range(LENGTHS[sample])]
         assert batch.group_ids.tolist() == [SAMPLES.index(s) // 2 for s in samples]
 
     for rank in (1, 2):

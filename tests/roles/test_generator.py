@@ -170,6 +170,24 @@ def test_domains_with_and_without_environments_share_a_burst(stage: Stage, role:
     assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.held[SAMPLES[0]].messages}
 
 
+def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole) -> None:
+    stage.heard()
+    stage.mail(2, m.Response)
+    sample = SAMPLES[0]
+    carry_out(role, m.Burst(8, [2], [1]))
+    said = b'[{"role": "assistant", "content": "ha"}]'
+    stage.send(1, 2, [m.TurnDelta(sample, np.array([9, 9], dtype=np.int32).tobytes(), said)])
+    carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
+    carry_out(role, m.Burst(8, [2], [1]))
+    carry_out(role, m.Rescore([sample], [2]))
+    [response] = stage.mail(2, m.Response)
+    held = role.held[sample]
+    ids = np.frombuffer(b"".join([*(ids for _, ids in response.earlier), response.token_ids]), dtype=np.int32)
+    assert ids.tolist() == held.token_ids[held.loss_mask].tolist() and len(response.earlier) == 1
+    assert [response.earlier[0][0], response.text] == [held.messages[n]["content"] for n in (-3, -1)]
+    assert held.messages[-2]["content"] == "ha", "what an environment says is no turn of the model"
+
+
 def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     sample, said = make_sample_id(9, 0, 0), [{"role": "user", "content": "a board"}]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import numpy as np
 import pytest
 
 from hpcrl.rollout.events import DoneSample, Scored
-from hpcrl.rollout.groups import with_score
-from hpcrl.rollout.types import FinishReason
+from hpcrl.rollout.groups import LiveGroup, with_score
+from hpcrl.rollout.types import TOKEN_REWARD, FinishReason
 
 NAN = math.nan
 
@@ -34,3 +36,25 @@ def test_rewards_of_turns_add_up(
     result = with_score(done, Scored(1, scored[0], 0.5, turn_rewards=scored[1]))
     assert (result.reward, result.turn_rewards) == (reward, turns)
     assert bool(result.error) == any(math.isnan(number) for number in (scored[0], *scored[1]))
+
+
+def test_a_group_that_waits_in_a_checkpoint_keeps_what_its_turns_and_tokens_were_given() -> None:
+    group = LiveGroup(3, 1, 0, 2, size=2, keep=2)
+    tokens = np.array([(0, 0.5), (7, -0.25)], dtype=TOKEN_REWARD).tobytes()
+    for sample, event in zip(
+        group.samples, (Scored(1, 0.25, 1.0, "", (0.5, -0.25), tokens), Scored(2, 1.0, 1.0)), strict=True
+    ):
+        sample.done = with_score(DoneSample(sample.id, 4, 9, FinishReason.STOP, 0.0, 0.0), event)
+    again = LiveGroup.restored(json.loads(json.dumps(group.saved())), [4])
+    assert again.frozen() == group.frozen()
+    assert [sample.done.token_rewards for sample in again.samples] == [tokens, b""]
+    old = group.saved()  # as it was written before tokens had rewards
+    for sample in old["samples"]:
+        del sample["token_rewards"]
+    assert LiveGroup.restored(old, [4]).samples[0].done.turn_rewards == (0.5, -0.25)
+
+
+def test_a_reward_that_is_not_finite_leaves_none_of_its_parts() -> None:
+    done = DoneSample(1, 0, 4, FinishReason.STOP, math.inf, 0.0)
+    result = with_score(done, Scored(1, 1.0, 1.0, "", (1.0,), bytes(8)))
+    assert result.error and (result.turn_rewards, result.token_rewards) == ((), b"")

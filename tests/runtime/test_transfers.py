@@ -10,8 +10,9 @@ import pytest
 
 from hpcrl.comm.transfer import from_ragged
 from hpcrl.control.messages import HandOver, Move, SendTokens
+from hpcrl.rewards.base import MAX_TOKEN_REWARDS
 from hpcrl.rollout.loop import Sizes
-from hpcrl.rollout.types import make_sample_id
+from hpcrl.rollout.types import TOKEN_REWARD, make_sample_id
 from hpcrl.runtime import transfers
 from hpcrl.runtime.batches import moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
@@ -95,3 +96,20 @@ def test_rewards_of_many_turns_make_more_parts() -> None:
     assert len(parts) > 4 and max(sizes_of(parts)) < LIMIT
     got = [from_ragged(part[2].scored["turn_rewards"], len(part[2].moves[0].samples), "f4") for part in parts]
     assert sum(len(row) for rows in got for row in rows) == 50 * 20_000
+
+
+def test_rewards_of_tokens_travel_where_some_sample_has_them() -> None:
+    table, scored = world(4_000, [1], [2])
+    [part] = hand_overs(1, "rollout", table, [2], scored, FIELDS)
+    assert "token_rewards" not in part[2].scored
+    most = np.array([(place, 0.5) for place in range(MAX_TOKEN_REWARDS)], dtype=TOKEN_REWARD).tobytes()
+    for sample in list(scored)[::2]:
+        scored[sample]["token_rewards"] = most
+    parts = list(hand_overs(1, "rollout", table, [2], scored, FIELDS))
+    assert len(parts) > 4 and max(sizes_of(parts)) < LIMIT
+    got = {}
+    for part in parts:
+        samples = part[2].moves[0].samples
+        rows = from_ragged(part[2].scored["token_rewards"], len(samples), TOKEN_REWARD)
+        got |= {sample: row.tobytes() for sample, row in zip(samples, rows, strict=True)}
+    assert got == {sample: scored[sample].get("token_rewards", b"") for sample in scored}
