@@ -1,7 +1,7 @@
 """Whether two answers are mathematically equal: text, numbers and the parts of lists first, math-verify for the rest.
 
-math-verify multiplies the letters of words, takes the last side of a chain of equations, merges tuples with numbers and
-can be kept busy for ever; hence the steps before it, and the limit.
+math-verify multiplies the letters of words, takes the last side of a chain of equations and factors for units, merges
+tuples with numbers and can be kept busy for ever; hence the steps before it, and the limit.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from hpcrl.rewards.notation import close, has_other_words, names, normalise, plain, quantity
+from hpcrl.rewards.notation import close, has_other_words, names, normalise, plain, quantity, unit_apart
 
 T = TypeVar("T")
 LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends what no signal reaches
@@ -301,14 +301,31 @@ def within_limit(action: Callable[[], T]) -> T:
 def _verify(gold: str, given: str) -> bool:
     from math_verify import verify
 
-    parsed = _parse(given)
-    return bool(parsed) and verify(list(_parse_gold(gold)), parsed, allow_set_relation_comp=True, timeout_seconds=None)
+    def same(gold: str, given: str) -> bool:
+        golds, givens = list(_parse_gold(gold)), _parse(given)
+        return bool(givens) and verify(golds, givens, allow_set_relation_comp=True, timeout_seconds=None)
+
+    if same(gold, given):
+        return True
+    (bare_gold, gold_unit), (bare_given, given_unit) = unit_apart(gold), unit_apart(given)
+    if not (gold_unit or given_unit) or (gold_unit and given_unit and gold_unit != given_unit):
+        return False
+    return same(bare_gold, bare_given)
 
 
 def _parse(text: str) -> list[Any]:
-    from math_verify import parse  # pulls in sympy
+    from math_verify import ExprExtractionConfig, parse  # pulls in sympy
 
-    return parse(f"${_spaced(text)}$", parsing_timeout=None)
+    return parse(f"${_spaced(text)}$", [_latex(), ExprExtractionConfig()], parsing_timeout=None)
+
+
+@lru_cache(maxsize=1)
+def _latex() -> Any:
+    """math-verify's reading of LaTeX, without its units: it takes 2ab for 2 and the letters c, d, g, t for units."""
+    from math_verify import LatexExtractionConfig
+
+    usual = LatexExtractionConfig()
+    return replace(usual, normalization_config=replace(usual.normalization_config, units=False))
 
 
 def _spaced(text: str) -> str:

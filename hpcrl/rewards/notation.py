@@ -74,6 +74,7 @@ _LITERAL = re.compile(
 )
 _UNIT_WORD = r"[A-Za-z]+(?:\^\{?-?\d\}?)?"
 _UNITS = re.compile(rf"{_UNIT_WORD}(?:(?:\s*(?:/|-)\s*|\s+){_UNIT_WORD}){{0,5}}")
+_EXPRESSION_WITH_UNIT = re.compile(rf"(.*(?:[\d)}}\]]|\\[A-Za-z]+))(\s*)({_UNITS.pattern})")
 _SHORT_UNITS = """
     mm cm dm km mg kg lb lbs oz ft in yd mi qt pt ml cl dl ms hr hrs mph kph kmh rpm fps hz khz mhz ghz kw kwh mw wh kj
     mj ev kv db pa kpa mol sq cu st pm am
@@ -93,7 +94,10 @@ _MATHEMATICAL = """
     pi tau phi theta alpha beta gamma delta lambda sigma omega sqrt sin cos tan cot sec csc log ln exp max min gcd lcm
     det abc xyz infinity inf infty
 """
+LENGTHS = frozenset(["mm", "cm", "dm", "km", "ft"])
 SHORT_UNITS, LETTER_UNITS = frozenset(_SHORT_UNITS.split()), frozenset(_LETTER_UNITS.split())
+PRODUCTS = frozenset({"abc", "xyz"})
+"""No units, and no words either: products of letters."""
 NO_UNITS = frozenset((_CHANGE_A_NUMBER + _TAKE_IT_BACK_OR_GO_ON + _MATHEMATICAL).split())
 
 
@@ -179,10 +183,23 @@ def quantity(text: str) -> Quantity | None:
     return None if value is None or unit is None else Quantity(value, percent is not None, unit)
 
 
+def unit_apart(text: str) -> tuple[str, str]:
+    """An expression in normal form and the unit behind it ("" without one). One letter needs a space before it, else
+    it is a factor; so do most letters behind a name: 2\\pi hr is a product."""
+    match = _EXPRESSION_WITH_UNIT.fullmatch(text)
+    if match is None:
+        return text, ""
+    expression, space, unit = match.groups()
+    first, *others = re.findall("[A-Za-z]+", unit.lower())
+    known = LENGTHS if re.search(r"\\[A-Za-z]+$", expression) else SHORT_UNITS | (LETTER_UNITS if space else set())
+    is_unit = first in known and (SHORT_UNITS | LETTER_UNITS).issuperset(others)
+    return (expression, unit.lower()) if is_unit else (text, "")
+
+
 def has_other_words(text: str) -> bool:
     """Whether `text` has words that mathematics does not: such an answer is compared as text."""
     for run in _letters(text):
-        if len(run) >= 4 or run.lower() in NO_UNITS:
+        if len(run) >= 4 or run.lower() in NO_UNITS - PRODUCTS:
             return True
     bare = text.strip()
     return bare.isalpha() and len(bare) > 1 and not re.fullmatch("[u-z]+", bare)
