@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hpcrl.algorithms.specs import POLICY_GRADIENT
+from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.spec.kinds import AlgorithmSpec
+from hpcrl.spec.policy_loss import PolicyLoss
 
 
 class RoughEnv:
@@ -53,3 +59,32 @@ def rough_reward(
 def huge_reward(data_source: str, solution_str: str, ground_truth: str) -> float:
     """Finite, but not the sum of a group."""
     return 3e38
+
+
+def rank_siblings(items: Sequence[RewardItem]) -> list[Score]:
+    """A last turn earns the share of its siblings' that are smaller as texts, and an eighth each earlier one or, of a
+    single turn, its first token. A held-out prompt has no siblings. Refuses anything but one whole group of four."""
+    texts = [item.response for item in items]
+    if len({(item.sample_id >> 24, item.prompt) for item in items}) != 1 or len(items) not in (1, 4):
+        raise ValueError(f"no group: {[item.sample_id for item in items]}")
+    scores = []
+    for item in items:
+        share, metrics = sum(text < item.response for text in texts) / 4, {"scorer": float(os.environ["HPCRL_RANK"])}
+        if item.earlier:
+            turns = [0.125] * len(item.earlier) + [share]
+            scores.append(Score(sum(turns), share, "", metrics, turns))
+        else:
+            last = len(item.token_ids) - 1
+            tokens = {0: 0.125, last: share} if last else {0: 0.125 + share}
+            scores.append(Score(0.125 + share, share, "", metrics, (), tokens))
+    return scores
+
+
+rank_siblings.scores = "groups"  # type: ignore[attr-defined]
+
+STEPWISE = AlgorithmSpec(
+    about="What a response is given from each token on.",
+    section=PolicyLoss,
+    make="tests.e2e.step_credit:StepCredit",
+    objective=POLICY_GRADIENT,
+)
