@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
-
-import numpy as np
 
 from hpcrl.control import messages
-from hpcrl.control.clock import AwakeClock
 from hpcrl.control.controller import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout import events
+from hpcrl.rollout.admission import admissions
+from hpcrl.rollout.answers import Answers
+from hpcrl.rollout.links import ReplicaLink
 from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduler import RolloutScheduler
-from hpcrl.rollout.types import FinishReason, Prompt, receiver_of, sampling_seed, split_sample_id
+from hpcrl.rollout.types import FinishReason, Prompt, Sizes, receiver_of, split_sample_id
 
 BURSTS_AHEAD = 2
-PAYLOAD_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Tokens of a finished sample: with its prompt and observations, and of the model alone; bytes of its messages."""
-
-    total: int
-    model: int
-    text: int = 0
 
 
 class BackgroundError(RuntimeError):
@@ -47,14 +34,6 @@ class _Stream:
     sampling: messages.Sampling
     arrived: list[events.Event] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
-
-
-class _Reached(NamedTuple):
-    """Where a sample is that has left its replica for an answer; acting: with its environment, else with a scorer."""
-
-    receiver: int
-    replica: int
-    acting: bool
 
 
 @dataclass
@@ -76,7 +55,7 @@ class RolloutLoop:
     def __init__(
         self,
         controller: Controller,
-        replicas: Mapping[int, int],
+        replicas: Iterable[Sequence[int]],
         scorers: Sequence[int],
         envs: Sequence[int],
         *,
@@ -85,24 +64,17 @@ class RolloutLoop:
         deterministic: bool,
         free: Collection[int] = (),
     ):
-        """`free`: the replicas whose ranks neither train nor control, so that they may go on while others do."""
+        """replicas: the ranks of each; its first rank stands for it. free: the replicas whose ranks neither train nor
+        control, so that they may go on while others do."""
         self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
-        self._deterministic, self._free = deterministic, frozenset(free)
-        self._needed_elsewhere = frozenset(replicas) - self._free  # in the background
-        self._replicas, self._scorers, self._envs = dict(replicas), list(scorers), list(envs)
-        self._live: Counter[int] = Counter()  # samples a replica decodes or queues
-        self._bursts: Counter[int] = Counter()  # bursts on their way
-        self._reached: dict[int, _Reached] = {}  # samples that are with a scorer or environment
-        self._waiting: Counter[int] = Counter()  # of these, the number per rank
-        self._held: set[int] = set()  # samples that await their siblings at a scorer
-        self._siblings_meet = False  # some reward scores groups
-        self._early: set[int] = set()  # samples whose answer overtook the BurstDone they ended in
-        self._told: dict[tuple[int, int], messages.Burst] = {}  # (replica, burst) -> whom it was told to send to
-        self._dropped: dict[tuple[int, int], list[int]] = {}  # (replica, abort) -> samples it was told to drop
+        self._deterministic = deterministic
+        self._replicas = {ranks[0]: ReplicaLink(controller, ranks) for ranks in replicas}
+        self._generating = frozenset(rank for replica in self._replicas.values() for rank in replica.ranks)
+        self._free = [self._replicas[first] for first in free]
+        self._needed_elsewhere = frozenset(self._replicas.keys() - set(free))  # in the background
+        self._scorers, self._envs = list(scorers), list(envs)
+        self._answers = Answers(controller, {*scorers, *envs})
         self._pace = Pace()
-        self._clock = AwakeClock(controller.command_s)
-        self._heard: dict[int, float] = {}  # scorer or env rank -> when it last showed that it works
-        self._sizes: dict[int, dict[int, Sizes]] = {}  # by replica, of ended samples neither taken nor dropped
         self._streams: list[_Stream] = []  # the one that is driven last
 
     def drive(
@@ -130,8 +102,8 @@ class RolloutLoop:
                 self._settle_down(self._free if scheduler.generates_ahead else ())
                 if not any(isinstance(event, events.ReplicaLost) for event in stream.arrived):
                     break
-            self._keep_busy(self._replicas)
-            if any(self._bursts.values()) or self._awaited():
+            self._keep_busy(self._replicas.values())
+            if self._on_their_way():
                 self._collect()
             elif not any(moved) and not stream.arrived:
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
@@ -139,12 +111,11 @@ class RolloutLoop:
             scheduler.plan(stream.arrived)  # the batch stands: this only counts what was aborted
             stream.arrived = []
         groups = scheduler.take()
-        sizes = {s.id: self._sizes[s.replica].pop(s.id) for group in groups for s in group.samples}
+        sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
         stats, stream.stats = merge(stream.stats), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
-            # No burst is on its way that could still tell of them.
-            self._early = {sample for sample in self._early if split_sample_id(sample)[0] not in stream.prompts}
+            self._answers.forget_early(stream.prompts.keys())  # no burst is on its way that could still tell of them
         return Harvest(groups, sizes, stats)
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
@@ -179,56 +150,60 @@ class RolloutLoop:
 
     def _bring_together(self, stream: _Stream) -> bool:
         """Have the groups scored whose samples are all with a reward that scores groups; whether there was one."""
-        if not self._held:
+        waiting = self._answers.awaiting_siblings()
+        if not waiting:
             return False
-        held = sorted(sample for sample in self._held & self._reached.keys() if self._stream_of(sample) is stream)
-        complete, unwanted = stream.scheduler.together(held)
-        self._release_held(unwanted)
+        complete, unwanted = stream.scheduler.together([s for s in waiting if self._stream_of(s) is stream])
+        self._release(unwanted)
         for samples in complete:
-            receivers = [self._reached[sample].receiver for sample in samples]
+            receivers = [self._receiver(sample) for sample in samples]
             for sample, receiver in zip(samples, receivers, strict=True):
                 if receiver != receivers[0]:  # sent before it was known that siblings have to meet
-                    replica = self._reached[sample].replica
-                    self._release_held([sample])
+                    replica = self._replicas[self._answers[sample].replica]
+                    self._release([sample])
                     self._reach(replica, [sample], receivers[:1], acting=False)
-                    self._controller.send(replica, messages.Rescore([sample], receivers[:1]))
+                    replica.send(messages.Rescore([sample], receivers[:1]))
             if len(set(receivers)) == 1:
-                self._held -= set(samples)
-                self._expect(receivers[0], len(samples))
+                self._answers.ask(samples)
                 self._controller.send(receivers[0], messages.ScoreTogether(samples))
         return bool(complete)
 
-    def _release_held(self, samples: Sequence[int]) -> None:
+    def _release(self, samples: Sequence[int]) -> None:
         """Let the scorers forget samples that await their siblings."""
         unwanted: dict[int, list[int]] = {}
         for sample in samples:
-            unwanted.setdefault(self._reached[sample].receiver, []).append(sample)
-            self._leave(sample)
+            unwanted.setdefault(self._receiver(sample), []).append(sample)
+            self._answers.leave(sample)
         for receiver, held in unwanted.items():
             if receiver not in self._controller.lost:
                 self._controller.send(receiver, messages.Unwanted(held))
 
-    def _awaited(self) -> bool:
-        """Whether a scorer or environment is at work."""
-        return len(self._reached) > len(self._held & self._reached.keys())
+    def _receiver(self, sample: int) -> int:
+        receiver = self._answers[sample].receiver
+        assert receiver is not None, "the sample has been sent"
+        return receiver
+
+    def _on_their_way(self) -> bool:
+        """Whether a burst or an answer is."""
+        return any(replica.num_bursts for replica in self._replicas.values()) or self._answers.pending
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
         """Of the samples of groups that were not taken yet."""
-        return {s.id: self._sizes[s.replica][s.id] for group in groups for s in group.samples}
+        return {s.id: self._replicas[s.replica].sizes[s.id] for group in groups for s in group.samples}
 
     def restore_sizes(self, groups: Iterable[events.Group], sizes: Mapping[int, Sizes]) -> None:
         """Know the samples of groups that wait to be taken again, or that replicas hold from a checkpoint."""
         for group in groups:
             for sample in group.samples:
-                self._sizes.setdefault(sample.replica, {})[sample.id] = sizes[sample.id]
+                self._replicas[sample.replica].sizes[sample.id] = sizes[sample.id]
 
     def tell_lost(self) -> None:
         """Let every scheduler know at once which replicas are lost."""
-        lost = [replica for replica in self._replicas if replica in self._controller.lost]
+        lost = [replica for replica in self._replicas.values() if replica.lost]
         for replica in lost:
             self._lose(replica)
         for stream in self._streams:
-            stream.scheduler.tell(events.ReplicaLost(replica) for replica in lost)
+            stream.scheduler.tell(events.ReplicaLost(replica.first) for replica in lost)
 
     def forget(self, groups: Sequence[events.Group]) -> None:
         """Let the replicas drop the groups' samples."""
@@ -236,101 +211,61 @@ class RolloutLoop:
         for group in groups:
             for sample in group.samples:
                 held.setdefault(sample.replica, []).append(sample.id)
-        for replica, samples in held.items():
-            self._controller.send(replica, messages.Forget(samples))
+        for first, samples in held.items():
+            self._replicas[first].send(messages.Forget(samples))
 
     # -- commands ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, command: events.Command, prompts: Mapping[int, Prompt], sampling: messages.Sampling) -> None:
-        replica, samples = command.replica, list(command.sample_ids)
+        replica, samples = self._replicas[command.replica], list(command.sample_ids)
         match command:
             case events.Admit() | events.Continue():
-                self._live[replica] += len(samples)
+                replica.live += len(samples)
                 known = isinstance(command, events.Continue)
-                for message in _admissions(samples, {} if known else prompts, sampling, self._seed):
-                    self._controller.send(replica, message)
+                for message in admissions(samples, {} if known else prompts, sampling, self._seed):
+                    replica.send(message)
             case events.Rescore():
                 receivers = self._alive(self._scorers, replica)
                 self._reach(replica, samples, receivers, acting=False)
-                self._controller.send(replica, messages.Rescore(samples, receivers))
+                replica.send(messages.Rescore(samples, receivers))
             case events.Drop():
-                self._bursts[replica] += 1  # answered like a burst
-                seq = self._controller.send(replica, messages.AbortSamples(samples))
-                self._dropped[replica, seq] = samples
+                replica.drop(samples)
 
-    def _keep_busy(self, replicas: Iterable[int]) -> None:
+    def _keep_busy(self, replicas: Iterable[ReplicaLink]) -> None:
         ahead = 1 if self._deterministic else BURSTS_AHEAD
         for replica in replicas:
-            while self._live[replica] > 0 and self._bursts[replica] < ahead and replica not in self._controller.lost:
+            while replica.live > 0 and replica.num_bursts < ahead and not replica.lost:
                 receivers, envs = self._alive(self._scorers, replica), self._alive(self._envs, replica)
-                burst = messages.Burst(self._burst_tokens, receivers, envs)
-                self._told[replica, self._controller.send(replica, burst)] = burst
-                self._bursts[replica] += 1
+                replica.burst(messages.Burst(self._burst_tokens, receivers, envs))
 
-    def _settle_down(self, going_on: Collection[int]) -> None:
+    def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
         """Wait for the bursts that are still on their way, so that a step ends with silent replicas, but for those
         that go on."""
-        pausing = [replica for replica in self._replicas if replica not in going_on]
-        while any(self._bursts[replica] > 0 for replica in pausing if replica not in self._controller.lost):
+        pausing = [replica for replica in self._replicas.values() if replica not in going_on]
+        while any(replica.num_bursts > 0 for replica in pausing if not replica.lost):
             self._take_in(self._controller.events())
 
-    def _alive(self, ranks: Sequence[int], replica: int) -> list[int]:
+    def _alive(self, ranks: Sequence[int], replica: ReplicaLink) -> list[int]:
         """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
         would only cost time and each has as many."""
-        if (
-            replica in ranks
-            and self._replicas.keys() >= set(ranks)
-            and not (self._siblings_meet and ranks == self._scorers)
-        ):
-            return [replica]
+        own = [rank for rank in replica.ranks if rank in ranks]
+        if own and self._generating.issuperset(ranks) and not (self._answers.siblings_meet and ranks == self._scorers):
+            return own
         return [rank for rank in ranks if rank not in self._controller.lost]
 
-    def _reach(self, replica: int, samples: Sequence[int], alive: Sequence[int], acting: bool) -> None:
+    def _reach(self, replica: ReplicaLink, samples: Sequence[int], alive: Sequence[int], acting: bool) -> None:
         for sample in samples:
             receiver = receiver_of(sample, self._envs if acting else self._scorers, alive)
-            self._reached[sample] = _Reached(receiver, replica, acting)
-            if acting or sample not in self._held:
-                self._expect(receiver, 1)
+            self._answers.reach(sample, receiver, replica.first, acting)
 
-    def _expect(self, receiver: int, count: int) -> None:
-        if not self._waiting[receiver]:
-            self._heard[receiver] = self._clock.now()
-        self._waiting[receiver] += count
-
-    def _hold(self, samples: Iterable[int]) -> None:
-        """These await their siblings: their scorer is not asked for an answer. It may say so before the BurstDone."""
-        self._siblings_meet = True
-        for sample in samples:
-            if sample in self._reached and sample not in self._held:
-                self._waiting[self._reached[sample].receiver] -= 1
-            self._held.add(sample)
-
-    def _leave(self, sample: int) -> bool:
-        """The sample is with its scorer or environment no more; whether it was."""
-        reached = self._reached.pop(sample, None)
-        if reached is not None and sample not in self._held:
-            self._waiting[reached.receiver] -= 1
-        self._held.discard(sample)
-        return reached is not None
-
-    def _lose(self, replica: int) -> None:
+    def _lose(self, replica: ReplicaLink) -> None:
         """Expect nothing any more of a replica, nor of those that it should have sent something to."""
-        self._bursts.pop(replica, None)
-        self._live.pop(replica, None)
-        self._sizes.pop(replica, None)
-        self._pace.forget(replica)
-        at_home = [sample for sample, reached in self._reached.items() if reached.replica == replica]
-        self._release_held([sample for sample in at_home if sample in self._held])
-        for sample in [sample for sample in at_home if sample in self._reached]:
-            self._leave(sample)
-
-    def _check_receivers(self) -> None:
-        """Give up a scorer or env rank that has work and has not answered anything for the deadline."""
-        now = self._clock.now()
-        for rank, waiting in sorted((+self._waiting).items()):
-            silent_s = now - self._heard[rank]
-            if silent_s > self._controller.command_s:
-                self._controller.give_up(rank, f"{waiting} responses wait there without an answer", silent_s)
+        replica.lose()
+        self._pace.forget(replica.first)
+        at_home = self._answers.where(lambda away: away.replica == replica.first)
+        self._release([sample for sample in at_home if self._answers[sample].awaits_siblings])
+        for sample in at_home:
+            self._answers.leave(sample)
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -338,10 +273,10 @@ class RolloutLoop:
         """Wait for events; in deterministic mode for all that a burst leads to, in an order of their own."""
         while True:
             self._take_in(self._controller.events())
-            self._check_receivers()
+            self._answers.check()
             if not self._deterministic:
                 return
-            if not any(self._bursts.values()) and not self._awaited():
+            if not self._on_their_way():
                 for stream in self._streams:
                     stream.arrived.sort(key=_order)
                 return
@@ -349,7 +284,7 @@ class RolloutLoop:
     def _take_in(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
         """Give every event to the stream whose samples it is about; one that nobody knows any more to the first."""
         for rank, event in happened:
-            self._heard[rank] = self._clock.now()
+            self._answers.heard(rank)
             for told in self._translate(rank, event):
                 if len(self._streams) == 1:
                     self._streams[0].arrived.append(told)
@@ -370,11 +305,11 @@ class RolloutLoop:
     def _translate(self, rank: int, event: messages.Event) -> Iterator[events.Event]:
         match event:
             case messages.BurstDone():
-                yield from self._burst_done(rank, event)
+                yield from self._burst_done(self._replicas[rank], event)
             case messages.Scored():
                 yield from (self._scored(result) for result in event.samples)
             case messages.AwaitSiblings():
-                self._hold(event.samples)
+                self._answers.hold(event.samples)
             case messages.Observed():
                 if event.ended and event.add_reward:
                     self._answered(event.sample)
@@ -386,17 +321,13 @@ class RolloutLoop:
                     self._answered(event.sample)
                     yield events.Answered((event.sample,))
             case messages.Lost():
-                if rank in self._replicas:
-                    self._lose(rank)
+                if (replica := self._replicas.get(rank)) is not None:  # one of several ranks cannot be lost
+                    self._lose(replica)
                     yield events.ReplicaLost(rank)
-                yield from self._stranded([s for s, reached in self._reached.items() if reached.receiver == rank])
+                yield from self._stranded(self._answers.where(lambda away: away.receiver == rank))
 
-    def _burst_done(self, rank: int, event: messages.BurstDone) -> Iterator[events.Event]:
-        self._bursts[rank] -= 1
-        self._live[rank] -= len(event.finished) + len(event.turns)
-        told = self._told.pop((rank, event.seq), None)
-        for sample in self._dropped.pop((rank, event.seq), []):
-            self._sizes.get(rank, {}).pop(sample, None)
+    def _burst_done(self, replica: ReplicaLink, event: messages.BurstDone) -> Iterator[events.Event]:
+        told = replica.burst_done(event)
         aborted = tuple((e.sample, e.model_tokens) for e in event.finished if e.reason == FinishReason.ABORT)
         if aborted:
             yield events.Aborted(aborted)
@@ -405,34 +336,34 @@ class RolloutLoop:
         if event.tokens and self._streams:
             self._streams[0].stats.append({"system/decode_tps": Stat(event.tokens, event.seconds)})
         if event.tokens and not self._deterministic:
-            yield from self._pace.learn(rank, event.tokens, event.seconds)
+            yield from self._pace.learn(replica.first, event.tokens, event.seconds)
         if not ended:
             return
         assert told is not None, "responses end in bursts"
-        sizes = self._sizes.setdefault(rank, {})
-        sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens, e.text_bytes) for e in ended}
+        replica.sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens, e.text_bytes) for e in ended}
+        waiting = []
         for some, alive, acting in ((finished, told.receivers, False), (event.turns, told.envs, True)):
-            self._reach(rank, [e.sample for e in some if e.sample not in self._early], alive, acting)
-        waiting = [e.sample for e in ended if e.sample not in self._early]
-        self._early.difference_update(e.sample for e in ended)
+            reaching = [e.sample for e in some if not self._answers.overtook(e.sample)]
+            self._reach(replica, reaching, alive, acting)
+            waiting += reaching
         yield events.BurstDone(
-            rank,
+            replica.first,
             finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in finished),
             turns=tuple((e.sample, e.model_tokens) for e in event.turns),
         )
-        yield from self._stranded([s for s in waiting if self._reached[s].receiver in self._controller.lost])
+        yield from self._stranded([s for s in waiting if self._answers[s].receiver in self._controller.lost])
 
     def _answered(self, sample: int) -> None:
         """Its scorer or environment has answered, maybe before the replica's BurstDone came."""
-        if not self._leave(sample) and any(split_sample_id(sample)[0] in stream.prompts for stream in self._streams):
-            self._early.add(sample)
+        uid = split_sample_id(sample)[0]
+        self._answers.answered(sample, wanted=any(uid in stream.prompts for stream in self._streams))
 
     def _stranded(self, samples: Sequence[int]) -> Iterator[events.Event]:
         """Samples whose scorer or environment is gone: score again, or start the group anew."""
-        acting = tuple(sample for sample in samples if self._reached[sample].acting)
-        scoring = tuple(sample for sample in samples if not self._reached[sample].acting)
+        acting = tuple(sample for sample in samples if self._answers[sample].acting)
+        scoring = tuple(sample for sample in samples if not self._answers[sample].acting)
         for sample in samples:
-            self._leave(sample)
+            self._answers.leave(sample)
         if acting:
             yield events.Failed(acting, events.ENV_LOST)
         if scoring:
@@ -468,33 +399,3 @@ def _order(event: events.Event) -> tuple:
             return (3, event.sample_id)
         case _:
             return (4, repr(event))
-
-
-def _admissions(
-    samples: Sequence[int], prompts: Mapping[int, Prompt], sampling: messages.Sampling, seed: int
-) -> Iterator[messages.Admit]:
-    """Admit messages of about 1 MiB; siblings stay together unless their prompt alone is larger."""
-    payloads: dict[int, messages.PromptPayload] = {}
-    batch: list[tuple[int, int]] = []
-    size = 0
-    for sample in samples:
-        uid = split_sample_id(sample)[0]
-        if prompts and uid not in payloads:
-            payload = _payload(prompts[uid])
-            if size + len(payload.token_ids) + len(payload.meta) > PAYLOAD_BYTES and batch:
-                yield messages.Admit(list(payloads.values()), batch, sampling)
-                payloads, batch, size = {}, [], 0
-            payloads[uid] = payload
-            size += len(payload.token_ids) + len(payload.meta)
-        batch.append((sample, sampling_seed(seed, sample)))
-    if batch:
-        yield messages.Admit(list(payloads.values()), batch, sampling)
-
-
-def _payload(prompt: Prompt) -> messages.PromptPayload:
-    told = {"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra}
-    told |= {"messages": prompt.messages, "tools": prompt.tools}
-    meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # as small as hpcrl.data.rows reckons
-    return messages.PromptPayload(
-        prompt.uid, prompt.domain, np.array(prompt.token_ids, dtype=np.int32).tobytes(), meta.encode()
-    )

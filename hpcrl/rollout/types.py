@@ -102,6 +102,15 @@ def receiver_of(sample_id: int, ranks: Sequence[int], alive: Collection[int]) ->
     raise ValueError(f"none of the ranks {list(ranks)} is alive")
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of a finished sample: with its prompt and observations, and of the model alone; bytes of its messages."""
+
+    total: int
+    model: int
+    text: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt as drawn from the data.

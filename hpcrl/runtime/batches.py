@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.control.messages import Move
-from hpcrl.rollout.loop import Sizes
-from hpcrl.rollout.types import split_sample_id
+from hpcrl.rollout.types import Sizes, split_sample_id
 from hpcrl.runtime.balance import balance, micro_batches
 
 

@@ -232,7 +232,7 @@ class Run:
         ranks, config = self._layout.ranks, self.config
         loop = RolloutLoop(
             self._controller,
-            replica_capacity(config, self._layout),
+            self._layout.replicas,
             ranks["reward"],
             ranks["env"],
             seed=config.seed,

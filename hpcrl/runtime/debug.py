@@ -11,8 +11,8 @@ from hpcrl.config import Config
 from hpcrl.control.controller import Controller
 from hpcrl.control.messages import LoadRollouts
 from hpcrl.metrics.stats import Stats, scalar
-from hpcrl.rollout.loop import Sizes
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.rollout.types import Sizes
 from hpcrl.runtime.batches import BatchHandle, lay_out
 from hpcrl.runtime.parts import Trainer, Weights, timed
 

@@ -14,7 +14,8 @@ from hpcrl.config import Config
 from hpcrl.control import messages
 from hpcrl.control.controller import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
-from hpcrl.rollout.loop import Harvest, Sizes
+from hpcrl.rollout.loop import Harvest
+from hpcrl.rollout.types import Sizes
 from hpcrl.runtime.batches import BatchHandle, assign_rows, lay_out, moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
 from hpcrl.spec.division import Division

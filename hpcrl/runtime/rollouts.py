@@ -12,11 +12,11 @@ from hpcrl.config import Config
 from hpcrl.data import PromptSource
 from hpcrl.files import step_name
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
-from hpcrl.rollout.loop import RolloutLoop, Sizes
+from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutScheduler
 from hpcrl.rollout.store import DispositionRecord, write_dispositions
-from hpcrl.rollout.types import Prompt
+from hpcrl.rollout.types import Prompt, Sizes
 from hpcrl.runtime.batches import BatchHandle
 from hpcrl.runtime.generation import training_sampling
 from hpcrl.runtime.parts import Fabric, Trainer, timed

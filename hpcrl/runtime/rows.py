@@ -8,7 +8,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.data import epoch_order, sft_rows
 from hpcrl.metrics.stats import Stats, scalar
-from hpcrl.rollout.loop import Sizes
+from hpcrl.rollout.types import Sizes
 from hpcrl.runtime.batches import BatchHandle
 from hpcrl.runtime.parts import Trainer
 

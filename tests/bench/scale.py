@@ -92,7 +92,7 @@ def train_steps(loop: RolloutLoop, capacities: dict[int, int], in_flight: int, s
 def loop_of(controller: Controller, capacities: dict[int, int], scorers: list[int]) -> RolloutLoop:
     return RolloutLoop(
         controller,
-        capacities,
+        [[rank] for rank in capacities],
         scorers,
         [],
         seed=0,

@@ -17,7 +17,7 @@ from hpcrl.control.queues import MAX_MESSAGE_BYTES
 from hpcrl.data import PromptSource, validate_sources
 from hpcrl.data.rows import MAX_ROW_BYTES, RowSet, domain_shares
 from hpcrl.data.tasks import GeneratedTask
-from hpcrl.rollout.loop import _admissions
+from hpcrl.rollout.admission import admissions
 from hpcrl.rollout.types import Disposition, make_sample_id
 from hpcrl.runtime.generation import training_sampling
 
@@ -130,7 +130,7 @@ def test_a_row_at_the_limit_fits_into_the_messages_between_ranks(tokenizer, writ
     path = write_jsonl("a.jsonl", json.dumps({"prompt": "p" * (1 << 18), "answer": answer}, ensure_ascii=False))
     assert validate_sources(DataConfig(train=path)) == []
     prompt = PromptSource(DataConfig(train=path, max_prompt_tokens=1 << 20), "train", tokenizer, 0, 1).next()
-    (admit,) = _admissions([make_sample_id(0, 0, 0)], {0: prompt}, training_sampling(Config()), seed=0)
+    (admit,) = admissions([make_sample_id(0, 0, 0)], {0: prompt}, training_sampling(Config()), seed=0)
     assert len(msgspec.msgpack.encode(admit)) + (1 << 18) < MAX_MESSAGE_BYTES
 
 

@@ -13,8 +13,7 @@ from hpcrl.comm.transfer import Fabric
 from hpcrl.control.messages import HandOver
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.worker import Worker
-from hpcrl.rollout.loop import Sizes
-from hpcrl.rollout.types import TOKEN_REWARD, make_sample_id
+from hpcrl.rollout.types import TOKEN_REWARD, Sizes, make_sample_id
 from hpcrl.runtime import transfers
 from hpcrl.runtime.batches import moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers

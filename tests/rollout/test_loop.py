@@ -12,10 +12,10 @@ import pytest
 from hpcrl.control import messages as m
 from hpcrl.exitcodes import ExitCode
 from hpcrl.rank0 import _explain
-from hpcrl.rollout.loop import BackgroundError, RolloutLoop, Sizes
+from hpcrl.rollout.loop import BackgroundError, RolloutLoop
 from hpcrl.rollout.policies import SchedulerConfig
 from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
-from hpcrl.rollout.types import HELD_OUT, Prompt, make_sample_id, receiver_of, split_sample_id
+from hpcrl.rollout.types import HELD_OUT, Prompt, Sizes, make_sample_id, receiver_of, split_sample_id
 from tests.rollout.ranks import SCORER, Ranks
 
 GENERATOR = 1
@@ -23,7 +23,7 @@ SAMPLING = m.Sampling(8, 1.0, 1.0, 0, 0.0, [])
 
 
 def make_loop(ranks: Any, deterministic: bool = False) -> RolloutLoop:
-    return RolloutLoop(ranks, {GENERATOR: 8}, [SCORER], [], seed=0, burst_tokens=4, deterministic=deterministic)
+    return RolloutLoop(ranks, [[GENERATOR]], [SCORER], [], seed=0, burst_tokens=4, deterministic=deterministic)
 
 
 def prompts(first: int = 0, number: int = 1_000_000) -> Iterator[Prompt]:
@@ -80,7 +80,7 @@ def test_bad_data_in_the_background_is_no_error_of_what_was_waited_for() -> None
     loop.drive(scheduler, {}, draw, SAMPLING)
     with pytest.raises(BackgroundError, match=r"train\.jsonl:812") as raised:
         for _ in range(20):
-            loop.background(loop._controller.events() if loop._bursts[GENERATOR] else [])
+            loop.background(loop._controller.events() if loop._replicas[GENERATOR].num_bursts else [])
             if scheduler.ready():
                 scheduler.take()
             scheduler.begin_step(scheduler.version + 1, 1)
@@ -112,7 +112,7 @@ def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() 
     scheduler = RolloutScheduler(SchedulerConfig(1), {GENERATOR: 8})
     scheduler.begin_step(0, 2)
     loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 2)), SAMPLING)
-    assert loop._streams and not loop._early
+    assert loop._streams and not loop._answers._away
 
 
 def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
@@ -132,15 +132,19 @@ def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
 def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_lost() -> None:
     """Not moved to the replica itself, though all that are left are replicas."""
     ranks = Ranks()
-    loop = RolloutLoop(ranks, {1: 8, 3: 8}, [], [1, 3, 4], seed=0, burst_tokens=4, deterministic=False)
-    before = {uid: receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._alive([1, 3, 4], 1)) for uid in range(12)}
+    loop = RolloutLoop(ranks, [[1], [3]], [], [1, 3, 4], seed=0, burst_tokens=4, deterministic=False)
+
+    def place_of(uid: int) -> int:
+        return receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._alive([1, 3, 4], loop._replicas[1]))
+
+    before = {uid: place_of(uid) for uid in range(12)}
     ranks.lost.add(4)
     for uid, place in before.items():
-        assert place in (4, receiver_of(make_sample_id(uid, 0, 0), [1, 3, 4], loop._alive([1, 3, 4], 1)))
+        assert place in (4, place_of(uid))
 
 
 def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
-    loop = RolloutLoop(Ranks(), {1: 8, 3: 8}, [SCORER], [], seed=0, burst_tokens=4, deterministic=False, free=[3])
+    loop = RolloutLoop(Ranks(), [[1], [3]], [SCORER], [], seed=0, burst_tokens=4, deterministic=False, free=[3])
     scheduler, known, draw = RolloutScheduler(SchedulerConfig(1, max_lag=1), {1: 8, 3: 8}), {}, draw_from(prompts())
 
     def paused() -> list[int]:
@@ -171,16 +175,17 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
     loop = make_loop(ranks)
     steps(loop, SchedulerConfig(2, extra_prompts=2), [1, 1, 1], prompts())
     assert any(isinstance(command, m.AbortSamples) for _, command in ranks.sent)
-    assert not any(loop._sizes.values()) and loop._dropped == {} and loop._early == set()
+    replica = loop._replicas[GENERATOR]
+    assert not replica.sizes and not replica._dropped and not loop._answers._away
 
 
 def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
     ranks = Ranks()
     loop = make_loop(ranks)
-    loop._reach(GENERATOR, [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER], acting=False)
+    loop._reach(loop._replicas[GENERATOR], [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER], acting=False)
     ranks.lost.add(GENERATOR)
     loop.tell_lost()
-    assert not loop._reached and loop._waiting[SCORER] == 0
+    assert not loop._answers._away and not loop._answers.pending
 
 
 def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
@@ -188,11 +193,11 @@ def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
         """CPU-seconds of 500 bursts with one answer each while so many other responses wait at the scorer."""
         loop = make_loop(Ranks())
         samples = [make_sample_id(HELD_OUT + uid, 0, 0) for uid in range(outstanding)]
-        loop._reach(GENERATOR, samples, [SCORER], acting=False)
+        loop._reach(loop._replicas[GENERATOR], samples, [SCORER], acting=False)
         before = time.thread_time()
         for uid in range(500):
-            loop._reach(GENERATOR, [make_sample_id(uid, 0, 0)], [SCORER], acting=False)
-            loop._check_receivers()
+            loop._reach(loop._replicas[GENERATOR], [make_sample_id(uid, 0, 0)], [SCORER], acting=False)
+            loop._answers.check()
             loop._answered(make_sample_id(uid, 0, 0))
         return time.thread_time() - before
 
@@ -204,7 +209,7 @@ def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
 def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> None:
     """Samples of even prompts are played by rank 3 and scored by rank 2 afterwards; the others are scored alone."""
     ranks = PlayedRanks()
-    loop = RolloutLoop(ranks, {GENERATOR: 8}, [SCORER], [3], seed=0, burst_tokens=4, deterministic=deterministic)
+    loop = RolloutLoop(ranks, [[GENERATOR]], [SCORER], [3], seed=0, burst_tokens=4, deterministic=deterministic)
     (harvest,) = steps(loop, SchedulerConfig(2, deterministic=deterministic), [4], prompts(0, 4))
     rewards = {group.uid: [sample.reward for sample in group.samples] for group in harvest.groups}
     assert rewards == {uid: [1.5, 1.5] if uid % 2 == 0 else [1.0, 1.0] for uid in range(4)}
@@ -214,7 +219,7 @@ def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> Non
     assert harvest.stats["maths/score"].count == 8 and harvest.stats["env/maths/success"].count == 4
     rescored = {sample for _, command in ranks.sent if isinstance(command, m.Rescore) for sample in command.samples}
     assert {split_sample_id(sample)[0] for sample in rescored} == {0, 2}
-    assert not loop._reached and not loop._early and not +loop._waiting
+    assert not loop._answers._away and not loop._answers.pending
 
 
 class PlayedRanks(Ranks):

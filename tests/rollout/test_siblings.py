@@ -67,7 +67,7 @@ class GroupRanks(Ranks):
 @pytest.mark.parametrize("scorers", [[3, 4], [1, 2]], ids=["apart", "with the replicas"])
 def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic: bool, scorers: list[int]) -> None:
     ranks = GroupRanks(scorers)
-    loop = RolloutLoop(ranks, REPLICAS, scorers, [], seed=0, burst_tokens=4, deterministic=deterministic)  # type: ignore[arg-type]
+    loop = RolloutLoop(ranks, [[1], [2]], scorers, [], seed=0, burst_tokens=4, deterministic=deterministic)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(4, deterministic=deterministic, siblings_together=False), REPLICAS)
     known, draw, spread = {}, draw_from(prompts()), False
     for version in range(3):
@@ -86,7 +86,7 @@ def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic
 
 def test_what_redundancy_leaves_over_is_forgotten() -> None:
     ranks = GroupRanks([3])
-    loop = RolloutLoop(ranks, REPLICAS, [3], [], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
+    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_members=2), REPLICAS)
     known, draw = {}, draw_from(prompts())
     for version in range(3):
@@ -94,12 +94,12 @@ def test_what_redundancy_leaves_over_is_forgotten() -> None:
         groups = loop.drive(scheduler, known, draw, SAMPLING).groups
         assert all(len(group.samples) == 2 for group in groups)
     assert all(len(samples) == 2 for samples in ranks.scored)
-    assert all(count == 0 for count in loop._waiting.values())
+    assert not loop._answers.pending
 
 
 def test_held_out_samples_are_groups_of_one() -> None:
     ranks = GroupRanks([3])
-    loop = RolloutLoop(ranks, REPLICAS, [3], [], seed=0, burst_tokens=4, deterministic=True)  # type: ignore[arg-type]
+    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, burst_tokens=4, deterministic=True)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(1, deterministic=True, accept_errors=True), REPLICAS)
     scheduler.begin_step(0, 3)
     harvest = loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 3)), SAMPLING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.rollout.loop import Sizes
+from hpcrl.rollout.types import Sizes
 from hpcrl.runtime.batches import BatchHandle, assign_rows
 
 SIZES = {sample: Sizes(10, 4) for sample in range(8)}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.rollout.events import DoneSample, Group
-from hpcrl.rollout.loop import Harvest, Sizes
-from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, held_out_uid, make_sample_id
+from hpcrl.rollout.loop import Harvest
+from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, Sizes, held_out_uid, make_sample_id
 from hpcrl.runtime.evaluation import Evaluation, _score_stats
 
 

@@ -48,9 +48,8 @@ def configure(folder: Path, **sections: dict[str, Any]) -> Config:
 
 
 def make_loop(config: Config, ranks: Any) -> RolloutLoop:
-    capacity = replica_capacity(config, RoleLayout.from_config(config))
     free = [0] if config.rollout.max_lag else []
-    return RolloutLoop(ranks, capacity, [0], [], seed=0, burst_tokens=4, deterministic=config.deterministic, free=free)
+    return RolloutLoop(ranks, [[0]], [0], [], seed=0, burst_tokens=4, deterministic=config.deterministic, free=free)
 
 
 def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:

@@ -11,8 +11,7 @@ import pytest
 from hpcrl.comm.transfer import from_ragged
 from hpcrl.control.messages import HandOver, Move, SendTokens
 from hpcrl.rewards.base import MAX_TOKEN_REWARDS
-from hpcrl.rollout.loop import Sizes
-from hpcrl.rollout.types import TOKEN_REWARD, make_sample_id
+from hpcrl.rollout.types import TOKEN_REWARD, Sizes, make_sample_id
 from hpcrl.runtime import transfers
 from hpcrl.runtime.batches import moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers

@@ -1,0 +1,43 @@
+"""Samples to start, as messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hpcrl.control import messages
+from hpcrl.rollout.types import Prompt, sampling_seed, split_sample_id
+
+PAYLOAD_BYTES = 1 << 20
+
+
+def admissions(
+    samples: Sequence[int], prompts: Mapping[int, Prompt], sampling: messages.Sampling, seed: int
+) -> Iterator[messages.Admit]:
+    """Admit messages of about 1 MiB; siblings stay together unless their prompt alone is larger."""
+    payloads: dict[int, messages.PromptPayload] = {}
+    batch: list[tuple[int, int]] = []
+    size = 0
+    for sample in samples:
+        uid = split_sample_id(sample)[0]
+        if prompts and uid not in payloads:
+            payload = _payload(prompts[uid])
+            if size + len(payload.token_ids) + len(payload.meta) > PAYLOAD_BYTES and batch:
+                yield messages.Admit(list(payloads.values()), batch, sampling)
+                payloads, batch, size = {}, [], 0
+            payloads[uid] = payload
+            size += len(payload.token_ids) + len(payload.meta)
+        batch.append((sample, sampling_seed(seed, sample)))
+    if batch:
+        yield messages.Admit(list(payloads.values()), batch, sampling)
+
+
+def _payload(prompt: Prompt) -> messages.PromptPayload:
+    told = {"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra}
+    told |= {"messages": prompt.messages, "tools": prompt.tools}
+    meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # as small as hpcrl.data.rows reckons
+    return messages.PromptPayload(
+        prompt.uid, prompt.domain, np.array(prompt.token_ids, dtype=np.int32).tobytes(), meta.encode()
+    )
