@@ -56,6 +56,10 @@ class RoleLayout:
         ranks, size = self.ranks["generator"], self.generator_tensor_parallel
         return tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
 
+    def replica_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the replica that a generator rank belongs to; the first one answers for all."""
+        return next(replica for replica in self.replicas if rank in replica)
+
     @property
     def free_replicas(self) -> tuple[tuple[int, ...], ...]:
         """Those whose ranks neither control nor train nor are the reference: they go on while others do, and may be

@@ -38,6 +38,7 @@ class _Outstanding:
     name: str
     since: float
     allowed_s: float
+    awaited: bool  # by finish(); of the others it counts only that they come
 
 
 Started = list[tuple[int, int]]
@@ -92,17 +93,17 @@ class Controller:
                 missing = [self.describe(rank) for rank in range(self._world.size) if rank not in self._hosts]
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 
-    def send(self, rank: int, command: Command, more_s: float = 0.0) -> int:
-        """Push a command that needs no answer waited for here; returns its number. A lost rank gets nothing (-1).
+    def send(self, rank: int, command: Command) -> int:
+        """Push a command that needs no answer waited for here; returns its number. A lost rank gets nothing (-1)."""
+        return self._push(rank, command, self.command_s, awaited=False)
 
-        It may take more_s longer than command_s."""
+    def _push(self, rank: int, command: Command, allowed_s: float, awaited: bool) -> int:
         if rank in self.lost:
             return -1
         seq = self._world.sender.send(rank_queue(rank), command)
         if not isinstance(command, ONE_WAY):
-            self._outstanding[rank, seq] = _Outstanding(
-                type(command).__name__, self._clock.now(), self.command_s + more_s
-            )
+            name = type(command).__name__
+            self._outstanding[rank, seq] = _Outstanding(name, self._clock.now(), allowed_s, awaited)
         return seq
 
     def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
@@ -116,7 +117,8 @@ class Controller:
         All of them are pushed before anything else is, so every collective among them sees the same order everywhere.
         """
         self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
-        return [(rank, self.send(rank, command, more_s)) for rank, command in commands.items() if rank not in self.lost]
+        allowed_s = self.command_s + more_s
+        return [(r, self._push(r, c, allowed_s, awaited=True)) for r, c in commands.items() if r not in self.lost]
 
     def finish(self, started: Started) -> dict[int, Done]:
         """Wait for the answers of what start() pushed; errors as call()."""
@@ -183,7 +185,8 @@ class Controller:
                 self._hosts[sender] = event.host
             case Done():
                 self._answered[sender] = self._clock.now()
-                if self._outstanding.pop((sender, event.seq), None) is not None:
+                answered = self._outstanding.pop((sender, event.seq), None)
+                if answered is not None and answered.awaited:
                     self._answers[sender, event.seq] = event
             case BurstDone():
                 self._answered[sender] = self._clock.now()

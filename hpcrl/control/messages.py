@@ -88,9 +88,9 @@ class Admit(Message):
 
 
 class Burst(Message):
-    """Decode `num_tokens` iterations; answered by BurstDone. Finished samples go to receiver_of() the reward ranks
-    (hpcrl.rollout.types), turns of samples with an environment to that of the env ranks; `receivers` and `envs` are
-    those that are alive."""
+    """Decode `num_tokens` iterations; answered by BurstDone, by the other ranks of a replica by Done. Finished samples
+    go to receiver_of() the reward ranks (hpcrl.rollout.types), turns of samples with an environment to that of the env
+    ranks; `receivers` and `envs` are those that are alive."""
 
     num_tokens: int
     receivers: list[int]
@@ -98,7 +98,7 @@ class Burst(Message):
 
 
 class AbortSamples(Message):
-    """Stop these samples and drop what they have."""
+    """Stop these samples and drop what they have; answered as Burst."""
 
     samples: list[int]
 

@@ -159,6 +159,11 @@ class Worker:
                     f"{command.role} needs ranks {command.ranks} as its default group, but rank {self.world.rank} is "
                     f"in one over {self._default_ranks}; colocated engines must have the same ranks"
                 )
+        elif spec.forms_replicas and self._default_ranks is None:
+            replica = list(self.layout.replica_of(self.world.rank))
+            if len(replica) > 1:
+                self.world.default_group(f"{command.role}/{replica[0]}", replica, command.epoch)
+                self._default_ranks = replica
         role = cast(Role, spec.load()(self))
         self.roles[command.role] = role
         self._handlers |= role.handlers()

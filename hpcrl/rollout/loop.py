@@ -11,7 +11,7 @@ from hpcrl.control.controller import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout import events
 from hpcrl.rollout.admission import admissions
-from hpcrl.rollout.answers import Answers
+from hpcrl.rollout.awaited import Awaited
 from hpcrl.rollout.links import ReplicaLink
 from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduler import RolloutScheduler
@@ -73,7 +73,7 @@ class RolloutLoop:
         self._free = [self._replicas[first] for first in free]
         self._needed_elsewhere = frozenset(self._replicas.keys() - set(free))  # in the background
         self._scorers, self._envs = list(scorers), list(envs)
-        self._answers = Answers(controller, {*scorers, *envs})
+        self._awaited = Awaited(controller, {*scorers, *envs})
         self._pace = Pace()
         self._streams: list[_Stream] = []  # the one that is driven last
 
@@ -115,7 +115,7 @@ class RolloutLoop:
         stats, stream.stats = merge(stream.stats), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
-            self._answers.forget_early(stream.prompts.keys())  # no burst is on its way that could still tell of them
+            self._awaited.forget_early(stream.prompts.keys())  # no burst is on its way that could still tell of them
         return Harvest(groups, sizes, stats)
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
@@ -150,7 +150,7 @@ class RolloutLoop:
 
     def _bring_together(self, stream: _Stream) -> bool:
         """Have the groups scored whose samples are all with a reward that scores groups; whether there was one."""
-        waiting = self._answers.awaiting_siblings()
+        waiting = self._awaited.awaiting_siblings()
         if not waiting:
             return False
         complete, unwanted = stream.scheduler.together([s for s in waiting if self._stream_of(s) is stream])
@@ -159,12 +159,12 @@ class RolloutLoop:
             receivers = [self._receiver(sample) for sample in samples]
             for sample, receiver in zip(samples, receivers, strict=True):
                 if receiver != receivers[0]:  # sent before it was known that siblings have to meet
-                    replica = self._replicas[self._answers[sample].replica]
+                    replica = self._replicas[self._awaited[sample].replica]
                     self._release([sample])
                     self._reach(replica, [sample], receivers[:1], acting=False)
                     replica.send(messages.Rescore([sample], receivers[:1]))
             if len(set(receivers)) == 1:
-                self._answers.ask(samples)
+                self._awaited.ask(samples)
                 self._controller.send(receivers[0], messages.ScoreTogether(samples))
         return bool(complete)
 
@@ -173,19 +173,19 @@ class RolloutLoop:
         unwanted: dict[int, list[int]] = {}
         for sample in samples:
             unwanted.setdefault(self._receiver(sample), []).append(sample)
-            self._answers.leave(sample)
+            self._awaited.leave(sample)
         for receiver, held in unwanted.items():
             if receiver not in self._controller.lost:
                 self._controller.send(receiver, messages.Unwanted(held))
 
     def _receiver(self, sample: int) -> int:
-        receiver = self._answers[sample].receiver
+        receiver = self._awaited[sample].receiver
         assert receiver is not None, "the sample has been sent"
         return receiver
 
     def _on_their_way(self) -> bool:
         """Whether a burst or an answer is."""
-        return any(replica.num_bursts for replica in self._replicas.values()) or self._answers.pending
+        return any(replica.num_bursts for replica in self._replicas.values()) or self._awaited.pending
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
         """Of the samples of groups that were not taken yet."""
@@ -249,23 +249,23 @@ class RolloutLoop:
         """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
         would only cost time and each has as many."""
         own = [rank for rank in replica.ranks if rank in ranks]
-        if own and self._generating.issuperset(ranks) and not (self._answers.siblings_meet and ranks == self._scorers):
+        if own and self._generating.issuperset(ranks) and not (self._awaited.siblings_meet and ranks == self._scorers):
             return own
         return [rank for rank in ranks if rank not in self._controller.lost]
 
     def _reach(self, replica: ReplicaLink, samples: Sequence[int], alive: Sequence[int], acting: bool) -> None:
         for sample in samples:
             receiver = receiver_of(sample, self._envs if acting else self._scorers, alive)
-            self._answers.reach(sample, receiver, replica.first, acting)
+            self._awaited.reach(sample, receiver, replica.first, acting)
 
     def _lose(self, replica: ReplicaLink) -> None:
         """Expect nothing any more of a replica, nor of those that it should have sent something to."""
         replica.lose()
         self._pace.forget(replica.first)
-        at_home = self._answers.where(lambda away: away.replica == replica.first)
-        self._release([sample for sample in at_home if self._answers[sample].awaits_siblings])
+        at_home = self._awaited.where(lambda away: away.replica == replica.first)
+        self._release([sample for sample in at_home if self._awaited[sample].awaits_siblings])
         for sample in at_home:
-            self._answers.leave(sample)
+            self._awaited.leave(sample)
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class RolloutLoop:
         """Wait for events; in deterministic mode for all that a burst leads to, in an order of their own."""
         while True:
             self._take_in(self._controller.events())
-            self._answers.check()
+            self._awaited.check()
             if not self._deterministic:
                 return
             if not self._on_their_way():
@@ -284,7 +284,7 @@ class RolloutLoop:
     def _take_in(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
         """Give every event to the stream whose samples it is about; one that nobody knows any more to the first."""
         for rank, event in happened:
-            self._answers.heard(rank)
+            self._awaited.heard(rank)
             for told in self._translate(rank, event):
                 if len(self._streams) == 1:
                     self._streams[0].arrived.append(told)
@@ -309,7 +309,7 @@ class RolloutLoop:
             case messages.Scored():
                 yield from (self._scored(result) for result in event.samples)
             case messages.AwaitSiblings():
-                self._answers.hold(event.samples)
+                self._awaited.hold(event.samples)
             case messages.Observed():
                 if event.ended and event.add_reward:
                     self._answered(event.sample)
@@ -324,7 +324,7 @@ class RolloutLoop:
                 if (replica := self._replicas.get(rank)) is not None:  # one of several ranks cannot be lost
                     self._lose(replica)
                     yield events.ReplicaLost(rank)
-                yield from self._stranded(self._answers.where(lambda away: away.receiver == rank))
+                yield from self._stranded(self._awaited.where(lambda away: away.receiver == rank))
 
     def _burst_done(self, replica: ReplicaLink, event: messages.BurstDone) -> Iterator[events.Event]:
         told = replica.burst_done(event)
@@ -343,7 +343,7 @@ class RolloutLoop:
         replica.sizes |= {e.sample: Sizes(e.total_tokens, e.model_tokens, e.text_bytes) for e in ended}
         waiting = []
         for some, alive, acting in ((finished, told.receivers, False), (event.turns, told.envs, True)):
-            reaching = [e.sample for e in some if not self._answers.overtook(e.sample)]
+            reaching = [e.sample for e in some if not self._awaited.overtook(e.sample)]
             self._reach(replica, reaching, alive, acting)
             waiting += reaching
         yield events.BurstDone(
@@ -351,19 +351,19 @@ class RolloutLoop:
             finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in finished),
             turns=tuple((e.sample, e.model_tokens) for e in event.turns),
         )
-        yield from self._stranded([s for s in waiting if self._answers[s].receiver in self._controller.lost])
+        yield from self._stranded([s for s in waiting if self._awaited[s].receiver in self._controller.lost])
 
     def _answered(self, sample: int) -> None:
         """Its scorer or environment has answered, maybe before the replica's BurstDone came."""
         uid = split_sample_id(sample)[0]
-        self._answers.answered(sample, wanted=any(uid in stream.prompts for stream in self._streams))
+        self._awaited.answered(sample, wanted=any(uid in stream.prompts for stream in self._streams))
 
     def _stranded(self, samples: Sequence[int]) -> Iterator[events.Event]:
         """Samples whose scorer or environment is gone: score again, or start the group anew."""
-        acting = tuple(sample for sample in samples if self._answers[sample].acting)
-        scoring = tuple(sample for sample in samples if not self._answers[sample].acting)
+        acting = tuple(sample for sample in samples if self._awaited[sample].acting)
+        scoring = tuple(sample for sample in samples if not self._awaited[sample].acting)
         for sample in samples:
-            self._answers.leave(sample)
+            self._awaited.leave(sample)
         if acting:
             yield events.Failed(acting, events.ENV_LOST)
         if scoring:

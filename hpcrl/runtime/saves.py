@@ -53,7 +53,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def held(self) -> dict[int, list[int]]:
-        """Generator rank -> samples that belong to the state and lie there."""
+        """First rank of a replica -> samples that belong to the state and lie there."""
 
 
 @dataclass
@@ -275,8 +275,9 @@ class Checkpoints:
             cut_metrics(self._run_dir, step, self._attempt)
         self._owner.load_state_dict(state)
         names = [entry.path for entry in latest.manifest.files]
-        holders = {rank: LoadHeld(str(latest.path), names, held) for rank, held in self._owner.held().items()}
-        self._controller.call(holders)
+        held, folder = self._owner.held(), str(latest.path)
+        homes = {rank: replica[0] for replica in self._layout.replicas for rank in replica if replica[0] in held}
+        self._controller.call({rank: LoadHeld(folder, names, held[first]) for rank, first in homes.items()})
         self.counters |= {name: value for name, value in state["counters"].items() if name in self.counters}
         self._saved_step = step
         print(f"hpcrl: resumed from {latest.path.name}", flush=True)

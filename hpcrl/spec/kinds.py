@@ -130,7 +130,8 @@ class TrainEngineSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class GenEngineSpec(Spec):
-    """`make(config, model_path, tokenizer)` returns a GenEngine (hpcrl.engines.gen.base) without weights.
+    """`make(config, model_path, tokenizer, replica)`, called by every rank of a replica (ReplicaRanks), returns a
+    GenEngine without weights (both hpcrl.engines.gen.base).
 
     Its section stands under generator.NAME.
     """

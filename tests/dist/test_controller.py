@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcrl.control.controller import MAX_TAKEN, Controller, RankSilent
-from hpcrl.control.messages import Advantages, Done, Scored, ScoredSample
+from hpcrl.control.messages import Advantages, Burst, Done, Scored, ScoredSample
 from hpcrl.control.world import CONTROLLER_QUEUE
 
 
@@ -66,6 +66,19 @@ def test_a_rank_that_does_not_answer_is_named_after_the_deadline(threads: Any) -
     with pytest.raises(RankSilent, match=r"no answer within 0.5 s: rank 1 \(no role\) in command Advantages #\d+"):
         controller.call({1: Advantages(7)})
     assert 0.5 <= time.monotonic() - start < 5
+
+
+def test_an_answer_that_nobody_waits_for_is_wanted_but_not_kept(threads: Any) -> None:
+    """As those to bursts from the ranks of a replica after its first."""
+    controller = make_controller(threads, command_s=0.5)
+    say(threads, Done(controller.send(1, Burst(4, []))))
+    while controller._outstanding:
+        assert controller._take(0.5)
+    assert not controller._answers and not controller._events
+    controller.send(1, Burst(4, []))
+    with pytest.raises(RankSilent, match=r"rank 1 \(no role\) in command Burst #\d+"):
+        while True:
+            controller._take(0.1)
 
 
 def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:

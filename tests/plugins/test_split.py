@@ -29,6 +29,7 @@ rollout.num_prompts=4 rollout.group_size=4 rollout.max_new_tokens=8 save_every=1
 WHOLE = ["layout=single"]
 SPLIT = """
 trainer.own.num=2 layout.trainer.num_ranks=4 layout.reference.num_ranks=2 layout.reference.colocate_with=null
+layout.generator.tensor_parallel=2
 """.split()  # noqa: SIM905
 STEPS = 4
 

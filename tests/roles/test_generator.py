@@ -86,7 +86,7 @@ def test_a_refused_next_turn_keeps_what_was_generated(stage: Stage, role: Genera
     [scored] = stage.heard()
     assert scored.samples[0].sample == bad and "outside the vocabulary" in scored.samples[0].error
     after = {e.sample: e for e in carry_out(role, m.Burst(8, [2], [1])).turns}
-    assert after[bad].total_tokens == before[bad].total_tokens == len(role.held[bad].token_ids)
+    assert after[bad].total_tokens == before[bad].total_tokens == len(role.samples[bad].held.token_ids)
     assert after[bad].model_tokens == before[bad].model_tokens
     assert after[good].total_tokens > before[good].total_tokens + 2
     for sample in (good, bad):
@@ -115,10 +115,10 @@ def test_environments_hear_how_much_room_there_is_and_what_was_dropped(stage: St
     assert sorted(turn.sample for turn in turns) == SAMPLES[:2]
     for turn in turns:
         assert turn.room == LENGTH - total[turn.sample] - SAMPLING.max_new_tokens
-        assert turn.last_token == role.held[turn.sample].token_ids[-1]
+        assert turn.last_token == role.samples[turn.sample].held.token_ids[-1]
     carry_out(role, m.AbortSamples(SAMPLES))
     assert [(turn.sample, turn.reason) for turn in stage.mail(1, m.Turn)] == [(s, "abort") for s in SAMPLES]
-    assert not role.held and not role._prompts and not role._env_of and not role._refused
+    assert not role.samples and not role._prompts and not role._refused
 
 
 def test_a_field_of_the_engine_is_kept_and_read_again(
@@ -141,7 +141,7 @@ def test_a_field_of_the_engine_is_kept_and_read_again(
         stage.send(1, 2, [m.TurnDelta(sample, np.array(observation, dtype=np.int32).tobytes())])
         carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     carry_out(role, m.Burst(8, [2], [1]))
-    held = role.held[sample]
+    held = role.samples[sample].held
     assert held.entropies.dtype == np.float16
     assert held.entropies.tolist() == [0.5 if written else -2.0 for written in held.loss_mask]
     again = read_held(tmp_path, [write_held(tmp_path, 2, [held])], {sample})[sample]
@@ -163,11 +163,14 @@ def test_domains_with_and_without_environments_share_a_burst(stage: Stage, role:
     assert {response.sample for response in responses} == set(single)
     assert all(response.meta == META for response in responses)
     for response in responses:
-        assert role.held[response.sample].messages == [*QUESTION, {"role": "assistant", "content": response.text}]
+        assert role.samples[response.sample].held.messages == [
+            *QUESTION,
+            {"role": "assistant", "content": response.text},
+        ]
     # After its episode a sample is scored with all that was said.
     carry_out(role, m.Rescore(SAMPLES[:1], [2]))
     [response] = stage.mail(2, m.Response)
-    assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.held[SAMPLES[0]].messages}
+    assert json.loads(response.meta)["extra"] == {"level": 2, "messages": role.samples[SAMPLES[0]].held.messages}
 
 
 def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole) -> None:
@@ -196,7 +199,7 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     stage.send(1, 2, [m.TurnDelta(sample, np.array([7, 8, 9], dtype=np.int32).tobytes(), json.dumps(said).encode())])
     carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
     [end] = carry_out(role, m.Burst(8, [2], [1])).turns
-    held = role.held[sample]
+    held = role.samples[sample].held
     assert held.token_ids[:3].tolist() == [7, 8, 9] and len(held.token_ids) == end.total_tokens > 3
     assert held.turn_ids.tolist() == [-1] * 3 + [0] * end.model_tokens
     assert [message["role"] for message in held.messages] == ["user", "assistant"] and held.messages[0] == said[0]
@@ -205,5 +208,5 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     admit(role, {10: ("d", [5, 6])}, [other])
     aborted = carry_out(role, m.AbortSamples([other]))
     assert [(e.sample, e.model_tokens, e.reason) for e in aborted.finished] == [(other, 0, "abort")]
-    assert not carry_out(role, m.Burst(8, [2], [1])).turns and other not in role.held
+    assert not carry_out(role, m.Burst(8, [2], [1])).turns and other not in role.samples
     stage.mail(1, m.Turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -112,7 +113,7 @@ def test_an_answer_that_a_lost_replica_leaves_behind_ends_with_its_evaluation() 
     scheduler = RolloutScheduler(SchedulerConfig(1), {GENERATOR: 8})
     scheduler.begin_step(0, 2)
     loop.drive(scheduler, {}, draw_from(prompts(HELD_OUT, 2)), SAMPLING)
-    assert loop._streams and not loop._answers._away
+    assert loop._streams and not loop._awaited._away
 
 
 def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
@@ -158,6 +159,34 @@ def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
         assert paused() == [1]
 
 
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_every_rank_of_a_replica_hears_the_same_commands_in_the_same_order(max_lag: int) -> None:
+    """Of all kinds, and each before anyone hears another. The first rank alone answers."""
+    ranks = SplitRanks(bursts=lambda uid: 1 + 9 * (uid % 2))
+    loop = RolloutLoop(ranks, [[1, 4], [3, 5]], [SCORER], [], seed=0, burst_tokens=4, deterministic=False, free=[1, 3])
+    scheduler = RolloutScheduler(SchedulerConfig(2, 2, max_lag=max_lag), {1: 8, 3: 8})
+    known, draw = {}, draw_from(prompts())
+    for version in range(3):
+        scheduler.begin_step(version, 2)
+        loop.forget(loop.drive(scheduler, known, draw, SAMPLING).groups)
+    heard = {rank: [command for to, command in ranks.sent if to == rank] for rank in (1, 3, 4, 5)}
+    assert heard[4] == heard[1] and heard[5] == heard[3]
+    assert {m.Admit, m.Burst, m.Forget} <= {type(command) for command in heard[1]}
+    assert max_lag or m.AbortSamples in {type(command) for command in heard[1] + heard[3]}
+    for (rank, command), (next_rank, same) in pairwise(ranks.sent):
+        assert rank not in (1, 3) or (next_rank, same) == ({1: 4, 3: 5}[rank], command)
+
+
+class SplitRanks(Ranks):
+    """With replicas of several ranks, of which 4 and 5 are not the first."""
+
+    def send(self, rank: int, command: m.Command) -> int:
+        if rank not in (4, 5):
+            return super().send(rank, command)
+        self.sent.append((rank, command))
+        return 0
+
+
 def test_sizes_outlive_a_step_until_their_group_is_taken() -> None:
     """With a lag, groups that a step finishes ahead are trained by the next."""
     ranks = Ranks()
@@ -176,7 +205,7 @@ def test_sizes_of_dropped_samples_are_dropped() -> None:
     steps(loop, SchedulerConfig(2, extra_prompts=2), [1, 1, 1], prompts())
     assert any(isinstance(command, m.AbortSamples) for _, command in ranks.sent)
     replica = loop._replicas[GENERATOR]
-    assert not replica.sizes and not replica._dropped and not loop._answers._away
+    assert not replica.sizes and not replica._dropped and not loop._awaited._away
 
 
 def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
@@ -185,7 +214,7 @@ def test_a_scorer_is_not_blamed_for_what_a_lost_replica_has_not_sent() -> None:
     loop._reach(loop._replicas[GENERATOR], [make_sample_id(uid, 0, 0) for uid in range(3)], [SCORER], acting=False)
     ranks.lost.add(GENERATOR)
     loop.tell_lost()
-    assert not loop._answers._away and not loop._answers.pending
+    assert not loop._awaited._away and not loop._awaited.pending
 
 
 def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
@@ -197,7 +226,7 @@ def test_the_work_of_a_burst_does_not_grow_with_what_is_scored() -> None:
         before = time.thread_time()
         for uid in range(500):
             loop._reach(loop._replicas[GENERATOR], [make_sample_id(uid, 0, 0)], [SCORER], acting=False)
-            loop._answers.check()
+            loop._awaited.check()
             loop._answered(make_sample_id(uid, 0, 0))
         return time.thread_time() - before
 
@@ -219,7 +248,7 @@ def test_a_reward_is_added_to_that_of_an_environment(deterministic: bool) -> Non
     assert harvest.stats["maths/score"].count == 8 and harvest.stats["env/maths/success"].count == 4
     rescored = {sample for _, command in ranks.sent if isinstance(command, m.Rescore) for sample in command.samples}
     assert {split_sample_id(sample)[0] for sample in rescored} == {0, 2}
-    assert not loop._answers._away and not loop._answers.pending
+    assert not loop._awaited._away and not loop._awaited.pending
 
 
 class PlayedRanks(Ranks):

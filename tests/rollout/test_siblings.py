@@ -94,7 +94,7 @@ def test_what_redundancy_leaves_over_is_forgotten() -> None:
         groups = loop.drive(scheduler, known, draw, SAMPLING).groups
         assert all(len(group.samples) == 2 for group in groups)
     assert all(len(samples) == 2 for samples in ranks.scored)
-    assert not loop._answers.pending
+    assert not loop._awaited.pending
 
 
 def test_held_out_samples_are_groups_of_one() -> None:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ from tests.children import children
 
 
 class Ranks:
-    """Two trainer ranks, as far as the controller's saves see them, and the place in the data."""
+    """Two trainer ranks and a replica of two, as far as the controller's saves see them, and the place in the data."""
 
     command_s, check_s, idle = 60.0, 0.05, True
 
@@ -51,7 +52,7 @@ class Ranks:
         self.writers = {1: Writer(), 2: Writer()}
         self.cursor = 0
         self.waiting: list[Sample] = []  # of a generator rank
-        self.held_again: dict[int, Sample] = {}
+        self.held_again: dict[int, dict[int, Sample]] = {}  # by rank
         self.checks: dict[int, Check] = {}
         self.shares: list[list[str]] = []
         self.loaded: list[str] = []
@@ -111,7 +112,7 @@ class Ranks:
                 files = seal_files(Path(command.folder), [write_held(Path(command.folder), rank, self.waiting)])
                 return Done(0, files=[(entry.path, entry.size, entry.sha256) for entry in files])
             case LoadHeld():
-                self.held_again |= read_held(Path(command.folder), command.files, command.samples)
+                self.held_again[rank] = read_held(Path(command.folder), command.files, command.samples)
         return Done(0)
 
 
@@ -127,10 +128,12 @@ def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
     """Those of a new attempt; the one before has ended."""
     for before in sorted((tmp_path / OWNERS).glob("[0-9]*"))[-1:]:
         close_run(tmp_path, int(before.name))
-    config = Config.model_validate({"save_every": 2, "layout": {"trainer": {"num_ranks": 2}}})
+    ranks_of = {"trainer": {"num_ranks": 2}, "generator": {"num_ranks": 2, "colocate_with": None}}
+    config = Config.model_validate({"save_every": 2, "layout": ranks_of})
+    layout = replace(RoleLayout.from_config(config), generator_tensor_parallel=2)
     attempt = open_run(config.model_dump(mode="json"), tmp_path, "auto").attempt
     controller = cast(Controller, ranks)
-    return Checkpoints(controller, RoleLayout.from_config(config), config, tmp_path, attempt, ranks)
+    return Checkpoints(controller, layout, config, tmp_path, attempt, ranks)
 
 
 def last_writer() -> psutil.Process:
@@ -170,9 +173,12 @@ def test_responses_that_wait_to_be_trained_are_part_of_it(tmp_path: Path, ranks:
     make(tmp_path, ranks).save(2)
     manifest = find_latest(tmp_path / "checkpoints").manifest
     assert manifest is not None
-    assert "held_rank0003.safetensors" in [entry.path for entry in manifest.files], "sealed, so that damage is noticed"
+    sealed = [entry.path for entry in manifest.files]  # so that damage is noticed
+    assert [name for name in sealed if name.startswith("held")] == ["held_rank0003.safetensors"]
     make(tmp_path, ranks).restore()
-    assert sorted(ranks.held_again) == [5, 9] and len(ranks.held_again[9].token_ids) == 4
+    assert sorted(ranks.held_again) == [3, 4], "every rank of the replica"
+    for again in ranks.held_again.values():
+        assert sorted(again) == [5, 9] and len(again[9].token_ids) == 4
 
 
 class LosingRanks(Ranks):

@@ -1,18 +1,33 @@
 """What a generation engine must do: continuous batching, driven burst by burst.
 
-One engine serves one replica. Every rank of a replica makes the same calls in the same order.
+One engine serves one replica. Every rank of a replica makes the same calls in the same order and sees the same
+results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from hpcrl.rollout.types import FinishReason
+
+
+@dataclass(frozen=True)
+class ReplicaRanks:
+    """The world ranks of a replica, of which this one is at `index`.
+
+    group: a dist.ProcessGroupGloo of these ranks for the engine's own collectives, in calls that all of them make; None
+    for a replica of one rank. The process's default group is of the same ranks, in this order, where there are several
+    and none of them trains or is the reference; else it is that of all trainer or reference ranks.
+    """
+
+    ranks: tuple[int, ...]
+    index: int = 0
+    group: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.credit import ReturnsCredit
 from hpcrl.config import Config, RewardConfig
+from hpcrl.engines.gen.base import ReplicaRanks
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.engine import make as make_native
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
@@ -78,9 +79,9 @@ def make_noisy(config: Config, model_path: Path, total_steps: int, trainable: bo
     return make_fsdp2(config.model_copy(update={"trainer": trainer}), model_path, total_steps, trainable)
 
 
-def make_counting(config: Config, model_path: Path, tokenizer: Any) -> NativeEngine:
+def make_counting(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> NativeEngine:
     """The engine of generator.engine=counting."""
-    return make_native(config, model_path, tokenizer)
+    return make_native(config, model_path, tokenizer, replica)
 
 
 def witness_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:

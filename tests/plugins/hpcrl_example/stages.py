@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.config import Config
-from hpcrl.engines.gen.base import Output, Request
+from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.sampling import stream_origin, uniforms
 from hpcrl.engines.train.schedule import learning_rate
@@ -187,10 +187,10 @@ class _Growing:
 class StagesGenerator:
     """GenEngine that samples from the product; the ranks of a replica share the columns of B."""
 
-    def __init__(self, config: Config, vocab_size: int, eos_id: int, place: int, num_ranks: int, group: Any):
+    def __init__(self, config: Config, vocab_size: int, eos_id: int, replica: ReplicaRanks):
         self.version, self.max_slots = -1, config.generator.max_slots
         self._max_length, self._vocab_size, self._eos_id = config.max_sequence_tokens, vocab_size, eos_id
-        self._place, self._num_ranks, self._group = place, num_ranks, group
+        self._place, self._num_ranks, self._group = replica.index, len(replica.ranks), replica.group
         self._growing: dict[int, _Growing] = {}
         self._weights: dict[str, Tensor] = {}
 
@@ -269,6 +269,6 @@ def _output(growing: _Growing, reason: FinishReason) -> Output:
     return Output(growing.request.id, *arrays, np.array(growing.versions, np.int32), reason)
 
 
-def make_generator(config: Config, model_path: Path, tokenizer: Any) -> StagesGenerator:
+def make_generator(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> StagesGenerator:
     """The engine of generator.engine=columns."""
-    return StagesGenerator(config, len(tokenizer), tokenizer.eos_token_id, 0, 1, None)
+    return StagesGenerator(config, len(tokenizer), tokenizer.eos_token_id, replica)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hpcrl.config import Config
-from hpcrl.engines.gen.base import Output, Request
+from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.sampling import GOLDEN, stream_origin, uniforms
 from hpcrl.rollout.types import FinishReason
@@ -48,7 +48,7 @@ def long_tailed(median: int | None, tail: float) -> Callable[[Request], int]:
     return length
 
 
-def make(config: Config, model_path: Path, tokenizer: Any) -> FakeEngine:
+def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> FakeEngine:
     """The engine of debug=fake."""
     fake = config.fake
     return FakeEngine(

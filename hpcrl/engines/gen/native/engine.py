@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpcrl.config import Config
-from hpcrl.engines.gen.base import Output, Request
+from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.kv import KVCache, round_up
@@ -31,7 +31,7 @@ PREFILL_TOKENS = 4096  # in one forward
 ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are admitted, to prefill several at once
 
 
-def make(config: Config, model_path: Path, tokenizer: Any) -> NativeEngine:
+def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> NativeEngine:
     """The engine of one replica, without weights, which come from the trainer."""
     return NativeEngine(
         model_path,

@@ -36,8 +36,8 @@ class Receiver:
     heard: float = 0.0
 
 
-class Answers:
-    """What is awaited of scorers and environments."""
+class Awaited:
+    """The answers that scorers and environments owe."""
 
     def __init__(self, controller: Controller, receivers: Iterable[int]):
         self._controller, self._clock = controller, AwakeClock(controller.command_s)
