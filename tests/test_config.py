@@ -16,7 +16,8 @@ from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import PATIENCE, RolloutScheduler
+from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.selection import PATIENCE
 from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE, MAX_HELD_OUT
 from hpcrl.spec.fields import Section
 from hpcrl.spec.tables import GEN_ENGINES
@@ -329,7 +330,7 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         config = parse({"rollout": rollout})
         scheduler = RolloutScheduler(SchedulerConfig.of(config), {1: 4})
         scheduler.begin_step(0, config.rollout.num_prompts)
-        assert scheduler._limit() == config.rollout.most_generated_groups == rollout.get("max_generated_groups", 60)
+        assert scheduler.limit == config.rollout.most_generated_groups == rollout.get("max_generated_groups", 60)
 
 
 @pytest.mark.parametrize(

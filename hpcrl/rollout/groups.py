@@ -10,11 +10,12 @@ from itertools import zip_longest
 from typing import Any
 
 from hpcrl.rollout.events import Answered, DoneSample, Group, Played, Scored
+from hpcrl.rollout.prompt_queue import Start
 from hpcrl.rollout.types import FinishReason, make_sample_id, split_sample_id
 
 
 class State(Enum):
-    """Where a sample is; the scheduler's docstring tells the way through them."""
+    """Where a sample is; hpcrl.rollout.samples tells the way through them."""
 
     WAITING = 0
     RUNNING = 1
@@ -37,15 +38,26 @@ class LiveSample:
 
 
 class LiveGroup:
-    """The samples of one attempt at a prompt, `keep` of which make it up. `version`: of the oldest weights in it."""
+    """The samples of one attempt at a prompt, `keep` of which make it up. `version`: of the oldest weights in it;
+    `home`: the replica that has the prompt's prefix from an attempt before."""
 
-    __slots__ = ("attempt", "cause", "failures", "keep", "num_done", "samples", "uid", "version")
+    __slots__ = ("attempt", "cause", "failures", "home", "keep", "num_done", "samples", "uid", "version")
 
-    def __init__(self, uid: int, attempt: int, failures: int, version: int, size: int, keep: int):
-        self.uid, self.attempt, self.failures, self.version, self.keep = uid, attempt, failures, version, keep
-        self.samples = [LiveSample(make_sample_id(uid, attempt, member), self) for member in range(size)]
+    def __init__(self, start: Start, version: int, size: int, keep: int):
+        self.uid, self.attempt, self.failures, self.home = start
+        self.version, self.keep = version, keep
+        self.samples = [LiveSample(make_sample_id(self.uid, self.attempt, member), self) for member in range(size)]
         self.num_done = 0
         self.cause = ""  # why the group has to start anew
+
+    @property
+    def num_dropped(self) -> int:
+        """Times the prompt was dropped without its fault."""
+        return self.attempt - self.failures
+
+    def next_start(self) -> Start:
+        """How its prompt starts anew."""
+        return Start(self.uid, self.attempt + 1, self.failures, self.home)
 
     def restart(self, sample: LiveSample) -> LiveSample:
         """The sample that takes this one's place: the same member in another attempt."""
@@ -77,7 +89,8 @@ class LiveGroup:
     def restored(cls, saved: Mapping[str, Any], homes: Sequence[int]) -> LiveGroup:
         """The saved group; samples whose replica is not among `homes` are given one together."""
         size = len(saved["samples"])
-        group = cls(saved["uid"], saved["attempt"], saved["failures"], saved["version"], size, size)
+        start = Start(saved["uid"], saved["attempt"], saved["failures"])
+        group = cls(start, saved["version"], size, size)
         group.num_done = size
         for sample, done in zip(group.samples, saved["samples"], strict=True):
             sample.id, sample.state = done["id"], State.DONE

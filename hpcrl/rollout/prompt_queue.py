@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Start(NamedTuple):
+    """A prompt to start. `failures`: attempts that ended by a fault; `home`: the replica that has its prefix."""
+
+    uid: int
+    attempt: int = 0
+    failures: int = 0
+    home: int | None = None
 
 
 class PromptQueue:
-    """Uids in rising order, so that a prompt that starts anew comes before all that are younger."""
+    """In order of uid, so that a prompt that starts anew comes before all that are younger."""
 
     def __init__(self) -> None:
         self.newest_uid = -1
-        self._heap: list[int] = []
-        self._tries: dict[int, tuple[int, int]] = {}  # uid -> (next attempt, failures) of those that start anew
+        self._heap: list[Start] = []  # uids differ
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -23,25 +32,23 @@ class PromptQueue:
             if uid <= self.newest_uid:
                 raise ValueError(f"prompt {uid} comes after prompt {self.newest_uid}; uids must rise")
             self.newest_uid = uid
-            heapq.heappush(self._heap, uid)
+            heapq.heappush(self._heap, Start(uid))
 
-    def put_back(self, uid: int, attempt: int, failures: int) -> None:
-        """A prompt starts anew with this attempt."""
-        self._tries[uid] = (attempt, failures)
-        heapq.heappush(self._heap, uid)
+    def put_back(self, start: Start) -> None:
+        """A prompt starts anew."""
+        heapq.heappush(self._heap, start)
 
-    def pop(self) -> tuple[int, int, int]:
-        """The oldest prompt: (uid, attempt, failures)."""
-        uid = heapq.heappop(self._heap)
-        return (uid, *self._tries.pop(uid, (0, 0)))
+    def pop(self) -> Start:
+        """The oldest prompt."""
+        return heapq.heappop(self._heap)
 
     def saved(self) -> list[list[int]]:
         """[uid, attempt, failures] of all, JSON-able."""
-        return [[uid, *self._tries.get(uid, (0, 0))] for uid in self._heap]
+        return [[start.uid, start.attempt, start.failures] for start in self._heap]
 
     def restore(self, newest_uid: int, saved: Iterable[Sequence[int]]) -> None:
         """Fill a new queue."""
         assert self.newest_uid == -1, "restore is for a new queue"
         self.newest_uid = newest_uid
         for uid, attempt, failures in saved:
-            self.put_back(uid, attempt, failures)
+            self.put_back(Start(uid, attempt, failures))

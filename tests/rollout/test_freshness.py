@@ -6,12 +6,13 @@ import pytest
 
 from hpcrl.rollout.freshness import Freshness
 from hpcrl.rollout.groups import LiveGroup
+from hpcrl.rollout.prompt_queue import Start
 
 VERSION, NEED = 9, 4
 
 
 def groups(*lags: int) -> list[LiveGroup]:
-    return [LiveGroup(uid, 0, 0, VERSION - lag, 2, 2) for uid, lag in enumerate(lags)]
+    return [LiveGroup(Start(uid), VERSION - lag, 2, 2) for uid, lag in enumerate(lags)]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_replicas_that_train_are_given_nothing_in_the_background() -> None:
     scheduler, known, draw = RolloutScheduler(SchedulerConfig(1, max_lag=1), {1: 8, 3: 8}), {}, draw_from(prompts())
 
     def paused() -> list[int]:
-        return [rank for rank, replica in scheduler._replicas.items() if replica.paused]
+        return [rank for rank, replica in scheduler._samples.replicas.items() if replica.paused]
 
     for version in range(2):
         scheduler.begin_step(version, 4)

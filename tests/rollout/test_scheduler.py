@@ -485,9 +485,9 @@ def test_what_is_spread_over_replicas_and_what_waits_for_room_is_told():
     scheduler, _ = started(SchedulerConfig(4, siblings_together=False), 2, {0: 2, 1: 4}, 2)
     first, second = ids_of(0, 4), ids_of(1, 4)
     assert scheduler.metrics()["scheduler/waiting/*"] == (2.0, 1.0, 2.0, 2.0)
-    places = {i: name for name in (0, 1) for i in scheduler._replicas[name].samples}
+    places = {i: name for name in (0, 1) for i in scheduler._samples.replicas[name].samples}
     for i in (*first, *second):
-        places |= {i: name for name in (0, 1) for i in scheduler._replicas[name].samples}
+        places |= {i: name for name in (0, 1) for i in scheduler._samples.replicas[name].samples}
         scheduler.plan([finish(i, replica=places[i]), *score(i)])
     groups = scheduler.take()
     metrics = scheduler.metrics()

@@ -135,7 +135,8 @@ class Simulation:
         for command in self._scheduler.plan(arrived):
             self._carry_out(command)
         idle = self._scheduler.generates_ahead and not self._training_now and not self._scheduler.ready()
-        self._waits = idle and len(self._scheduler._valid) >= self._training.need  # finished() would copy them
+        num_valid = len(self._scheduler._selection.valid)  # finished() would copy them
+        self._waits = idle and num_valid >= self._training.need
 
     def _carry_out(self, command: events.Command) -> None:
         engine = self._engines[command.replica]

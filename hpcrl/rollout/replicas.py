@@ -1,12 +1,10 @@
-"""Which replica gets a sample: the living replicas, what they carry, and the samples that wait for room on one."""
+"""The living replicas, and what each carries."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-
-from hpcrl.rollout.groups import LiveSample
+from collections.abc import Mapping
 
 
 class Replica:
@@ -86,59 +84,3 @@ class Replicas(dict[int, Replica]):
     def _rebuild(self) -> None:
         self._by_key = [(replica.key, name) for name, replica in self.items() if replica.room > 0]
         heapq.heapify(self._by_key)
-
-
-class Waiting:
-    """Samples that wait for their first replica, by id: old prompts first, siblings together."""
-
-    def __init__(self, samples: Mapping[int, LiveSample]):
-        self._samples = samples  # the living ones; others are skipped
-        self._heap: list[int] = []
-        self.size = 0  # living samples that wait; who drops one takes it off
-
-    def add(self, sample: LiveSample) -> None:
-        self.size += 1
-        heapq.heappush(self._heap, sample.id)
-
-    def head(self) -> LiveSample | None:
-        """The sample to route next; None if none waits."""
-        while self._heap:
-            if (sample := self._samples.get(self._heap[0])) is not None:
-                return sample
-            heapq.heappop(self._heap)
-        return None
-
-    def pop(self) -> LiveSample:
-        """head(), which waits no more."""
-        sample = self.head()
-        assert sample is not None
-        self.size -= 1
-        heapq.heappop(self._heap)
-        return sample
-
-    def spread(self, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
-        """Every waiting sample with a replica, in equal runs by sample id."""
-        waiting = []
-        while self.head() is not None:
-            waiting.append(self.pop())
-        names = list(replicas)
-        for i, sample in enumerate(waiting):
-            yield sample, names[i * len(names) // len(waiting)]
-
-    def route(
-        self, replicas: Replicas, *, together: bool, home: Callable[[LiveSample], int | None]
-    ) -> Iterator[tuple[LiveSample, int]]:
-        """Waiting samples with the replica that carries least, or `home` where that has room; `together`: siblings
-        follow as far as the room goes. The caller occupies the replica before it asks for the next."""
-        while (head := self.head()) is not None:
-            name = replicas.lightest()
-            if name is None:
-                return
-            preferred = home(head)
-            if preferred is not None and preferred in replicas and replicas[preferred].room > 0:
-                name = preferred
-            for _ in range(replicas[name].room if together else 1):
-                yield self.pop(), name
-                following = self.head()
-                if following is None or following.group is not head.group:
-                    break

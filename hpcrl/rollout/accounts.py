@@ -1,0 +1,107 @@
+"""The scheduler's accounts: how prompts ended, and the counts and values of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hpcrl.rollout.events import Settled
+from hpcrl.rollout.groups import LiveGroup
+from hpcrl.rollout.replicas import Replicas
+from hpcrl.rollout.tally import Tally
+from hpcrl.rollout.types import Disposition
+
+COUNTS = (
+    "group_filter_count",
+    "query_use_count",
+    "aborted",
+    "cancelled",
+    "restarted",
+    "redundant",
+    "failed",
+    "score_errors",
+    "stale",
+)
+"""Reported even when nothing happened."""
+
+
+class Accounts:
+    """What was told is forgotten here. `tally`: counts and values since metrics() told them last."""
+
+    def __init__(self) -> None:
+        self.tally = Tally(COUNTS)
+        self._settled: list[Settled] = []
+        self._taken: list[LiveGroup] = []  # the last batch, which may be given back yet
+        self._lag_from = -1  # its version
+        self._before: dict[str, int] = {}  # counts when the step was opened
+
+    def open_step(self, replicas: Replicas) -> None:
+        """A step begins: the batch before it is not given back any more."""
+        self._count_batch(replicas)
+        self._before = self.tally.counts()
+
+    def settle(self, group: LiveGroup, disposition: Disposition, reason: str = "") -> None:
+        """The group's prompt has ended."""
+        scored = [] if disposition is Disposition.FAILED else group.samples
+        rewards = tuple(sample.done.reward for sample in scored)
+        self._settled.append(Settled(group.uid, group.attempt, disposition, reason, rewards))
+
+    def take(self, batch: list[LiveGroup], version: int) -> None:
+        """The batch is taken, to train this version: its prompts are settled as trained."""
+        self._taken, self._lag_from = batch, version
+        for group in batch:
+            self.settle(group, Disposition.TRAINED)
+
+    def give_back(self) -> list[LiveGroup]:
+        """Undo the last take(); returns its batch."""
+        taken, self._taken = self._taken, []
+        uids = {group.uid for group in taken}
+        self._settled = [end for end in self._settled if end.uid not in uids]
+        return taken
+
+    def settled(self) -> list[Settled]:
+        """Prompts that ended since the last call."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def metrics(self, replicas: Replicas) -> dict[str, tuple[float, float, float, float]]:
+        """(sum, count, min, max) of what happened since the last call."""
+        self._count_batch(replicas)
+        self._before = {}
+        return self.tally.take("scheduler/")
+
+    def losses(self) -> str:
+        """Why groups of this step were lost, in numbers."""
+        names = ("filtered_mean_low", "filtered_mean_high", "filtered_std", "failed")
+        counts = ", ".join(f"{name} {self.tally.counted(name) - self._before.get(name, 0)}" for name in names)
+        last = [f", the last by {s.reason}" for s in self._settled if s.disposition is Disposition.FAILED][-1:]
+        return f"{counts}{''.join(last)}"
+
+    def saved(self) -> list[dict[str, Any]]:
+        """The ends that settled() has not told yet, JSON-able."""
+        return [end.saved() for end in self._settled]
+
+    def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
+        """Continue with what saved() wrote."""
+        self._settled = [Settled.restored(end) for end in saved]
+
+    def _count_batch(self, replicas: Replicas) -> None:
+        """Count the last batch: how old it is, how long its responses are, and how it was spread over the replicas."""
+        taken, self._taken = self._taken, []
+        if not taken:
+            return
+        tokens = dict.fromkeys(replicas, 0)
+        for group in taken:
+            lag = self._lag_from - group.version
+            self.tally.record("version_lag/*", lag)
+            self.tally.record("off_policy_ratio", float(lag > 0))
+            self.tally.record("replicas_per_group", len({sample.replica for sample in group.samples}))
+            for sample in group.samples:
+                self.tally.record("kept_length", sample.done.num_tokens)
+                if group.num_dropped:
+                    self.tally.record("kept_length_retried", sample.done.num_tokens)
+                tokens[sample.replica] = tokens.get(sample.replica, 0) + sample.done.num_tokens
+        for count in tokens.values():
+            self.tally.record("replica_tokens/*", count)
+        for replica in replicas.values():
+            self.tally.record("replica_speed/*", replica.speed)

@@ -1,0 +1,145 @@
+"""The two ways in which prompts flow through the scheduler: what starts, goes where, goes on and gets its verdict when.
+
+Flow, the default, uses every slot as it comes free. Wave (deterministic=true) decides by sample ids and outcomes alone,
+so that commands and batches never follow from the order of events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from hpcrl.rollout.groups import LiveGroup, LiveSample
+from hpcrl.rollout.policies import Lengths, SchedulerConfig
+from hpcrl.rollout.replicas import Replica, Replicas
+from hpcrl.rollout.waiting import Waiting
+
+
+class Mode(Protocol):
+    """How work flows. The iterators are to be worked off one by one: what is done about one shapes the next."""
+
+    judges_at_once: bool
+    """Whether a group gets its verdict as soon as it can, and not when next_verdict() comes to it."""
+
+    def may_start(self, num_open: int) -> bool:
+        """Whether groups may be started beside so many that have no verdict."""
+        ...
+
+    def started(self, uids: Sequence[int]) -> None:
+        """These groups are started, in this order."""
+        ...
+
+    def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
+        """The group that is to get its verdict now; None where there is none."""
+        ...
+
+    def learn(self, sample: LiveSample) -> None:
+        """A sample is done."""
+        ...
+
+    def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
+        """Waiting samples with the replica that is to generate them; these wait no more."""
+        ...
+
+    def turns(self, replica: Replica) -> Iterator[int]:
+        """Answered samples of a replica that go on now; these are answered no more."""
+        ...
+
+
+class Flow:
+    """Samples go to the replica that carries least, siblings together where there is room and the policy asks for it;
+    a group gets its verdict when the first group_size of its members are done.
+
+    kind_of: class of a prompt (its domain); responses to prompts of one class are of about the same length."""
+
+    judges_at_once = True
+
+    def __init__(self, config: SchedulerConfig, kind_of: Callable[[int], str]):
+        self._together, self._by_length = config.siblings_together, config.routing == "expected_length"
+        self._kind_of, self._lengths = kind_of, Lengths()
+
+    def may_start(self, num_open: int) -> bool:
+        return True
+
+    def started(self, uids: Sequence[int]) -> None:
+        pass
+
+    def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
+        return None
+
+    def learn(self, sample: LiveSample) -> None:
+        if self._by_length:
+            self._lengths.learn(self._kind_of(sample.group.uid), sample.done.num_tokens)
+
+    def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
+        while (head := waiting.head()) is not None:
+            name = replicas.lightest()
+            if name is None:
+                return
+            home, group = head.group.home, head.group
+            if home is not None and home in replicas and replicas[home].room > 0:
+                name = home
+            if self._by_length:
+                weight = self._lengths.expected(self._kind_of(group.uid))
+            for _ in range(replicas[name].room if self._together else 1):
+                sample = waiting.pop()
+                if self._by_length:
+                    sample.weight = weight
+                yield sample, name
+                following = waiting.head()
+                if following is None or following.group is not group:
+                    break
+
+    def turns(self, replica: Replica) -> Iterator[int]:
+        """First come first, as far as there is room."""
+        while replica.answered and replica.room > 0:
+            yield replica.answered.popleft()
+
+
+class Wave:
+    """A wave of groups is spread over the replicas by sample id, all at once (engines queue what their slots do not
+    hold); the next wave starts when this one has ended; verdicts are passed in order of uid; the samples of a replica
+    take their next turn together."""
+
+    judges_at_once = False
+
+    def __init__(self) -> None:
+        self._uids: deque[int] = deque()  # of the wave, without a verdict, in its order
+
+    def may_start(self, num_open: int) -> bool:
+        return not num_open
+
+    def started(self, uids: Sequence[int]) -> None:
+        if uids:
+            self._uids = deque(uids)
+
+    def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
+        while self._uids:
+            group = open_groups.get(self._uids[0])
+            if group is not None and group.num_done < len(group.samples) and not group.cause:
+                return None
+            self._uids.popleft()
+            if group is not None:
+                return group
+        return None
+
+    def learn(self, sample: LiveSample) -> None:
+        pass
+
+    def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
+        """In equal runs by sample id."""
+        samples = []
+        while waiting.head() is not None:
+            samples.append(waiting.pop())
+        names = list(replicas)
+        for i, sample in enumerate(samples):
+            yield sample, names[i * len(names) // len(samples)]
+
+    def turns(self, replica: Replica) -> Iterator[int]:
+        """In order of id, once none of the replica's samples decodes or is with its environment."""
+        if replica.running or replica.acting:
+            return
+        together = sorted(replica.answered)
+        replica.answered.clear()
+        yield from together

@@ -1,0 +1,129 @@
+"""The choice of the batch: which accepted groups make it, and for which it waits.
+
+The first valid groups make the batch, with two exceptions. What would grow too old for every later batch is due in this
+one (hpcrl.rollout.freshness); the count of groups on their way bounds nothing, since whole batches overtake a long
+answer. And prompts that were dropped max_attempts times are overdue: they are waited for, once they fill a batch or
+were dropped four times as often, so that long answers do not starve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+from hpcrl.rollout.freshness import Due, Freshness
+from hpcrl.rollout.groups import LiveGroup
+from hpcrl.rollout.policies import SchedulerConfig
+
+PATIENCE = 4
+"""Times max_attempts that a prompt is dropped until the batch waits for it alone."""
+
+
+class Selection:
+    """The batch in the making. `valid`: accepted groups by uid that wait to be taken, in order of acceptance."""
+
+    def __init__(self, config: SchedulerConfig):
+        self._fresh = Freshness(0.0 if config.deterministic else config.max_lag)
+        self._waits = config.on_stale == "wait" and self.generates_ahead
+        # In order of uid, as in deterministic mode, a prompt gets its turn anyway.
+        self._max_dropped = None if config.deterministic else config.max_attempts
+        self.version = -1  # what the batch trains
+        self.need, self.is_closed = 0, True  # closed: between take() and open()
+        self.valid: dict[int, LiveGroup] = {}
+        self._overdue: dict[int, LiveGroup] = {}  # started, no verdict yet
+        self._due: list[Due] = []
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether groups may be trained in a later step than the one they were started in."""
+        return self._fresh.max_lag > 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many valid groups as the batch takes."""
+        return len(self.valid) >= self.need
+
+    @property
+    def worth_having(self) -> int:
+        """Valid groups worth having: this step's and those that may be trained later."""
+        return self._fresh.ahead(self.need) + (0 if self.is_closed else self.need)
+
+    def open(self, version: int, need: int) -> None:
+        """Begin the batch of `need` groups that this version trains."""
+        self.version, self.need, self.is_closed = version, need, False
+
+    def too_old(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
+        """The groups, valid or only started, that no batch may take from now on."""
+        return self._fresh.too_old(self._all(started), self.version, self.need)
+
+    def find_due(self, started: Mapping[int, LiveGroup]) -> None:
+        """Settle for which groups, valid or only started, this batch waits since later ones have no room for them."""
+        if self._waits:
+            self._due = self._fresh.due(self._all(started), started, self.version, self.need)
+
+    def expect(self, group: LiveGroup) -> None:
+        """The group is started."""
+        if self._is_overdue(group):
+            self._overdue[group.uid] = group
+
+    def accept(self, group: LiveGroup) -> None:
+        """The group has passed and waits to be taken."""
+        self.valid[group.uid] = group
+        self._overdue.pop(group.uid, None)
+        for due in self._due:
+            due.open.discard(group.uid)
+
+    def remove(self, group: LiveGroup) -> None:
+        """No batch will have the group."""
+        self.valid.pop(group.uid, None)
+        self._overdue.pop(group.uid, None)
+        for due in self._due:
+            due.uids.discard(group.uid)
+            due.open.discard(group.uid)
+
+    def is_ready(self) -> bool:
+        """Whether take() would return a batch."""
+        if self.is_closed or not self.is_full or self._awaits_overdue():
+            return False
+        return all(due.is_met(self.need) for due in self._due)
+
+    def pick(self) -> list[LiveGroup]:
+        """The `need` groups to train: the oldest, as many as are due; then those that were dropped too often, the most
+        often dropped first; then the oldest again."""
+        oldest = sorted(self.valid.values(), key=lambda group: group.version)
+        due = max((due.count for due in self._due), default=0)
+        others = sorted(oldest[due:], key=lambda group: -group.num_dropped if self._is_overdue(group) else 0)
+        return (oldest[:due] + others)[: self.need]
+
+    def take(self) -> list[LiveGroup]:
+        """Close the batch; its groups in order of uid. ValueError before is_ready()."""
+        if not self.is_ready():
+            raise ValueError(f"take() before ready(): {len(self.valid)} valid groups, {self.need} needed")
+        picked = sorted(self.pick(), key=lambda group: group.uid)
+        if old := self._fresh.too_old(picked, self.version, self.need):
+            raise AssertionError(f"the batch of version {self.version} would have groups of {old[0].version}: max_lag")
+        for group in picked:
+            del self.valid[group.uid]
+        self.is_closed = True
+        return picked
+
+    def give_back(self, groups: list[LiveGroup]) -> None:
+        """Undo take(), which gave these."""
+        self.valid |= {group.uid: group for group in groups}
+        self.is_closed = False
+
+    def _all(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
+        """Those that wait to be taken, then those on their way, in order of uid."""
+        return [*self.valid.values(), *sorted(started.values(), key=lambda group: group.uid)]
+
+    def _awaits_overdue(self) -> bool:
+        """Whether the batch waits for a group on its way that was dropped too often. To wait for one alone makes every
+        step as long as the longest answer, so they gather until they fill a batch, or one was dropped far too often."""
+        if not self._overdue or self._max_dropped is None:
+            return False
+        overdue = [*chain(self._overdue.values(), filter(self._is_overdue, self.valid.values()))]
+        patience = PATIENCE * self._max_dropped
+        return len(overdue) >= self.need or any(group.num_dropped >= patience for group in overdue)
+
+    def _is_overdue(self, group: LiveGroup) -> bool:
+        return self._max_dropped is not None and group.num_dropped >= self._max_dropped
