@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, create_model
+from pydantic import BeforeValidator, Field, PlainValidator
 
-from hpcrl.spec.fields import NUMBER, Count, Natural, Positive, PositiveFloat, Section
+from hpcrl.spec.fields import NUMBER, Count, Natural, Positive, PositiveFloat, Section, with_fields
 from hpcrl.spec.tables import ROLES
 
 MOST_RANKS = 1 << 16
@@ -54,7 +54,7 @@ def layout_class() -> type[LayoutConfig]:
     for name, role in ROLES.items():
         default = RoleConfig(num_ranks=role.num_ranks, colocate_with=role.colocate_with)
         sections[name] = (RoleConfig, Field(default, description=role.about))
-    return create_model("LayoutConfig", __base__=LayoutConfig, __doc__=LayoutConfig.__doc__, **sections)
+    return with_fields(LayoutConfig, **sections)
 
 
 def _not_a_number(value: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
@@ -30,6 +30,7 @@ from hpcrl.spec.fields import (
     Section,
     Seed,
     Share,
+    with_fields,
 )
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, Spec
 from hpcrl.spec.policy_loss import PolicyLoss
@@ -500,7 +501,7 @@ def config_class(named: Named = Named()) -> type[Config]:
         "generator": (generator, Field(generator(), description=Config.model_fields["generator"].description)),
         **_sections(Config, pipelines),
     }
-    return create_model("Config", __base__=Config, __doc__=Config.__doc__, **fields)
+    return with_fields(Config, **fields)
 
 
 def _choices(table: Table[Any], path: str) -> dict[str, Spec]:
@@ -515,13 +516,13 @@ def _named(name: str, spec: Spec) -> type[Section]:
     if "name" in spec.section.model_fields:
         return spec.section
     key: Any = (Literal[name], Field(name, description="The algorithm."))  # type: ignore[valid-type]
-    return create_model(spec.section.__name__, __base__=spec.section, __doc__=spec.section.__doc__, name=key)
+    return with_fields(spec.section, name=key)
 
 
 def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:
     engine = (_literal(engines), _described(base, "engine"))
     fields: dict[str, Any] = {"engine": engine, **_sections(base, engines)}
-    return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
+    return with_fields(base, **fields)
 
 
 def _sections(base: type[Section], entries: Mapping[str, Spec]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 
 def _not_bool(value: Any) -> Any:
@@ -41,3 +41,13 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         defer_build=True,  # most sections are parts of another, which needs no validator of theirs
     )
+
+
+S = TypeVar("S", bound=Section)
+
+
+def with_fields(base: type[S], **fields: Any) -> type[S]:
+    """The section with more or other fields, given as to pydantic's create_model()."""
+    # Where the class has no source, the search for docstrings of its fields takes long and finds none.
+    options = {"use_attribute_docstrings": False}
+    return create_model(base.__name__, __base__=base, __doc__=base.__doc__, __cls_kwargs__=options, **fields)
