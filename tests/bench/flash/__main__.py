@@ -9,7 +9,6 @@ surface. Every run asserts its lower bound; see tests/bench/flash/bounds.py.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.bench.flash.propositions import measure_propositions
 from tests.bench.flash.replicas import measure_replicas
 from tests.bench.flash.scenarios import SCENARIOS, Point, Scenario
 from tests.bench.flash.settings import Lengths, World
+from tests.bench.machine import tell
 
 CHECKS = {"propositions": measure_propositions, "replicas": measure_replicas}
 NAMES = [*CHECKS, *SCENARIOS]
@@ -85,7 +85,7 @@ def main() -> None:
             line = report(name, SCENARIOS[name], points) | fixed(options.decode)
             if options.plots is not None:
                 draw(options.plots, name, SCENARIOS[name], points)
-        print(json.dumps(rounded(line | {"cpu_s": time.process_time() - start})), flush=True)
+        tell(rounded(line | {"cpu_s": time.process_time() - start}))
 
 
 if __name__ == "__main__":

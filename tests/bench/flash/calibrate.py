@@ -9,7 +9,6 @@ through the medians of iterations with 1 to 256 live requests; settings.py keeps
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from tests.bench.generator import VOCAB, make_model
+from tests.bench.machine import tell
 
 LIVE = (1, 4, 16, 64, 128, 256)
 PROMPT, ITERATIONS, BURST = 16, 12, 4
@@ -51,7 +51,7 @@ def main() -> None:
         measured = {live: iteration_s(Path(folder), live, options.device) for live in LIVE}
     b, a = np.polyfit(list(measured), list(measured.values()), 1)
     milliseconds = {live: round(seconds * 1e3, 3) for live, seconds in measured.items()}
-    print(json.dumps({"bench": "flash.calibrate", "device": options.device, "ms": milliseconds, "a_s": a, "b_s": b}))
+    tell({"bench": "flash.calibrate", "device": options.device, "ms": milliseconds, "a_s": a, "b_s": b})
 
 
 if __name__ == "__main__":
