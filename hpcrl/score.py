@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from pydantic import ValidationError
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = _parser().parse_args(argv)
         reward = _reward(words)
-        rows = list(_rows(Path(words.file))) if words.file else _arguments(words)
+        rows = _rows_of(words)
     except (ValueError, OSError) as error:
         print(f"hpcrl.score: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -110,10 +110,26 @@ def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def _rows_of(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
+    """(where, row) of what is to be scored. ValueError says what is wrong with it."""
+    if words.file and (words.response or words.answer is not None or words.prompt or words.column):
+        raise ValueError("--file goes without a response, --answer, --prompt and --column: its rows have them")
+    rows = list(_rows(Path(words.file))) if words.file else _arguments(words)
+    compares = ":" not in words.reward and REWARDS[words.reward].compares_answer
+    if compares and all(item.answer is None for _, item in rows):
+        told = f'{words.file}: no row has an "answer"' if words.file else "give --answer"
+        raise ValueError(f"{told}, which the reward {words.reward} compares with")
+    return rows
+
+
 def _arguments(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
     if not words.response:
         raise ValueError("give a response, or --file with rows")
-    texts = [sys.stdin.read() if text == "-" else text for text in words.response]
+    try:
+        texts = [sys.stdin.buffer.read().decode() if text == "-" else text for text in words.response]
+        "".join([*texts, words.prompt, words.answer or ""]).encode()
+    except UnicodeError as error:
+        raise ValueError("a response, the prompt or the answer is no UTF-8 text") from error
     columns = _pairs("--column", words.column)
     return [
         ("", RewardItem(place, "default", words.prompt, text, words.answer, columns))
@@ -124,7 +140,7 @@ def _arguments(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
 def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
     """(where, row); ValueError names file and line."""
     count = 0
-    with file.open(encoding="utf-8", errors="strict") as lines:
+    with _opened(file) as lines:
         try:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
@@ -149,6 +165,14 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
             raise ValueError(f"{file}: no UTF-8 text") from error
     if not count:
         raise ValueError(f"{file}: no rows")
+
+
+def _opened(file: Path) -> TextIO:
+    """ValueError says why not."""
+    try:
+        return file.open(encoding="utf-8", errors="strict")
+    except OSError as error:
+        raise ValueError(f"--file {file}: {error.strerror}") from error
 
 
 def _turns(row: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -67,7 +68,15 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--reward", "nowhere.py:f", "x"], "nowhere.py:f: no such file"),
         (["--signature", "ppo", "x"], "--signature ppo: Input should be 'auto', 'verl'"),
         ([], "give a response, or --file with rows"),
-        (["--file", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
+        (["x"], "give --answer, which the reward math compares with"),
+        (["--file", "open.jsonl"], 'open.jsonl: no row has an "answer", which the reward math compares with'),
+        (["--file", "open.jsonl", "--answer", "3"], "--file goes without a response, --answer, "),
+        (["--answer", "3", "\udcff"], "a response, the prompt or the answer is no UTF-8 text"),
+        (["--reward", f"{'x' * 300}.py:f", "x"], "x.py:f: File name too long"),
+        (["--reward", "~nobody-has-this-name/f.py:f", "x"], "f.py:f: Could not determine home directory"),
+        (["--reward", "leaves.py:f", "x"], "leaves.py:f: running the file failed: SystemExit: 0"),
+        (["--file", "x" * 300], "x: File name too long"),
+        (["--file", "nowhere.jsonl"], "--file nowhere.jsonl: No such file or directory"),
         (["--file", "bad.jsonl"], 'bad.jsonl:2: expected an object with a text "response", there is: respons'),
         (["--file", "broken.jsonl"], "broken.jsonl:1: no JSON: "),
         (["--file", "empty.jsonl"], "empty.jsonl: no rows"),
@@ -82,11 +91,20 @@ def test_bad_input_is_one_line(
     Path("bad.jsonl").write_text('{"response": "a"}\n{"respons": "a"}\n')
     Path("broken.jsonl").write_text('{"response": "a"\n')
     Path("empty.jsonl").write_text("\n")
+    Path("open.jsonl").write_text('{"response": "a"}\n')
+    Path("leaves.py").write_text("raise SystemExit(0)\n")
     Path("latin.jsonl").write_bytes(b'{"response": "\xe4"}\n')
     assert main(words) == 2
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
     assert told.err.startswith("hpcrl.score: ") and message in told.err and "--help" in told.err
+
+
+def test_standard_input_has_to_be_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for written, code in ((b"It is 3.", 0), (b"\xff", 2)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written), errors="surrogateescape"))
+        assert main(["--answer", "3", "-"]) == code
+    assert "no UTF-8 text" in capsys.readouterr().err
 
 
 def test_the_module_runs_and_imports_no_torch() -> None:

@@ -194,11 +194,11 @@ def load_function(path: str) -> Callable[..., Any]:
     if not module_name or not name:
         raise ValueError(f"{path}: an import path is package.module:callable or file.py:callable")
     if module_name.endswith(".py"):
-        module = _load_file(Path(module_name).expanduser(), path)
+        module = _load_file(module_name, path)
     else:
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:
@@ -206,15 +206,20 @@ def load_function(path: str) -> Callable[..., Any]:
     if inspect.isclass(function):
         try:
             function = function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{path}: {name}() raised {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ValueError(f"{path}: {name} is not callable, it is {type(function).__name__}")
     return function
 
 
-def _load_file(file: Path, path: str) -> Any:
-    if not file.is_file():
+def _load_file(name: str, path: str) -> Any:
+    try:
+        file = Path(name).expanduser()
+        there = file.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long; the home folder of nobody
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if not there:
         raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
     assert spec is not None and spec.loader is not None, file
@@ -223,7 +228,7 @@ def _load_file(file: Path, path: str) -> Any:
     sys.path.insert(0, str(file.resolve().parent))  # its neighbours can be imported, as when it is run
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: running the file failed: {type(error).__name__}: {error}") from error
     return module
 

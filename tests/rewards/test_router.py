@@ -45,21 +45,23 @@ def test_nothing_wrong(tmp_path: Path):
     assert validate_rewards(Config(reward={"default": RewardConfig(name="function", function=f"{FILE}:trl")})) == []
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path):
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(7)\n")
-    rows = [{"prompt": "a", "answer": "b", "tag": tag} for tag in "xyfg"]
+    rows = [{"prompt": "a", "answer": "b", "tag": tag} for tag in "xyfgl"]
     data = DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows))
     reward = {
         "x": RewardConfig(options={"patern": "a"}),
         "f": RewardConfig(name="function", function=f"{FILE}:unknown"),
         "g": RewardConfig(name="function", function=f"{tmp_path}/deadly.py:f"),
+        "l": RewardConfig(name="function", function=f"{'x' * 300}.py:f"),
     }
     problems = validate_rewards(Config(data=data, reward=reward))
-    assert len(problems) == 4 and all("\n" not in problem for problem in problems)
+    assert len(problems) == 5 and all("\n" not in problem for problem in problems)
+    assert capfd.readouterr().err == "", "no traceback of a worker"
     for problem, start, text in zip(
         problems,
-        ("reward.x: options:", "reward.f: function:", "reward.g: function:", "domain 'y'"),
-        ("there is no option 'patern'", "fit no known signature", "ended the process with 7", "set reward.y.name"),
+        ("reward.x: options:", "reward.f: function:", "reward.g: function:", "reward.l: function:", "domain 'y'"),
+        ("option 'patern'", "fit no known signature", "ended the process with 7", "name too long", "set reward.y.name"),
         strict=True,
     ):
         assert problem.startswith(start) and text in problem
