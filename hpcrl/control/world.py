@@ -66,16 +66,18 @@ class World:
         if self.watch is not None:
             self.watch.stop()
 
-    def group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
+    def group(self, name: str, ranks: Sequence[int], epoch: int, *, of_engine: bool = False) -> Any:
         """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
 
         Pairs connect when they first talk, so a large group is no full mesh. A higher epoch makes a fresh group.
+        of_engine: its collectives may last as long as the controller allows the command; a pause of the job is not
+        counted.
         """
         store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=self.address, lazy_init=True)]
-        options._timeout = timedelta(seconds=PEER_SHARE * self.timeout_s)
+        options._timeout = UNCOUNTED if of_engine else timedelta(seconds=PEER_SHARE * self.timeout_s)
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
     def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:

@@ -59,7 +59,7 @@ class GeneratorRole:
         self._worker = worker
         replica = worker.layout.replica_of(worker.world.rank)
         self._speaks, self._others = replica[0] == worker.world.rank, replica[1:]
-        group = worker.world.group(f"replica/{replica[0]}", replica, 0) if self._others else None
+        group = worker.world.group(f"replica/{replica[0]}", replica, 0, of_engine=True) if self._others else None
         ranks = ReplicaRanks(replica, replica.index(worker.world.rank), group)
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)

@@ -13,6 +13,7 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.control import messages as m
+from hpcrl.control.world import UNCOUNTED
 from hpcrl.engines.gen.native.engine import make
 from hpcrl.engines.gen.native.weights import read_safetensors
 from hpcrl.roles.generator import GeneratorRole
@@ -116,7 +117,8 @@ def test_an_observation_that_is_passed_on_early_is_kept(stage: Stage, replica: R
 
 
 def test_ranks_that_do_different_things_are_noticed(replica: Replica) -> None:
-    """The comparison that the tests here and of whole runs rest on."""
+    """The comparison that the tests here and of whole runs rest on; a job that is suspended in it does not fail."""
+    assert all(role.engine._replica.group.options._timeout == UNCOUNTED for role in replica.roles)
     steps = [role.engine.step for role in replica.roles]
     for error in replica.each(lambda rank: steps[rank](4 + rank)):
         assert isinstance(error, RuntimeError) and "differ in step" in str(error)
