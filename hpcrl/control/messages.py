@@ -499,8 +499,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
 
 
 class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """An observation on its way to the generator rank that holds the sample: int32 token ids, and as JSON the messages
-    in chat form that they stand for. The first one is the whole prompt; without tokens the row's own stays."""
+    """An observation on its way to the first rank of the replica that holds the sample, and from there to the others:
+    int32 token ids, and as JSON the messages in chat form that they stand for. The first one is the whole prompt;
+    without tokens the row's own stays."""
 
     sample: int
     token_ids: bytes
