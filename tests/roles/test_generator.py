@@ -184,7 +184,7 @@ def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole
     carry_out(role, m.Burst(8, [2], [1]))
     carry_out(role, m.Rescore([sample], [2]))
     [response] = stage.mail(2, m.Response)
-    held = role.held[sample]
+    held = role.samples[sample].held
     ids = np.frombuffer(b"".join([*(ids for _, ids in response.earlier), response.token_ids]), dtype=np.int32)
     assert ids.tolist() == held.token_ids[held.loss_mask].tolist() and len(response.earlier) == 1
     assert [response.earlier[0][0], response.text] == [held.messages[n]["content"] for n in (-3, -1)]

@@ -10,6 +10,7 @@ import pytest
 
 from hpcrl.rollout.events import DoneSample, Scored
 from hpcrl.rollout.groups import LiveGroup, with_score
+from hpcrl.rollout.prompt_queue import Start
 from hpcrl.rollout.types import TOKEN_REWARD, FinishReason
 
 NAN = math.nan
@@ -39,7 +40,7 @@ def test_rewards_of_turns_add_up(
 
 
 def test_a_group_that_waits_in_a_checkpoint_keeps_what_its_turns_and_tokens_were_given() -> None:
-    group = LiveGroup(3, 1, 0, 2, size=2, keep=2)
+    group = LiveGroup(Start(3, 1), version=2, size=2, keep=2)
     tokens = np.array([(0, 0.5), (7, -0.25)], dtype=TOKEN_REWARD).tobytes()
     for sample, event in zip(
         group.samples, (Scored(1, 0.25, 1.0, "", (0.5, -0.25), tokens), Scored(2, 1.0, 1.0)), strict=True
