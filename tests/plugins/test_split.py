@@ -68,8 +68,8 @@ def test_two_ranks_a_model_go_on_where_one_stopped_and_end_where_one_ends(tmp_pa
             torch.testing.assert_close(values, other.columns[name], rtol=1e-6, atol=1e-9, msg=f"{step} {name}")
     assert [row["step"] for row in ours[1]] == list(range(STEPS + 1))
     for row, other_row in zip(ours[1], theirs[1], strict=True):
-        # A loss is a float32 sum of terms of both signs, which nearly cancel; replicas order sums in other ways.
-        assert row == pytest.approx(other_row, rel=1e-5, abs=1e-6), row["step"]
+        # A loss is a mean of terms of order 1 that nearly cancel.
+        assert row == pytest.approx(other_row, rel=1e-5, abs=1e-7), row["step"]
     assert ours[2].keys() == theirs[2].keys() == {"A", "B"}
     for name, weight in ours[2].items():
         torch.testing.assert_close(weight, theirs[2][name], rtol=1e-9, atol=1e-9)
