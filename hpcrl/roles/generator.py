@@ -100,7 +100,8 @@ class GeneratorRole:
         s = command.sampling
         params = SamplingParams(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, tuple(s.stop))
         known = [self.samples[sample] for sample, _ in command.samples if sample in self.samples]
-        self._extend([sample for sample in known if sample.rollout is not None])
+        if going_on := [sample for sample in known if sample.rollout is not None]:
+            self._extend(going_on)
         shared: dict[int, list[int]] = {}  # siblings get the same list: the engine prefills it once
         requests = []
         for sample_id, seed in command.samples:
