@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import io
 import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,20 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def no_room_for(folder: Path, num_bytes: int) -> str:
+    """Why the user may not write so many bytes into a folder: free space that the file system shows may be more than
+    the user's quota. Empty where they could be reserved, or where the file system reserves nothing (NFS 3, ZFS)."""
+    # Not os.posix_fallocate, which writes to each block where the file system reserves nothing.
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            refused = ctypes.get_errno() if fallocate(file.fileno(), 0, 0, num_bytes) else 0
+    except OSError as error:
+        return error.strerror or str(error)
+    return os.strerror(refused) if refused in STORAGE_ERRORS else ""
 
 
 def rename_durably(source: Path, target: Path) -> None:

@@ -5,7 +5,8 @@
 The nodes talk through files in the run folder, which is itself what must be shared: the first node writes a nonce and
 the hash of config.yaml, the others answer with a report that holds both, the first judges all reports and leaves a
 verdict. A node that will not do is not worth a requeue, as Slurm would give it again: the run ends, names it, and
-cluster.exclude leaves it out. Free space is what statvfs says; a quota is not seen.
+cluster.exclude leaves it out. Free space is what statvfs says; the first node also tries to reserve it in the run
+folder for a moment, which shows a quota where the file system can reserve.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hpcrl.config import Config, RoleName
 from hpcrl.control.bootstrap import find_place
 from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import backed_off_s, write_durably
+from hpcrl.files import backed_off_s, no_room_for, write_durably
 from hpcrl.node.devices import visible_gpus
 from hpcrl.rundir import CONFIG, stored_config
 from hpcrl.spec.tables import ROLES
@@ -75,7 +76,7 @@ class Canary(msgspec.Struct, forbid_unknown_fields=True):
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
     """What a node says of itself. scratch_free_bytes is -1 where nothing can be written; no_network: what is wrong with
-    its interface; unreached: why it cannot connect to the first node."""
+    its interface; unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written."""
 
     nonce: str
     node: int
@@ -94,6 +95,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     address: str = ""
     no_network: str = ""
     unreached: str = ""
+    no_room: str = ""
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
@@ -261,6 +263,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         address=address,
         no_network=no_network,
         unreached=said.unreached,
+        no_room=no_room_for(run_dir, RUN_FREE_BYTES) if node == 0 else "",
     )
 
 
@@ -332,6 +335,9 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         found.append(f"{text}: raise the hard limit there (ulimit -Hn)")
     if report.run_free_bytes < RUN_FREE_BYTES:
         found.append(f"has {_mib(report.run_free_bytes)} free in the run folder, needs {_mib(RUN_FREE_BYTES)}")
+    elif report.no_room:
+        text = f"may not write {_mib(RUN_FREE_BYTES)} to the run folder: {report.no_room}"
+        found.append(f"{text}; free some of your quota (quota -s, lfs quota) or set run_dir")
     if report.scratch_free_bytes < 0:
         found.append(f"cannot write to its scratch {report.scratch}: set TMPDIR or cluster.exclude it")
     elif report.scratch_free_bytes < SCRATCH_FREE_BYTES:

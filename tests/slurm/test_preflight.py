@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,17 @@ import pytest
 
 from hpcrl.config import read
 from hpcrl.exitcodes import ExitCode
-from hpcrl.node.preflight import RUN_FREE_BYTES, SCRATCH_FREE_BYTES, Needs, Report, judge, needs_of, read_reports
+from hpcrl.files import no_room_for
+from hpcrl.node.preflight import (
+    RUN_FREE_BYTES,
+    SCRATCH_FREE_BYTES,
+    Needs,
+    Report,
+    examine,
+    judge,
+    needs_of,
+    read_reports,
+)
 from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
 
 COMPONENTS = (
@@ -188,6 +199,22 @@ def test_judgement() -> None:
     )
     line = judge([GOOD, full, GOOD], [NEED] * 3)
     assert line.count("node n2 has 1,023 MiB free in the run folder") == 1 and "its scratch /tmp, needs 64 MiB" in line
+
+
+def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a quota, as free space shows neither."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert examine(0, NEED, tmp_path).no_room == ""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        report, other = examine(0, NEED, tmp_path), examine(1, NEED, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (report.no_room, other.no_room) == ("File too large", "")
+    assert report.run_free_bytes >= RUN_FREE_BYTES and list(tmp_path.iterdir()) == []
+    line = judge([msgspec.structs.replace(GOOD, no_room=report.no_room)], [NEED])
+    assert line.startswith("node n1 may not write 1,024 MiB to the run folder: File too large; free some of your quota")
+    assert no_room_for(tmp_path / "nowhere", 1) == "No such file or directory"
 
 
 @pytest.mark.parametrize(
