@@ -34,11 +34,11 @@ commands (hpcrl COMMAND --help tells more)
 
 examples
   python -m hpcrl.launch +experiment=demo_sft
-      warm a tiny model up on digit sorting, here
+      supervised warm-up of a tiny model on digit sorting, here
   python -m hpcrl.launch +experiment=demo model.path=runs/demo_sft/hf dry_run=true
       check a run and print its plan, start nothing
   python -m hpcrl.launch +cluster=slurm cluster.partition=debug +experiment=demo model.path=runs/demo_sft/hf
-      the same as a Slurm job; the same words again go on where it was stopped
+      the same as a Slurm job; the same command again resumes it
   python -m hpcrl.status
       a line for each run in runs/
 

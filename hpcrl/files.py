@@ -1,4 +1,4 @@
-"""Durable files and numbered step folders: what a killed program leaves is whole or absent."""
+"""Durable files and numbered step folders: after a kill, a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
 STORAGE_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE))
-"""Numbers of the errors that a full or failing file system gives, and hardly anything else does."""
+"""Error numbers that almost only a full or failing file system gives."""
 
 
 def step_name(step: int) -> str:
@@ -28,7 +28,7 @@ def step_name(step: int) -> str:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a folder `step_NNNNNN` in `folder`, rising; empty where there is no such folder."""
+    """Steps that have a folder `step_NNNNNN` in `folder`, ascending; empty if `folder` does not exist."""
     if not folder.is_dir():
         return []
     found = (STEP_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
@@ -36,21 +36,21 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def committed_step(run_dir: Path) -> int:
-    """Step of the newest checkpoint that a run has committed, -1 without one.
+    """Step of the newest committed checkpoint of a run, -1 without one.
 
-    Only a commit gives a folder its final name (checkpoint/commit.py), so the name says it; contents are not verified.
+    Only a commit gives a folder its final name (checkpoint/commit.py), so the name suffices; contents are not verified.
     """
     return max(steps_in(run_dir / "checkpoints"), default=-1)
 
 
 def backed_off_s(waited_s: float, least_s: float = 0.02) -> float:
-    """How long to sleep before the next look at a shared file system after `waited_s`: a twentieth of it, so that
-    hundreds of processes which wait for long do not ask fifty times a second each."""
+    """Seconds to sleep before the next read of a shared file system after `waited_s`: a twentieth of it, so that
+    hundreds of waiting processes do not each read fifty times a second."""
     return min(max(least_s, waited_s / 20), 1.0)
 
 
 def fsync_path(path: Path) -> None:
-    """Push a file's content, or a folder's entries, to the disk."""
+    """Sync a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +73,7 @@ def no_room_for(folder: Path, num_bytes: int) -> str:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename, so that after a crash of the machine the entry stands in exactly one of both folders."""
+    """Rename such that after a crash of the machine the entry is in exactly one of the two folders."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -81,13 +81,13 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether a full or failing file system is the cause, so that the same may go well another time."""
+    """Whether a full or failing file system is the cause, so that a retry may succeed."""
     return isinstance(error, OSError) and error.errno in STORAGE_ERRORS
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError that is raised inside names `path` where it names no file; those of write() and fsync() do not."""
+    """Add `path` to an OSError raised inside that names no file, such as those of write() and fsync()."""
     try:
         yield
     except OSError as error:
@@ -97,7 +97,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class _Lossy(io.FileIO):
-    """A file that takes what a full disk does not."""
+    """A text stream that discards what a full disk rejects."""
 
     def write(self, data: Any) -> int:
         try:
@@ -109,7 +109,7 @@ class _Lossy(io.FileIO):
 
 
 def shield_output() -> None:
-    """From now on what this process prints is lost where the disk of its log is full, and does not end it."""
+    """Make this process lose its output, instead of ending, if the disk of its log is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()
@@ -119,9 +119,9 @@ def shield_output() -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step: temporary file beside it, fsync, rename, fsync of the folder.
+    """Replace `path` by `data` atomically: temporary file beside it, fsync, rename, fsync of the folder.
 
-    OSError names the file; then `path` is as it was, and nothing is left beside it.
+    OSError names the file; then `path` is unchanged, and no temporary file is left.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -130,15 +130,15 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        temporary.unlink(missing_ok=True)  # what fits of it would keep the disk full
+        temporary.unlink(missing_ok=True)  # the written part would keep the disk full
         raise
     rename_durably(temporary, path)
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to fill, which takes the place of `path` at the end, and is removed where that is not
-    reached. Its files are pushed to the disk and get the permissions that new files have."""
+    """A temporary folder beside `path` that replaces `path` at the end, and is removed after an error. Its files are
+    synced to disk and get the permissions of new files."""
     partial, before = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     for left in (partial, before):
         remove(left)
@@ -160,8 +160,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def give_usual_modes(folder: Path) -> None:
-    """Let the files below a new folder have the permissions of new files, as the umask gave its own to the folder;
-    safetensors makes files that nobody else may read."""
+    """Give the files below a new folder the permissions of new files, according to the umask; safetensors creates files
+    that nobody else can read."""
     mode = 0o666 & (folder.stat().st_mode | 0o600)
     for file in folder.rglob("*"):
         if file.is_file():
@@ -169,7 +169,7 @@ def give_usual_modes(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all in it, of a symbolic link the link alone; nothing where there is none."""
+    """Remove a file, a folder with its content, or a symbolic link itself, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,6 +1,6 @@
-"""plot.png: how a run learned, on one picture.
+"""plot.png: the learning curves of a run.
 
-python -m hpcrl.plot RUN_DIR      draws it as far as the run has come; a run that ends well draws its own
+python -m hpcrl.plot RUN_DIR      plots the steps so far; a successful run creates its plot at the end
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PANELS = (
     ("val/score/mean", "held-out accuracy", "#d1603d"),
 )
 SAMPLED = "val/sampled/score/mean"
-SMOOTHING_STEPS = 9  # odd: centred on the step, so that the curve does not lag
+SMOOTHING_STEPS = 9  # odd, so that the mean is centred on the step
 
 
 def plot(run_dir: Path) -> Path:
     """Draw reward (or loss) and held-out accuracy of metrics.jsonl against the step; returns the path of plot.png.
 
-    Panels of what was never measured are left out. ValueError when there is nothing to draw.
+    Panels without measurements are omitted. ValueError if there is nothing to draw.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def _curve(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[f
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean of each value and its neighbours, SMOOTHING_STEPS in all; fewer at both ends."""
+    """Moving mean over SMOOTHING_STEPS values; over fewer at both ends."""
     half = SMOOTHING_STEPS // 2
     windows = (values[max(0, middle - half) : middle + half + 1] for middle in range(len(values)))
     return [sum(window) / len(window) for window in windows]

@@ -1,11 +1,12 @@
-"""Models and data for compute nodes, which are offline: run this where the network is, such as on the login node.
+"""Downloads models and data for offline compute nodes: run this on a machine with network access, such as the login
+node.
 
     python -m hpcrl.prefetch Qwen/Qwen2.5-7B                      a model, into the Hugging Face cache (HF_HOME)
-    python -m hpcrl.prefetch Qwen/Qwen2.5-7B --folder models/7b   into a folder of its own: model.path=models/7b
+    python -m hpcrl.prefetch Qwen/Qwen2.5-7B --folder models/7b   into a separate folder: model.path=models/7b
     python -m hpcrl.prefetch datasets/openai/gsm8k/main/train-00000-of-00001.parquet     one file of a data set
 
-Prints the path of each. The cache must lie where the compute nodes see it. The endpoint is HF_ENDPOINT, the token
-HF_TOKEN, as everywhere with Hugging Face. A download that was broken off goes on where it was.
+Prints the path of each download. The compute nodes must see the cache. The endpoint is HF_ENDPOINT, the token HF_TOKEN,
+as usual with Hugging Face. An interrupted download is continued.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ DATASETS = "datasets/"
 
 
 def prefetch(name: str, revision: str | None = None, folder: Path | None = None) -> Path:
-    """Download a model (ORG/NAME), or a file (datasets/ORG/NAME/FILE), unless it is there; returns where it is.
+    """Download a model (ORG/NAME), or a file (datasets/ORG/NAME/FILE), unless it exists; returns its path.
 
-    ValueError, one line each: what stands against it, or what is wrong with the model that came.
+    ValueError, one line each: why the download is impossible, or errors in the downloaded model.
     """
     from huggingface_hub.errors import DryRunError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
@@ -36,14 +37,14 @@ def prefetch(name: str, revision: str | None = None, folder: Path | None = None)
         return _file(name, revision, folder) if name.startswith(DATASETS) else _model(name, revision, folder)
     except HFValidationError as error:
         raise ValueError(f"{name}: expected ORG/NAME, or datasets/ORG/NAME/FILE") from error
-    except (DryRunError, LocalEntryNotFoundError) as error:  # what was wrong is underneath
+    except (DryRunError, LocalEntryNotFoundError) as error:  # the cause is the chained exception
         raise ValueError(f"{name} {_explain(error.__cause__ or error)}") from error
     except (HTTPError, OSError) as error:
         raise ValueError(f"{name} {_explain(error)}") from error
 
 
 def _explain(error: BaseException) -> str:
-    """What the hub, the way there or the disk did, and the way out."""
+    """The error of hub, network or disk, and the way out."""
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -61,7 +62,7 @@ def _explain(error: BaseException) -> str:
             return "has no such --revision"
         case EntryNotFoundError():
             return "is a data set without that file"
-    return f"did not come from {ENDPOINT}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return f"could not be downloaded from {ENDPOINT}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _model(name: str, revision: str | None, folder: Path | None) -> Path:
@@ -117,13 +118,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("names", nargs="+", metavar="NAME", help="ORG/NAME or datasets/ORG/NAME/FILE")
     parser.add_argument("--revision", help="branch, tag or commit; default: main")
-    parser.add_argument("--folder", type=Path, help="where it goes instead of the cache; with one NAME")
+    parser.add_argument("--folder", type=Path, help="target folder instead of the cache; with one NAME")
     words = parser.parse_args(argv)
     if words.folder is not None and len(words.names) > 1:
-        print("--folder: a folder holds one model; give one NAME", file=sys.stderr)
+        print("--folder: a folder can hold one model; give one NAME", file=sys.stderr)
         return ExitCode.BAD_INPUT
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        print("HF_HUB_OFFLINE is set: nothing can be downloaded; unset it where the network is", file=sys.stderr)
+        print(
+            "HF_HUB_OFFLINE is set: nothing can be downloaded; unset it on a machine with network access",
+            file=sys.stderr,
+        )
         return ExitCode.BAD_INPUT
     code = ExitCode.DONE
     for name in words.names:

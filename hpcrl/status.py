@@ -1,9 +1,9 @@
-"""What a run does: state, place, progress, time left, checkpoints, restarts, errors.
+"""Status of a run: state, nodes, progress, time left, checkpoints, restarts, errors.
 
-    python -m hpcrl.status [RUN|JOBID]      a run's folder, its name in runs/, or a job; without one: all in runs/
+    python -m hpcrl.status [RUN|JOBID]      a run's folder, its name in runs/, or a job; default: all runs in runs/
 
-Everything but the job's state is read from the run folder, so it works while the run goes on, when it is over, and
-where Slurm has forgotten the job or keeps no accounts. It writes nothing and imports no torch.
+Everything except the job's state is read from the run folder, so the command works during the run, after its end, and
+if Slurm has forgotten the job or has no accounting. It writes nothing and imports no torch.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from hpcrl.rundir import (
 
 RUNS = Path("runs")
 SHOWN_NODES, SHOWN_RESTARTS = 8, 5
-STALLED = 10  # times a usual step without one
+STALLED = 10  # usual step times without a new step
 STALLED_S = 60.0  # at least
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder says, read when asked for."""
+    """The content of a run folder, read on access."""
 
     folder: Path
 
     @cached_property
     def config(self) -> Config | None:
-        """None where no attempt has begun."""
+        """None if no attempt has begun."""
         return stored_config(self.folder) if (self.folder / CONFIG).exists() else None
 
     @cached_property
     def owners(self) -> dict[int, dict[str, Any]]:
-        """Attempt -> who held it and how it ended."""
+        """Attempt -> its owner and how it ended."""
         found = sorted((self.folder / OWNERS).glob("[0-9]*"))
         return {int(path.name): read_owner(self.folder, int(path.name)) for path in found if path.name.isdigit()}
 
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def began(self) -> float | None:
-        """When the newest attempt did, seconds since the epoch."""
+        """Start of the newest attempt, seconds since the epoch."""
         with contextlib.suppress(KeyError, ValueError):
             return datetime.datetime.fromisoformat(self.owner["since"]).timestamp()
         return None
@@ -99,12 +99,12 @@ class Run:
 
     @cached_property
     def step_s(self) -> float | None:
-        """Seconds of a step, without evaluations; of the last steps."""
+        """Seconds per step without evaluations, over the last steps."""
         times = [row["time/step_total"] for row in self.rows[-RECENT_STEPS:] if row["step"] and row["time/step_total"]]
         return sum(times) / len(times) if times else None
 
     def seconds_left(self) -> float | None:
-        """Until the last step, at the rate of the last ones."""
+        """Seconds until the last step, at the rate of recent steps."""
         if self.step_s is None or self.config is None:
             return None
         config = self.config
@@ -113,12 +113,12 @@ class Run:
         return (config.max_steps - self.step) * self.step_s + evaluations * evaluation_s
 
     def newest(self, name: str) -> tuple[int, float] | None:
-        """(step, value) of a metric where it was logged last."""
+        """(step, value) of the last logged value of a metric."""
         return next(((row["step"], row[name]) for row in reversed(self.rows) if row.get(name) is not None), None)
 
 
 def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
-    """The run as lines of `what  how`. `job`: as Slurm or its accounts tell it, None where they know none."""
+    """The run as lines of `label  text`. `job`: from Slurm or its accounts, None if they know none."""
     run = Run(run_dir)
     config = run.config
     what = f"{config.run_name} ({config.pipeline})" if config else run_dir.name
@@ -150,7 +150,7 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
 
 def state(run: Run, job: slurm.Job | None) -> str:
     """One of queued, requeued, held, starting, running, ending, finished, stopped, lost, never started, unknown; then a
-    colon and what there is to say."""
+    colon and details."""
     owner, attempt = run.owner, run.attempt
     mine = job is not None and owner.get("job") == job.id and owner.get("restarts") == job.restarts
     if job is not None and job.lives:
@@ -166,7 +166,7 @@ def state(run: Run, job: slurm.Job | None) -> str:
     if "ended" not in owner and "pid" in owner and not lives_as_job(owner):
         held = f"pid {owner['pid']} on {owner['host']}, attempt {attempt} since {owner['since']}"
         if owner["host"] != platform.node():
-            return f"unknown: {held}; ask there"
+            return f"unknown: {held}; check there"
         if process_lives(owner["pid"], owner["process_start"]):
             return f"running: {held}"
     if finished := run.finished:
@@ -178,9 +178,9 @@ def state(run: Run, job: slurm.Job | None) -> str:
         return f"never started: {says}" if (run.folder / SUBMITTED).exists() else "never started"
     if "ended" in owner:
         how = f" ({owner['how']}): {owner['why']}" if "how" in owner else ""
-        return f"stopped: attempt {attempt} ended {owner['ended']}{how}; the same command goes on"
+        return f"stopped: attempt {attempt} ended {owner['ended']}{how}; the same command resumes it"
     holder = says if lives_as_job(owner) else f"pid {owner.get('pid')} on {owner.get('host')} is gone"
-    return f"lost: attempt {attempt} said nothing at its end, {holder}; the same command goes on"
+    return f"lost: attempt {attempt} ended without a report, {holder}; the same command resumes it"
 
 
 def _release(job: slurm.Job) -> str:
@@ -188,7 +188,7 @@ def _release(job: slurm.Job) -> str:
 
 
 def last_error(run: Run) -> str:
-    """The newest message of an attempt that did not end as it should; empty without one."""
+    """The newest message of a failed attempt; empty without one."""
     for attempt in sorted(run.owners, reverse=True):
         world = world_folder(run.folder, attempt)
         told = read_record(world / VERDICT, code=int, message=str)
@@ -205,12 +205,12 @@ def last_error(run: Run) -> str:
 
 
 def find_run(name: str) -> Path:
-    """Folder of a run given as a folder, a name under runs/ or a job. ConfigError if there is none."""
+    """Folder of a run, given as a folder, a name under runs/ or a job. ConfigError if there is none."""
     for folder in (Path(name), RUNS / name):
         if (folder / CONFIG).exists() or (folder / SUBMITTED).exists():
             return folder
     if not name.isdigit():
-        raise ConfigError([f"{name} is no run folder (no {CONFIG}), no run in {RUNS}/ and no job"])
+        raise ConfigError([f"{name} is not a run folder (no {CONFIG}), a run in {RUNS}/ or a job"])
     try:
         text = slurm.call("scontrol", "--oneliner", "show", "job", name)
     except slurm.SlurmError as error:
@@ -223,18 +223,18 @@ def find_run(name: str) -> Path:
         with contextlib.suppress(ConfigError):  # another run's folder may be damaged
             if int(name) in {*submitted_jobs(folder), *(owner.get("job") for owner in Run(folder).owners.values())}:
                 return folder
-    raise ConfigError([f"job {name} belongs to no run in {RUNS}/, and Slurm does not name its folder: {why}"])
+    raise ConfigError([f"job {name} belongs to no run in {RUNS}/, and Slurm does not give its folder: {why}"])
 
 
 def find_job(run: Run) -> slurm.Job | None:
-    """The job that runs or will run this run, else its last; None if Slurm knows none.
+    """The current or waiting job of this run, else its last job; None if Slurm knows none.
 
-    Its state is UNKNOWN, and the reason why, where Slurm cannot be asked or is another cluster's.
+    Its state is UNKNOWN, with the reason, if Slurm cannot be queried or belongs to another cluster.
     """
     cluster = read_record(run.folder / SUBMITTED).get("cluster") or run.owner.get("cluster", "")
     numbers = [*([run.owner["job"]] if lives_as_job(run.owner) else []), *submitted_jobs(run.folder)]
     try:
-        if numbers and cluster and (here := slurm.cluster_name()) != cluster:  # a number means another job here
+        if numbers and cluster and (here := slurm.cluster_name()) != cluster:  # the same id is another job here
             return slurm.Job(numbers[-1], "UNKNOWN", 0, False, f"ask on cluster {cluster}, this is {here}", None)
         known = [job for number in dict.fromkeys(numbers) if (job := slurm.find_job(number)) is not None]
     except slurm.SlurmError as error:
@@ -255,7 +255,7 @@ def _runs_here() -> list[Path]:
 
 
 def _where(run: Run, config: Config) -> Iterable[tuple[str, str]]:
-    """Component, its nodes, the ranks of each role there."""
+    """Component, its nodes, and the ranks of each role there."""
     layout = RoleLayout.from_config(config)
     names = {report.node: report.name for report in read_reports(world_folder(run.folder, run.attempt))}
     if config.cluster.name == "local":
@@ -284,7 +284,7 @@ def _progress(run: Run, config: Config, now: float, runs: bool) -> str:
     parts = [f"{run.step} of {config.max_steps}"]
     logged = (run.folder / METRICS).stat().st_mtime if run.rows else None
     if runs and run.began is not None and (logged is None or logged < run.began):
-        parts[0] += f", attempt {run.attempt} began {duration(now - run.began)} ago and has done none yet"
+        parts[0] += f", attempt {run.attempt} began {duration(now - run.began)} ago and has completed none yet"
     elif runs and logged is not None:
         stalled = now - logged > max(STALLED_S, STALLED * (run.step_s or 0.0))
         parts[0] += f", {duration(now - logged)} ago{', much longer than a step takes' if stalled else ''}"
@@ -298,7 +298,7 @@ def _progress(run: Run, config: Config, now: float, runs: bool) -> str:
 
 
 def _time(run: Run, config: Config, job: slurm.Job | None, now: float) -> Iterable[str]:
-    """Time left of the run, and whether this job is long enough for it."""
+    """Time left of the run, and whether this job is long enough."""
     left = run.seconds_left()
     if left is None or not left:
         return
@@ -306,7 +306,7 @@ def _time(run: Run, config: Config, job: slurm.Job | None, now: float) -> Iterab
         yield f"{duration(left)} to go at this rate"
         return
     limit = job.end - now
-    how = "it is requeued and goes on" if config.cluster.after == "requeue" else "the next job goes on"
+    how = "it is requeued and resumes" if config.cluster.after == "requeue" else "the next job resumes"
     if job.preempted:
         yield f"{duration(left)} to go; the job is being preempted: the run saves, {how}"
         return
@@ -326,7 +326,7 @@ def _checkpoint(run: Run, now: float) -> str:
 
 
 def _restarts(run: Run) -> Iterable[tuple[str, str]]:
-    """The attempts before this one, newest first."""
+    """Earlier attempts, newest first."""
     earlier = [attempt for attempt in sorted(run.owners, reverse=True) if attempt != run.attempt]
     if earlier:
         yield "restarts", str(len(earlier))
@@ -338,7 +338,7 @@ def _restarts(run: Run) -> Iterable[tuple[str, str]]:
 
 
 def _outcome(owner: dict[str, Any]) -> str:
-    return "ended" if "ended" in owner else "lost without a word"
+    return "ended" if "ended" in owner else "lost without a report"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -357,12 +357,12 @@ def main(argv: Sequence[str]) -> int:
     for folder in folders:
         try:
             print((describe if argv else line)(folder, find_job(Run(folder)), time.time()))
-        except (ConfigError, OSError) as error:  # of the others there is still something to say
+        except (ConfigError, OSError) as error:  # the other runs are still shown
             print(f"hpcrl: {error}", file=sys.stderr)
             code = ExitCode.BAD_INPUT
     return code
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ended by `| head`
     sys.exit(main(sys.argv[1:]))

@@ -76,7 +76,7 @@ def test_a_hint_runs_in_a_shell_without_python(tmp_path: Path, monkeypatch: pyte
         words = hinted(cli.in_shell(hint))
         assert words[1:] == ["-m", "hpcrl.status", "runs/x"]
         done = run(*words, path="/usr/bin:/bin", cwd=folder)
-        assert "runs/x is no run folder" in done.stderr, done
+        assert "runs/x is not a run folder" in done.stderr, done
     assert words[0] == f"bin/{Path(sys.executable).name}", "short where the interpreter is below the current folder"
 
 

@@ -96,7 +96,7 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
     )
     expected = [
         "algorithm=grop: no such algorithm; there are: grpo, reinforce, reinforce_plus_plus; did you mean grpo?",
-        "a=1,2: several values; write a list as key=[a,b], or give -m for a run with each",
+        "a=1,2: several values; write a list as key=[a,b], or give -m to run each value",
         "what: expected key=value",
         "--dry-run: unknown option; settings are written key=value, --help shows them",
         "run_name: expected letters, digits, '.', '_' and '-' only, got 'a/b' (override 'run_name=a/b')",
@@ -155,15 +155,15 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["trainer.betas=[.9,1]"], "trainer.betas.1: must be below 1"),
         (["rollout.stop=['']"], "rollout.stop: '' ends every response before its first token"),
         (["rollout.top_p=1e-300"], "rollout.top_p: expected at least 0.001, got 1e-300"),
-        (["rollout.temperature=1e-300"], "rollout.temperature: 1e-300 is no temperature to divide by; use 0.01 to 100"),
-        (["rollout.temperature=1e300"], "rollout.temperature: 1e+300 is no temperature to divide by"),
+        (["rollout.temperature=1e-300"], "rollout.temperature: 1e-300 is out of range; use 0.01 to 100"),
+        (["rollout.temperature=1e300"], "rollout.temperature: 1e+300 is out of range"),
         (
             ["data.val=task:add", "eval.temperature=1e-9"],
-            "eval.temperature: 1e-09 is no temperature to divide by; use 0.01 to 100, or 0 for greedy",
+            "eval.temperature: 1e-09 is out of range; use 0.01 to 100, or 0 for greedy",
         ),
         (
             ["generator.kv_bucket=100000000"],
-            "generator.kv_bucket: 100000000 tokens of cache for each response, and the longest has 1280",
+            "generator.kv_bucket: 100000000 tokens of cache per response, but the longest has 1280",
         ),
         (["model.tiny.vocab_size=1"], "model.tiny.vocab_size: expected at least 259, got 1"),
         (["model.tiny.num_layers=1000000"], "model.tiny.num_layers: expected at most 1000"),
@@ -173,7 +173,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["timeouts.store_s=.001"], "timeouts.store_s: expected at least 1"),
         (["trainer.eps=1e20"], "trainer.eps: expected at most 1"),
         (["reward.default.timeout_s=1e-9"], "reward.default.timeout_s: expected at least 0.01"),
-        (["model.dtype=bfloat16"], "trainer.param_dtype: float32 gains nothing"),
+        (["model.dtype=bfloat16"], "trainer.param_dtype: float32 has no advantage"),
         (["model.tiny.num_heads=3"], "model.tiny.num_kv_heads: 2 does not divide num_heads"),
         (["model.tiny.hidden_size=20"], "model.tiny.hidden_size: 20 must be a multiple of"),
         (["model.tiny.architecture=gemma2"], "model.tiny.architecture: the native generator runs qwen2"),
@@ -192,20 +192,23 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["data.domain_interleave_probs={a:.5,b:.4}"], "data.domain_interleave_probs: the shares must add up to 1"),
         (["pipeline=sft", "sft.stop_score=.2"], "sft.stop_score: needs held-out evaluation"),
         (["rollout.max_lag=0.01"], "rollout.max_lag: 0.01 of 64 prompts is less than one, so that nothing can be gen"),
-        (["rollout.max_lag=1", "deterministic=true"], "rollout.max_lag: 1, and deterministic=true generates nothing"),
+        (["rollout.max_lag=1", "deterministic=true"], "rollout.max_lag: 1, but deterministic=true generates nothing"),
         (["rollout.max_lag=1.001"], "rollout.max_lag: 0.001 of 64 prompts is less than one, so that nothing can be"),
         (
             ["rollout.max_lag=2", "rollout.max_generated_groups=64"],
             "rollout.max_generated_groups: 64 is less than the 192 that a step may start with max_lag 2; use at least",
         ),
-        (["rollout.max_lag=100"], "rollout.max_lag: 100, and with max_steps=100 no token can lag more than 99; use at"),
+        (
+            ["rollout.max_lag=100"],
+            "rollout.max_lag: 100, but with max_steps=100 no token can have a lag above 99; use at",
+        ),
         (
             ["rollout.max_lag=.5", "max_steps=1"],
-            "rollout.max_lag: 0.5, and with max_steps=1 no token can lag more than 0",
+            "rollout.max_lag: 0.5, but with max_steps=1 no token can have a lag above 0",
         ),
         (
             ["rollout.max_lag=1.5", "max_steps=2"],
-            "rollout.max_lag: 1.5, and with max_steps=2 no token can lag more than",
+            "rollout.max_lag: 1.5, but with max_steps=2 no token can have a lag above",
         ),
         (
             ["rollout.extra_prompts=400", "rollout.num_prompts=8"],
@@ -214,7 +217,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["deterministic=true", "rollout.extra_members=2"],
-            "rollout.extra_members: 2, and deterministic=true waits for",
+            "rollout.extra_members: 2, but deterministic=true waits for",
         ),
         (["rollout.filter_mean_low=1"], "rollout.filter_mean_low: 1, and scores are between 0 and 1, so that every"),
         (["rollout.filter_mean_high=0"], "rollout.filter_mean_high: 0, and scores are between 0 and 1, so that every"),
@@ -263,8 +266,8 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
                 "rollout.min_p=.1",
             ],
             "algorithm.correction_level: sequence multiplies the shares of probability that rollout.top_k=50, "
-            "rollout.min_p=0.1 keeps at each token, so that long responses weigh nothing even without lag; use token "
-            "or geometric, or rollout.top_k=0 rollout.min_p=0",
+            "rollout.min_p=0.1 keeps at each token, so that long responses get almost no weight even without lag; use "
+            "token or geometric, or rollout.top_k=0 rollout.min_p=0",
         ),
         (
             ["algorithm.kl_estimator=k3"],
@@ -273,10 +276,10 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["algorithm.kl_loss_coef=.1", "algorithm.kl_loss_estimator=k1"],
-            "algorithm.kl_loss_estimator: expected abs, k2 or k3 (in the loss, the expected gradient of k1 is zero: it "
-            "would hold nothing back), got 'k1'",
+            "algorithm.kl_loss_estimator: expected abs, k2 or k3 (in the loss, the expected gradient of k1 is zero, "
+            "so it would have no effect), got 'k1'",
         ),
-        (["debug=train_only"], "rollouts: debug=train_only needs the run folder to read them from"),
+        (["debug=train_only"], "rollouts: debug=train_only needs the run folder with the rollouts"),
         (["debug=fake", "pipeline=sft"], "debug: fake is for pipelines that generate and train; the sft pipeline does"),
         (
             ["debug=rollout_only", "algorithm.kl_reward_coef=.1"],
@@ -353,7 +356,7 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (["deterministic=true", "rollout.prompt_affinity=true"], "rollout.prompt_affinity: not read here, determini"),
         (
             ["deterministic=true", "rollout.spare_slow_replicas=false"],
-            "rollout.spare_slow_replicas: not read here, deterministic=true spreads responses by their ids",
+            "rollout.spare_slow_replicas: not read here, deterministic=true distributes responses by their ids",
         ),
         (
             ["debug=rollout_only", "algorithm.correction=mask"],
@@ -494,18 +497,18 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ("trainer.lr=CHANGE_ME", "trainer.lr: 'CHANGE_ME' is a placeholder"),
         ("cluster.mounts=[/data,'<scratch>']", "cluster.mounts.1: '<scratch>' is a placeholder"),
         ("cluster.time=1h", "cluster.time: expected a wall time: MINUTES, HH:MM:SS or D-HH:MM:SS, got '1h'"),
-        ("cluster.components={a: {memory: 5 GB}}", "cluster.components.a.memory: expected memory as sbatch reads it"),
-        ("cluster.components={a: {gpu_type: h 100}}", "cluster.components.a.gpu_type: expected one word as sbatch"),
+        ("cluster.components={a: {memory: 5 GB}}", "cluster.components.a.memory: expected a memory size"),
+        ("cluster.components={a: {gpu_type: h 100}}", "cluster.components.a.gpu_type: expected one word for sbatch"),
         (
             "cluster.components={a: {memory: 5G, roles: [trainer]}, b: {roles: [reward]}}",
-            "cluster.components.b.memory: missing; Slurm would take another component's",
+            "cluster.components.b.memory: missing; Slurm would use the value of another component",
         ),
         (
             "cluster={name: slurm, time: '5', signal_lead_s: 300}",
-            "cluster.signal_lead_s: 300 s before its end a job of 300 s has not begun; give less",
+            "cluster.signal_lead_s: 300 s is not below the job's time limit of 300 s; give less",
         ),
         ("cluster=null", "cluster: expected a section of keys, got None"),
-        ("cluster.components={A: {}}", "cluster.components.A: expected a name of small letters"),
+        ("cluster.components={A: {}}", "cluster.components.A: expected a name of lower-case letters"),
         ("cluster={container: pyxis, image: a b}", "cluster.image: expected a file or an image's address"),
         ("cluster={after: chain, num_links: 1000}", "cluster.num_links: expected at most 100"),
         ("cluster.threads_per_rank=100000", "cluster.threads_per_rank: expected at most 1024, got 100000"),
@@ -520,14 +523,14 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ),
         (
             "cluster.sbatch_options.time=60",
-            "cluster.sbatch_options: --time is not free, hpcrl needs it itself; use cluster",
+            "cluster.sbatch_options: --time is set by hpcrl itself; use cluster",
         ),
-        ("cluster.sbatch_options={tim: 60}", "cluster.sbatch_options: --tim is not free, hpcrl needs it itself; use"),
+        ("cluster.sbatch_options={tim: 60}", "cluster.sbatch_options: --tim is set by hpcrl itself; use"),
         (
             "cluster.sbatch_options=['--wait']",
-            "cluster.sbatch_options: --wait is not free, hpcrl needs it itself (over",
+            "cluster.sbatch_options: --wait is set by hpcrl itself (over",
         ),
-        ("cluster.srun_options={export: NONE}", "cluster.srun_options: --export is not free, hpcrl needs it itself"),
+        ("cluster.srun_options={export: NONE}", "cluster.srun_options: --export is set by hpcrl itself"),
         ("cluster.sbatch_options={N: 2}", "cluster.sbatch_options.N: expected the long name of an option"),
         ("cluster.sbatch_options=[a=1,a=2]", "cluster.sbatch_options=[a=1,a=2]: cannot be read"),
         ("cluster.sbatch_options=['a=1','a=2']", "cluster.sbatch_options: expected --a once only"),

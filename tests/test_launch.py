@@ -106,7 +106,7 @@ def test_the_plan_of_an_asynchronous_run_says_what_its_log_probs_are(tmp_path: P
     words = ["+experiment=rlvr_async", "cluster=local", f"model.path={write_model(tmp_path / 'model')}", "dry_run=true"]
     plan = launch(*words, "rollout.max_lag=1.5", at=tmp_path).stdout
     assert "async   up to 1.5 steps behind, on_stale=wait; correction: truncate weights of each sequence" in plan
-    assert "log-probs are of no single policy: token/mixed_weights_ratio" in plan
+    assert "log-probs belong to no single policy: token/mixed_weights_ratio" in plan
     assert "no single policy" not in launch(*words, "rollout.on_new_weights=recompute", at=tmp_path).stdout
     assert "async " not in launch(*words, "rollout.max_lag=0", at=tmp_path).stdout
 
@@ -131,7 +131,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     expected = [
         "rollout.gruop_size: unknown key; did you mean rollout.group_size? (override 'rollout.gruop_size=4')",
         "trainer.lr: expected a number, got 'quick' (override 'trainer.lr=quick')",
-        "layout.generator.num_ranks: 5 ranks of trainer asked for, which has 2 (override ",
+        "layout.generator.num_ranks: 5 ranks of trainer requested, which has 2 (override ",
         "bad.jsonl:2: ",
         "missing.jsonl",
         f"model.path: no weights in {model} (*.safetensors)",
@@ -234,7 +234,7 @@ def broken_models() -> list[tuple[str, Any, str]]:
         (
             "wrong shape",
             shapes(model__embed_tokens__weight=[17, 8]),
-            "model.embed_tokens.weight has shape [17, 8], config.json asks for [16, 8]",
+            "model.embed_tokens.weight has shape [17, 8], config.json requires [16, 8]",
         ),
         ("missing tensor", shapes(model__norm__weight=None), "model.norm.weight is missing from the weights"),
         (
@@ -264,7 +264,7 @@ def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> N
         f"max_position_embeddings of {model} = 256"
     )
     other = write_model(tmp_path / "other", config=CONFIG | {"model_type": "gemma2"})
-    assert "native generator runs" in refused(f"model.path={other}", *SHORT, at=tmp_path)[0]
+    assert "native generator supports" in refused(f"model.path={other}", *SHORT, at=tmp_path)[0]
     assert "no folder nowhere" in refused("model.path=nowhere", at=tmp_path)[0]
 
 

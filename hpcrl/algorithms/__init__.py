@@ -1,1 +1,1 @@
-"""Credits and objectives, a file each; the pairs that are algorithms stand in `specs`."""
+"""Credits and objectives, one file each; `specs` defines the algorithms as pairs of them."""

@@ -1,4 +1,4 @@
-"""What an algorithm is: a credit, which says how good each token was, and an objective, which makes that a loss."""
+"""The interfaces of an algorithm: a credit, which computes advantages, and an objective, which computes a loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
 
 AllSum = Callable[[Tensor], Tensor]
-"""Sum of a tensor over all ranks that hold a part of the batch (identity on one rank); collective over them."""
+"""Sum of a tensor over all ranks that hold a part of the batch (identity on one rank); collective over these ranks."""
 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Rewards of the whole step on all ranks, sorted by sample id: group and batch statistics need all of them.
+    """Rewards of the whole step, on all ranks, sorted by sample id: group and batch statistics need all rewards.
 
     rewards float32 [N], group_ids int64 [N], sample_ids int64 [N], scores float32 [N].
     """
@@ -32,12 +32,11 @@ class RewardTable:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model says about the T tokens of a micro-batch. A field that the objective did not ask for is None.
+    """Model outputs for the T tokens of a micro-batch. A field that the objective did not request is None.
 
-    logprobs: float32 [T], log-softmax(logits / temperature) of the tokens, 0 outside loss_mask; always there, with
-    gradients. entropy: float32 [T], nats, of the distribution that each token was drawn from. values: float32 [T], of
-    a critic. chosen_logprobs: float32 [T, K], of K tokens at each place, for distillation.
-    """
+    logprobs: float32 [T], log-softmax(logits / temperature) of the tokens, 0 outside loss_mask; always present, with
+    gradients. entropy: float32 [T], nats, of the distribution from which each token was drawn. values: float32 [T],
+    from a critic. chosen_logprobs: float32 [T, K], of K tokens at each position, for distillation."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -49,33 +48,33 @@ class Credit(ABC):
     """Turns rewards into advantages. Built once per trainer rank from its section of the configuration."""
 
     reads: frozenset[str] = frozenset()
-    """Fields of the batch that must be filled before: any of old_logprobs, ref_logprobs, values."""
+    """Fields of the batch that must be filled beforehand: any of old_logprobs, ref_logprobs, values."""
 
     @abstractmethod
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """Fill batch.advantages and batch.returns [T], 0 outside loss_mask, and where wanted change batch.weights [B].
+        """Fill batch.advantages and batch.returns [T], 0 outside loss_mask, and optionally change batch.weights [B].
 
-        Returns statistics of its own. Collective over the ranks of all_sum, each of which holds some rows, maybe none.
+        Returns statistics to log. Collective over the ranks of all_sum, which may hold any number of rows, also none.
         """
 
 
 class Objective(ABC):
-    """Turns what the model says into a loss. Built once per trainer rank; the attributes stay as they are."""
+    """Turns model outputs into a loss. Built once per trainer rank; the attributes are constant."""
 
     temperature: float = 1.0
     """Logits are divided by this before log-probs and entropies are taken."""
     reads: frozenset[str] = frozenset()
-    """Fields of the batch that must be filled before: any of advantages, old_logprobs, ref_logprobs, values."""
+    """Fields of the batch that must be filled beforehand: any of advantages, old_logprobs, ref_logprobs, values."""
     outputs: frozenset[str] = frozenset()
     """Optional fields of Outputs that the loss needs, with gradients."""
     logged: frozenset[str] = frozenset()
-    """Optional fields of Outputs that are only logged: they come without gradients, which costs less."""
+    """Optional fields of Outputs that are only logged, and therefore computed without gradients."""
     num_epochs: int = 1
-    """Passes over a step's batch."""
+    """Passes over the batch of a step."""
     num_mini_batches: int = 1
-    """Optimizer steps of a pass."""
+    """Optimizer steps per pass."""
     compares_rows: ClassVar[bool] = False
-    """Whether rows of a micro-batch meet in the loss (preference pairs), so that no engine may cut a micro-batch up."""
+    """Whether the loss compares rows of a micro-batch (preference pairs), so that no engine may split a micro-batch."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -87,13 +86,13 @@ class Objective(ABC):
         """(scalar, statistics) of a micro-batch.
 
         The scalar is a sum over this micro-batch divided by the global norms, so that the scalars of all micro-batches
-        of all ranks add up to the mini-batch's loss, however it is cut.
+        of all ranks add up to the mini-batch's loss, independent of the split.
         """
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An objective and the credit it needs; without a credit for objectives that read no advantages."""
+    """An objective and its credit; no credit for objectives that read no advantages."""
 
     objective: Objective
     credit: Credit | None = None
@@ -105,7 +104,7 @@ class Algorithm:
 
 
 def model_tokens(batch: Batch) -> Tensor:
-    """int64 [M]: positions of the tokens that are trained on: the loss mask of the rows whose weight is not 0."""
+    """int64 [M]: positions of trained tokens: those in the loss mask, in rows with non-zero weight."""
     return (batch.loss_mask & (batch.weights > 0)[batch.row_ids]).nonzero().squeeze(1)
 
 
@@ -115,7 +114,7 @@ def is_last(rows: Tensor) -> Tensor:
 
 
 def required(batch: Batch, field: str, reason: str) -> Tensor:
-    """The field; ValueError with the reason where it is not filled."""
+    """The field; ValueError with the reason if it is not filled."""
     tensor: Tensor | None = getattr(batch, field)
     if tensor is None:
         raise ValueError(f"batch.{field} must be filled for {reason}")

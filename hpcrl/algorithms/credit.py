@@ -1,4 +1,4 @@
-"""What the credits of rewarded responses share; they differ in how rewards are normalised.
+"""The common part of credits for rewarded responses, which differ in how rewards are normalised.
 
 token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each
 returns       = discounted sums of token rewards over the model tokens of a row
@@ -23,7 +23,7 @@ Section = TypeVar("Section", bound=PolicyLoss)
 
 
 class ReturnsCredit(Credit, Generic[Section]):
-    """A credit but for `normalize`; see the module's docstring."""
+    """A credit without `normalize`; see the module's docstring."""
 
     gamma = 1.0
 
@@ -34,7 +34,7 @@ class ReturnsCredit(Credit, Generic[Section]):
 
     @abstractmethod
     def normalize(self, table: RewardTable) -> Tensor:
-        """float32 [N]: the table's rewards as the advantage needs them."""
+        """float32 [N]: the normalised rewards of the table."""
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See Credit."""
@@ -56,7 +56,7 @@ class ReturnsCredit(Credit, Generic[Section]):
 
 
 def _positions(table: RewardTable, batch: Batch) -> Tensor:
-    """int64 [B]: where the batch's rows stand in the table."""
+    """int64 [B]: positions of the batch's rows in the table."""
     positions = torch.searchsorted(table.sample_ids, batch.sample_ids).clamp(max=table.sample_ids.numel() - 1)
     assert bool((table.sample_ids[positions] == batch.sample_ids).all()), "the reward table lacks samples of the batch"
     return positions

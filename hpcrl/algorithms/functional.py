@@ -1,6 +1,6 @@
 """Pure tensor maths of policy-gradient algorithms.
 
-Token tensors here are compact: [M], the model tokens (loss_mask) of a packed batch in order, `rows` [M] their row.
+Token tensors here are compact: [M] are the model tokens (loss_mask) of a packed batch in order, `rows` [M] their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEGENERATE_STD = 1e-6
 
 def normalize_rewards(rewards: Tensor, group_ids: Tensor, mean: Over, std: Over, eps: float) -> Tensor:
     """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over the batch, the group or not
-    at all. A spread of at most 1e-6, as of one member or equal rewards, divides by nothing.
+    at all. If the spread is at most 1e-6 (one member, or equal rewards), the division is skipped.
 
     rewards [N], group_ids int64 [N].
     """
@@ -69,7 +69,7 @@ def discounted_returns(token_rewards: Tensor, rows: Tensor, gamma: float) -> Ten
 def whiten(values: Tensor, all_sum: AllSum) -> Tensor:
     """float32 [M]: values minus their mean over sqrt(unbiased variance + 1e-8), over the tokens of all ranks.
 
-    Collective over the ranks of all_sum, which may hold no token.
+    Collective over the ranks of all_sum, which may hold no tokens.
     """
     x = values.double()
     count, total = all_sum(torch.stack([x.new_tensor(float(x.numel())), x.sum()])).unbind()
@@ -113,12 +113,12 @@ def behaviour_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """(weights, cut), [M] each: what the loss of tokens from another policy than the proximal one is multiplied by.
+    """(weights, cut), [M] each: importance weights for the loss of tokens from another policy than the proximal one.
 
-    With the ratio proximal (the trainer's log-probs before the step) over behaviour (the generator's, maybe of older
-    weights): truncate, at most `high` (TIS, as in arXiv 1802.01561); mask, 0 outside [low, high] (MIS). The
-    ratio is of each token, or of the whole row as the product (sequence) or the geometric mean of its tokens. `cut` is
-    1 where the weight is not the ratio. All of it is constant in the policy: decoupled PPO (arXiv 2110.00641).
+    The ratio is proximal (the trainer's log-probs before the step) over behaviour (the generator's, maybe of older
+    weights). truncate: the ratio is clipped at `high` (TIS, as in arXiv 1802.01561); mask: the weight is 0 outside
+    [low, high] (MIS). The ratio is per token, or per row as the product (sequence) or the geometric mean of its tokens.
+    `cut` is 1 where the weight is not the ratio. Weights are constant in the policy: decoupled PPO (arXiv 2110.00641).
     """
     log_ratio = (old_logprobs - behaviour_logprobs).detach()
     if level != "token":
@@ -138,8 +138,8 @@ def clipped_policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, clipped), [M] each: PPO's -min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv 1707.06347).
 
-    Dual clip (arXiv 1912.09729) bounds the loss of negative advantages: there it is at most -c A. `clipped` is 1 where
-    a clip took the gradient away, else 0.
+    Dual clip (arXiv 1912.09729) bounds the loss of negative advantages by -c A. `clipped` is 1 where a clip removed the
+    gradient, else 0.
     """
     plain = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -153,8 +153,8 @@ def clipped_policy_loss(
 
 
 def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation) -> Tensor:
-    """float32 [M]: what each token counts in the numerator of its aggregation; the row's weight, in seq-mean-token-mean
-    over the row's number of model tokens. weights [B]."""
+    """float32 [M]: coefficient of each token in the numerator of the aggregation: the row's weight, divided by the
+    row's number of model tokens for seq-mean-token-mean. weights [B]."""
     coefficients = weights[rows]
     if mode == "seq-mean-token-mean":
         coefficients = coefficients / torch.bincount(rows, minlength=weights.numel())[rows]
@@ -162,7 +162,7 @@ def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation) -> Tens
 
 
 def denominator(norms: Norms, mode: Aggregation) -> float:
-    """What aggregated sums are divided by; 1 for a mini-batch without a single weighted token, whose sums are 0."""
+    """Denominator of aggregated sums; 1 for a mini-batch without weighted tokens, whose sums are 0."""
     return (norms.tokens if mode == "token-mean" else norms.sequences) or 1.0
 
 

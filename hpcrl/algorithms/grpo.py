@@ -1,6 +1,6 @@
 """The credit of GRPO (arXiv 2402.03300): a response is compared with its siblings, no critic.
 
-A = (r - group mean) / (group std + eps), sample std; `std_normalize=false` leaves the division out, which with
+A = (r - group mean) / (group std + eps), sample std; `std_normalize=false` omits the division, which with
 `loss_aggregation=seq-mean-token-sum` is Dr. GRPO (arXiv 2503.20783) up to a constant.
 """
 

@@ -1,4 +1,4 @@
-"""The pair of a credit and an objective that a run trains with."""
+"""Creates the credit and objective with which a run trains."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hpcrl.spec.table import load
 
 
 def make_algorithm(config: Config) -> Algorithm:
-    """What a run trains with: the objective of its pipeline, or the pair of its section `algorithm`."""
+    """The objective of the run's pipeline, or the pair of its section `algorithm`."""
     if path := config.pipeline_spec.objective:
         return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
     return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
 
 
 def make_pair(spec: AlgorithmSpec, section: PolicyLoss, temperature: float = 1.0) -> Algorithm:
-    """The pair of a specification, for a section of its type and rollouts of this temperature."""
+    """The pair of a specification, for its section and for rollouts of this temperature."""
     objective = load(spec.objective, f"the objective of {spec.about}")
     return Algorithm(objective(section, temperature), spec.load()(section))

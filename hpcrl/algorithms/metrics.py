@@ -1,4 +1,4 @@
-"""What is logged about a batch and about a loss."""
+"""Statistics of a batch and of a loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcrl.rollout.batch import STATUS, Batch
 
 
 def batch_stats(batch: Batch, table: RewardTable) -> Stats:
-    """Scores, rewards and lengths of this rank's rows; outcomes of all groups (the same on every rank)."""
+    """Scores, rewards and lengths of this rank's rows; outcomes of all groups (equal on every rank)."""
     prompts = row_sums((batch.turn_ids < 0).long(), batch.row_ids, batch.num_sequences)
     valid = row_sums(batch.loss_mask.long(), batch.row_ids, batch.num_sequences).bool() & (batch.weights > 0)
     return {
@@ -35,8 +35,8 @@ def credit_stats(batch: Batch) -> Stats:
 
 
 def _mixed(batch: Batch) -> Tensor:
-    """bool [B]: rows whose model tokens come from weights of more than one version. Unless the cache was computed anew
-    (rollout.on_new_weights), their later log-probs are of no single policy."""
+    """bool [B]: rows with model tokens from weights of more than one version. Unless the cache was recomputed
+    (rollout.on_new_weights), their later log-probs belong to no single policy."""
     rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
     first = torch.full((batch.num_sequences,), torch.iinfo(torch.int64).max, device=versions.device)
     first = first.scatter_reduce(0, rows, versions, "amin")
@@ -60,7 +60,7 @@ def group_outcomes(table: RewardTable) -> Stats:
 class LossSums:
     """Weighted sums of one micro-batch, kept on the device and read in one transfer by stats().
 
-    A mean over tokens or sequences merges from sums and counts, so that the split into micro-batches never shows.
+    Means over tokens or sequences are merged from sums and counts, so they do not depend on the split.
     """
 
     def __init__(self, batch: Batch, rows: Tensor, coefficients: Tensor, mode: Aggregation):
@@ -74,7 +74,7 @@ class LossSums:
         self._num_tokens, self._num_sequences = self._token_weights.sum(), self._row_weights.sum()
 
     def add_loss(self, name: str, total: Tensor) -> None:
-        """A sum that was formed with the aggregation's coefficients."""
+        """A sum formed with the coefficients of the aggregation."""
         self._sums.append((name, total.detach(), self._num_tokens if self._by_token else self._num_sequences))
 
     def add_tokens(self, name: str, values: Tensor) -> None:
@@ -86,14 +86,14 @@ class LossSums:
         self._sums.append((name, (self._row_weights * values.detach()).sum(), self._num_sequences))
 
     def add_policy(self, ratio: Tensor, log_ratio: Tensor, clipped: Tensor) -> None:
-        """How far the policy moved from the one before the step."""
+        """How far the policy moved from the policy before the step."""
         self.add_tokens("actor/approxkl", 0.5 * log_ratio.detach().square())
         self.add_tokens("actor/ratio_mean", ratio)
         self.add_tokens("actor/clipfrac", clipped)
 
     def add_train_infer(self, old: Tensor, gen: Tensor) -> None:
-        """How far trainer and generator disagree about the same tokens: probability ratios and absolute differences,
-        per token, per sequence as the geometric mean of its tokens, and per whole sequence."""
+        """Difference between trainer and generator on the same tokens: probability ratios and absolute differences, per
+        token, per sequence as the geometric mean of its tokens, and per whole sequence."""
         old_sums, gen_sums = (row_sums(values, self._rows, self._num_rows) for values in (old, gen))
         self.add_tokens("actor/train_infer_ratio_token_mean", _exp(old - gen))
         self.add_tokens("actor/train_infer_diff_token_mean", (old.exp() - gen.exp()).abs())
@@ -103,7 +103,7 @@ class LossSums:
             self.add_sequences(f"actor/train_infer_diff_{level}_mean", (train.exp() - infer.exp()).abs())
 
     def stats(self) -> Stats:
-        """Everything added, after the only synchronisation."""
+        """All statistics, after the only device synchronisation."""
         flat = torch.stack([value.double() for _, total, count in self._sums for value in (total, count)]).tolist()
         return {name: Stat(*flat[2 * i : 2 * i + 2]) for i, (name, _, _) in enumerate(self._sums)}
 

@@ -2,9 +2,9 @@
 
     loss = weight x PPO clip + kl_loss_coef KL(policy, reference) - entropy_loss_coef entropy
 
-The weight is 1, or with `correction` that of responses from older weights (functional.behaviour_weights).
-Rows of weight 0 count nowhere. A batch trained once on its own rollouts needs no old_logprobs: the ratio is 1 in value
-and its gradient is that of the current log-probs.
+The weight is 1, or with `correction` the importance weight of responses from older weights
+(functional.behaviour_weights). Rows of weight 0 are ignored. A batch trained once on its own rollouts needs no
+old_logprobs: the ratio has value 1 and the gradient of the current log-probs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ ENTROPY = frozenset({"entropy"})
 
 
 class PolicyGradient(Objective):
-    """See the module's docstring. temperature: that of the rollouts, so that the ratio is of what was sampled from."""
+    """See the module's docstring. temperature: that of the rollouts, so that the ratio compares sampling
+    distributions."""
 
     def __init__(self, config: PolicyLoss, temperature: float = 1.0):
         self.config, self.temperature = config, temperature

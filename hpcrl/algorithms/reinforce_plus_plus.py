@@ -1,5 +1,5 @@
-"""The credit of REINFORCE++ (arXiv 2501.03262): rewards normalised by mean and std of the batch, then returns, which
-are whitened over the tokens of the batch unless whiten_advantages=false."""
+"""The credit of REINFORCE++ (arXiv 2501.03262): rewards are normalised by mean and std of the batch; returns are
+whitened over the tokens of the batch unless whiten_advantages=false."""
 
 from __future__ import annotations
 

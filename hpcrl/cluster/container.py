@@ -1,7 +1,7 @@
-"""The container that the ranks run in: what srun is told, and what can be wrong with it. None, Apptainer, or Pyxis.
+"""The container of the ranks: the options for srun, and their checks. None, Apptainer, or Pyxis.
 
-The batch script itself, with hpcrl's checks, runs outside. Inside are the source tree (the working directory), the run
-folder and cluster.mounts, each in its place; `python` is the image's.
+The batch script itself, with hpcrl's checks, runs outside. The source tree (the working directory), the run folder and
+cluster.mounts are mounted at the same paths; `python` is the image's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from hpcrl.config import ClusterConfig, Problem
 
 PULLED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+|[^/]+#.+")
-"""Images that are no file: docker://x, oras://x, registry#name:tag."""
+"""Images that are not files: docker://x, oras://x, registry#name:tag."""
 
 
 def srun_options(cluster: ClusterConfig) -> list[str]:
-    """The last of srun's words before the program, quoted for the shell."""
+    """The last arguments of srun before the program, quoted for the shell."""
     image = shlex.quote(cluster.image or "")
     if cluster.container == "pyxis":
         mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in ("$PWD", "$run_dir", *cluster.mounts))
@@ -30,7 +30,7 @@ def srun_options(cluster: ClusterConfig) -> list[str]:
 
 
 def check_container(cluster: ClusterConfig) -> list[Problem]:
-    """An image that is missing, and files that are not there: also on the node where the job begins."""
+    """Refuses a missing image and missing files; also called on the node where the job starts."""
     return list(_check(cluster))
 
 
@@ -45,5 +45,5 @@ def _check(cluster: ClusterConfig) -> Iterator[Problem]:
     for mount in cluster.mounts:
         source = mount.partition(":")[0]
         if not Path(source).is_absolute() or not Path(source).exists():
-            text = f"cluster.mounts: {source} is no absolute path of a folder that is there"
+            text = f"cluster.mounts: {source} is not the absolute path of an existing folder"
             yield Problem(("cluster", "mounts"), text)

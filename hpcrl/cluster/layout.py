@@ -1,4 +1,4 @@
-"""Which rank plays which role: a pure function of the configuration, checked before anything starts."""
+"""The roles of each rank: a pure function of the configuration, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RoleLayout:
 
     @classmethod
     def from_config(cls, config: Config) -> RoleLayout:
-        """The layout of a run. ConfigError holds everything that is impossible about it."""
+        """The layout of a run. ConfigError lists everything impossible about it."""
         if problems := check_layout(config):
             raise ConfigError([problem.text for problem in problems])
         ranks, world_size = _assign(config)
@@ -47,12 +47,12 @@ class RoleLayout:
 
     @property
     def ranks_with_model(self) -> set[int]:
-        """The ranks that hold a model or a part of one."""
+        """The ranks that hold a model or a part of a model."""
         return {rank for name, role in ROLES.items() if role.holds_model for rank in self.ranks[name]}
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Generator ranks in groups of one replica each."""
+        """The ranks of each generator replica."""
         ranks, size = self.ranks["generator"], self.generator_tensor_parallel
         return tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
 
@@ -62,8 +62,8 @@ class RoleLayout:
 
     @property
     def free_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Those whose ranks neither control nor train nor are the reference: they go on while others do, and may be
-        lost."""
+        """Replicas without controller, trainer or reference ranks: they run during training, and the run survives their
+        loss."""
         owners = [name for name, role in ROLES.items() if role.owns_default_group]
         busy = {CONTROLLER, *(rank for name in owners for rank in self.ranks[name])}
         return tuple(replica for replica in self.replicas if busy.isdisjoint(replica))
@@ -75,7 +75,7 @@ def needed_roles(config: Config) -> tuple[RoleName, ...]:
 
 
 def check_layout(config: Config) -> list[Problem]:
-    """Everything that is impossible about the ranks of a run."""
+    """Everything impossible about the ranks of a run."""
     needed = needed_roles(config)
     problems = [p for role in needed for p in _check_role(config, role, needed)]
     if not problems:
@@ -85,14 +85,14 @@ def check_layout(config: Config) -> list[Problem]:
 
 
 def _check_role(config: Config, role: RoleName, needed: tuple[RoleName, ...]) -> Iterator[Problem]:
-    """What can be said of one role without knowing any rank."""
+    """Checks of one role that need no ranks."""
     spec, at = config.layout.of(role), ("layout", role)
     if spec.colocate_with is None:
         if spec.num_ranks is None:
             yield Problem(at, f"layout.{role}: has no ranks; give num_ranks or colocate_with")
     elif role in (chain := _chain(config, role)):
         loop = " -> ".join((role, *chain[: chain.index(role) + 1]))
-        yield Problem((*at, "colocate_with"), f"layout.{role}.colocate_with: the roles share ranks in a circle: {loop}")
+        yield Problem((*at, "colocate_with"), f"layout.{role}.colocate_with: the roles share ranks in a cycle: {loop}")
     elif spec.colocate_with != "controller" and spec.colocate_with not in needed:
         text = f"layout.{role}.colocate_with: this run has no {spec.colocate_with}, so there are no ranks to share"
         yield Problem((*at, "colocate_with"), text)
@@ -102,7 +102,7 @@ def _check_role(config: Config, role: RoleName, needed: tuple[RoleName, ...]) ->
 
 
 def _whole(config: Config, role: RoleName) -> str:
-    """Why replicas of this role are of one rank each; empty where they may be of more."""
+    """Why replicas of this role have one rank each; empty if they may have more."""
     spec, engine = ROLES[role], config.generator.engine
     if not spec.forms_replicas:
         return (
@@ -116,7 +116,7 @@ def _whole(config: Config, role: RoleName) -> str:
 def _check_ranks(
     config: Config, role: RoleName, ranks: Mapping[RoleName, tuple[int, ...]], world_size: int
 ) -> Iterator[Problem]:
-    """What can be said once every role has its ranks."""
+    """Checks after every role has its ranks."""
     spec, at, mine = config.layout.of(role), ("layout", role), ranks[role]
     if (
         spec.colocate_with is not None
@@ -124,7 +124,7 @@ def _check_ranks(
         and spec.num_ranks > len(ranks[spec.colocate_with])
     ):
         text = (
-            f"layout.{role}.num_ranks: {spec.num_ranks} ranks of {spec.colocate_with} asked for, "
+            f"layout.{role}.num_ranks: {spec.num_ranks} ranks of {spec.colocate_with} requested, "
             f"which has {len(ranks[spec.colocate_with])}"
         )
         yield Problem((*at, "num_ranks"), text, (("layout", spec.colocate_with, "num_ranks"),))
@@ -142,13 +142,13 @@ def _check_ranks(
         yield Problem((*at, "min_ranks"), text, ((*at, "num_ranks"),))
     if CONTROLLER in mine and world_size > 1:
         text = f"layout.{role}: shares rank 0 with the controller in a world of {world_size} ranks"
-        yield Problem(at, f"{text}; only a world of one rank does (layout=single)")
+        yield Problem(at, f"{text}; only a world of one rank allows this (layout=single)")
     for other in _before(role) if ROLES[role].owns_default_group else ():
         theirs = ranks[other]
         if ROLES[other].owns_default_group and set(mine) & set(theirs) and mine != theirs:
-            # Both engines own the default process group of their ranks, so they share all of it or nothing.
+            # Both engines own the default process group of their ranks, so they share all of these ranks or none.
             text = f"layout.{role}: ranks {_span(mine)} overlap with ranks {_span(theirs)} of {other}"
-            yield Problem(at, f"{text}; let {role} take all of them or ranks of its own")
+            yield Problem(at, f"{text}; give {role} all of these ranks, or separate ranks")
 
 
 def _before(role: RoleName) -> list[RoleName]:
@@ -157,7 +157,7 @@ def _before(role: RoleName) -> list[RoleName]:
 
 
 def _chain(config: Config, role: RoleName) -> list[RoleName]:
-    """The roles that are reached from one by colocate_with, up to the first repetition."""
+    """The roles reached from one role through colocate_with, up to the first repetition."""
     chain: list[RoleName] = []
     at = config.layout.of(role).colocate_with
     while at is not None and at not in chain:
@@ -167,7 +167,7 @@ def _chain(config: Config, role: RoleName) -> list[RoleName]:
 
 
 def _assign(config: Config) -> tuple[dict[RoleName, tuple[int, ...]], int]:
-    """(role -> ranks, world size). Roles of their own take consecutive ranks after the controller's."""
+    """(role -> ranks, world size). Roles with their own ranks take consecutive ranks after the controller's."""
     needed, next_rank = needed_roles(config), CONTROLLER + 1
     ranks: dict[RoleName, tuple[int, ...]] = {"controller": (CONTROLLER,)}
     for role in ROLES:
@@ -187,7 +187,7 @@ def _assign(config: Config) -> tuple[dict[RoleName, tuple[int, ...]], int]:
 
 
 def _span(ranks: tuple[int, ...]) -> str:
-    """Ranks for people: 1-4, 7."""
+    """Ranks as text: 1-4, 7."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

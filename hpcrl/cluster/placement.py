@@ -1,8 +1,7 @@
-"""Which node holds which ranks: a pure function of the configuration, the same on the login node and in the job.
+"""The ranks of each node: a pure function of the configuration, the same on the login node and in the job.
 
-A component is a set of nodes that are alike; several make a heterogeneous Slurm job. Ranks fill the nodes of their
-component in order. The controller is one process more on the first node of its component.
-"""
+A component is a set of identical nodes; several components make a heterogeneous Slurm job. Ranks fill the nodes of
+their component in order. The controller is an additional process on the first node of its component."""
 
 from __future__ import annotations
 
@@ -18,28 +17,28 @@ MOST_PER_NODE = 1024
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes that are alike. first_node counts over all components; ranks are consecutive."""
+    """Identical nodes. first_node counts over all components; ranks are consecutive."""
 
     name: str
     config: ComponentConfig
     first_node: int
-    nodes: tuple[tuple[int, ...], ...]  # the ranks of each
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
 
 
 def cpus_of_node(component: Component, cluster: ClusterConfig) -> int:
-    """CPUs that the job asks for on each node of a component."""
+    """CPUs that the job requests on each node of a component."""
     return component.config.cpus_per_node or cluster.threads_per_rank * max(map(len, component.nodes))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All nodes of a run, component after component, in the order of their ranks."""
+    """All nodes of a run by component, in the order of their ranks."""
 
     components: tuple[Component, ...]
 
     @classmethod
     def from_config(cls, config: Config, layout: RoleLayout) -> Placement:
-        """ConfigError where the components cannot hold the layout's ranks."""
+        """ConfigError if the components cannot hold the layout's ranks."""
         if problems := check_placement(config, layout):
             raise ConfigError([problem.text for problem in problems])
         components: list[Component] = []
@@ -61,7 +60,7 @@ class Placement:
 
 
 def check_placement(config: Config, layout: RoleLayout) -> list[Problem]:
-    """Everything that is impossible about the components of a run."""
+    """Everything impossible about the components of a run."""
     return list(_check(config, layout)) or list(_check_sizes(config, layout))
 
 
@@ -75,19 +74,19 @@ def _check(config: Config, layout: RoleLayout) -> Iterator[Problem]:
             places[role] = name
     for name, spec in config.cluster.components.items():
         if not any(layout.ranks.get(role) for role in spec.roles) and (places or len(config.cluster.components) > 1):
-            what = f"no rank of this run plays {' or '.join(spec.roles)}" if spec.roles else "missing"
-            yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {what}; leave the component out")
+            what = f"no rank of this run has the role {' or '.join(spec.roles)}" if spec.roles else "missing"
+            yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {what}; remove the component")
     if not places:
         return
     homes: dict[int, str] = {}
     for role, ranks in layout.ranks.items():
         for rank in ranks:
             if (name := places.get(role) or homes.get(rank, "")) == "":
-                text = f"cluster.components: no component has the role {role}, which ranks {ranks[0]}-{ranks[-1]} play"
+                text = f"cluster.components: no component has the role {role} of ranks {ranks[0]}-{ranks[-1]}"
                 yield Problem(at, text)
                 break
             if homes.setdefault(rank, name) != name:
-                text = f"rank {rank} plays it too, and a role that is in component {homes[rank]}"
+                text = f"rank {rank} has this role and a role of component {homes[rank]}"
                 yield Problem((*at, name, "roles"), f"cluster.components.{name}.roles: {role}: {text}")
                 break
     order = [homes[rank] for rank in sorted(homes)]
@@ -107,7 +106,8 @@ def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 
 
 def _shares(config: Config, layout: RoleLayout) -> list[tuple[str, ComponentConfig, list[int]]]:
-    """(component, its configuration, its ranks ascending) in the order of ranks; without components one for all."""
+    """(component, its configuration, its ranks ascending) in the order of ranks; one for all ranks if none are
+    configured."""
     components = config.cluster.components or {"main": ComponentConfig()}
     places = {role: name for name, spec in components.items() for role in spec.roles}
     shares: dict[str, list[int]] = {}

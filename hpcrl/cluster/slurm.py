@@ -1,4 +1,4 @@
-"""What hpcrl asks of Slurm, by its commands. Every call has a deadline; imports no torch."""
+"""Queries and requests to Slurm through its commands. Every call has a deadline; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from pathlib import Path
 from typing import TypeVar
 
 CALL_S = 30.0
-AGAIN_S = 5.0  # between two calls while the controller is silent
+AGAIN_S = 5.0  # between two calls while Slurm's controller does not answer
 NO_ANSWER = re.compile(
     "unable to contact slurm controller|timed out on send/recv|zero bytes were transmitted|in standby mode"
-    "|unexpected message received",  # what scontrol requeue says when nobody answers (22.05)
+    "|unexpected message received",  # message of scontrol requeue if the controller does not answer (22.05)
     re.IGNORECASE,
 )
-ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # words in English, times as seconds since the epoch
+ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # messages in English, times as seconds since the epoch
 LAUNCH_FAILED = "launch_failed_requeued_held"
-"""Why Slurm itself holds a job: a node failed as it began there. It waits until somebody releases it."""
+"""Reason with which Slurm holds a job whose node failed at its start; the job waits until it is released."""
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
 DECIDED = tuple(f"SBATCH_{name}" for name in ("ARRAY_INX", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "WAIT"))
-"""Variables that would undo what every script of hpcrl.launch relies on."""
+"""Variables that would override settings that every script of hpcrl.launch needs."""
 GPU_VARIABLES = ("SBATCH_GRES", "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GPUS_PER_SOCKET")
 OF_OPTION = {
     "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
     "switches": ("SBATCH_REQ_SWITCH",),
     **dict.fromkeys(("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), GPU_VARIABLES),
 }
-"""Option of a script -> the variables of sbatch that mean the same, where the name does not tell."""
+"""Option of a script -> the corresponding variables of sbatch, if their names differ."""
 FOR_SRUN = re.compile(
     "SRUN_.+|SLURM_(CPU_BIND|CPUS_PER_TASK|DISTRIBUTION|EXACT|EXCLUSIVE|HINT|KILL_BAD_EXIT|LABELIO|MEM_BIND|MPI_TYPE|"
     "NNODES|NO_KILL|NPROCS|NTASKS|NTASKS_PER_NODE|OVERLAP|THREADS|THREADS_PER_CORE|WAIT)"
 )
-"""Variables that srun reads, and that a user's shell has only where they were put there."""
+"""Variables of srun that a user's shell has only if they were set there."""
 
 T = TypeVar("T")
 
 
 class SlurmError(RuntimeError):
-    """Slurm refused, or cannot be asked; the text is its own, on one line."""
+    """Slurm refused a request or cannot be queried; the text is Slurm's, on one line."""
 
 
 class SlurmSilent(SlurmError):
-    """Slurm's controller gave no answer: it is down, restarted, or has too much to do. It may answer later."""
+    """Slurm's controller did not answer: it is down, restarting or overloaded. A retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as `scontrol show job` tells it; of a heterogeneous job the leader."""
+    """A job as shown by `scontrol show job`; for a heterogeneous job, its leader."""
 
     id: int
     state: str
@@ -58,21 +58,21 @@ class Job:
     preempted: bool
     reason: str
     end: float | None
-    """When its time is over, seconds since the epoch; None without a limit or before it starts."""
+    """End of its time limit, seconds since the epoch; None without a limit or before its start."""
 
     @property
     def lives(self) -> bool:
-        """Whether it runs, waits or ends just now."""
+        """Whether it is running, waiting or completing."""
         return self.state in LIVE
 
     @property
     def held(self) -> bool:
-        """Whether it waits until somebody releases it: a user, an administrator, or Slurm after a failed launch."""
+        """Whether it is held, by a user, an administrator, or Slurm after a failed launch."""
         return self.state in ("PENDING", "REQUEUED") and "held" in self.reason.lower()
 
 
 def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
-    """The job; None where Slurm knows it no more. SlurmError where Slurm cannot be asked, or not within timeout_s."""
+    """The job; None if Slurm no longer knows it. SlurmError if Slurm cannot be queried within timeout_s."""
     try:
         text = call("scontrol", "--oneliner", "show", "job", str(job_id), timeout_s=timeout_s)
     except SlurmError as error:
@@ -92,41 +92,42 @@ def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
 
 
 def find_accounted(job_id: int) -> Job | None:
-    """A job that find_job does not know, from the accounts; None where none are kept or it is not in them."""
+    """A job that find_job does not know, from the accounts; None without accounting or if the job is not recorded."""
     try:
         states = call("sacct", "-n", "-X", "-P", "-j", str(job_id), "-o", "State").split()  # CANCELLED by 1000
     except SlurmError:
         return None
-    # An account that was never closed, as after a loss of the controller's state, does not make the job live.
+    # A record that was never closed (as after a loss of the controller's state) does not mean that the job is alive.
     return Job(job_id, states[0], 0, states[0] == "PREEMPTED", "", None) if states and states[0] not in LIVE else None
 
 
 def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int, str]:
-    """Submit a script whose output goes to `output`; returns the (leader's) job id, and the cluster it went to where
-    sbatch names one, as in a federation. SlurmError with Slurm's reason.
+    """Submit a script whose output goes to `output`; returns the (leader's) job id, and the name of the cluster if
+    sbatch gives one, as in a federation. SlurmError with Slurm's reason.
 
-    `after`: a job that must have ended before, however it did. What the script says holds before the environment.
+    `after`: a job that must have ended before, in any way. Options of the script override environment variables.
     """
     set_here, _ = colliding(script.read_text(), os.environ)
     options = [f"--output={output}", *([f"--dependency=afterany:{after}"] if after is not None else [])]
     said = call("sbatch", "--parsable", *options, str(script), environ=_without(os.environ, set_here))
     if (found := re.match(r"(\d+)(?:;(\S+))?$", said.strip())) is None:
-        raise SlurmError(f"sbatch gave no job's number, but {' '.join(said.split())!r}")
+        raise SlurmError(f"sbatch printed no job id, but {' '.join(said.split())!r}")
     return int(found[1]), found[2] or ""
 
 
 def _without(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Also without what a job hands on to one that is submitted from inside it, and would tell that one's srun."""
+    """Also excludes variables that a job passes on to jobs submitted from inside it and that would affect their
+    srun."""
     inside = "SLURM_JOB_ID" in environ
     foreign = {name for name in environ if inside and name.startswith("SLURM_") and name != "SLURM_CONF"}
     return {name: value for name, value in environ.items() if name not in {*foreign, *names, "HPCRL_RANK"}}
 
 
 def colliding(script: str, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Variables that sbatch or the script's srun would read: (those that the script itself decides and that are not
-    handed on, those that hold for the job).
+    """Variables that sbatch or the script's srun would read: (those that the script sets itself, which are not passed
+    on; those that affect the job).
 
-    sbatch lets a variable win over a line of the script, for every component.
+    For sbatch, a variable overrides a line of the script, in every component.
     """
     given = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
     decided = {*DECIDED, *(name for option in given for name in OF_OPTION.get(option, (_variable(option),)))}
@@ -141,24 +142,24 @@ def _variable(option: str) -> str:
 
 
 def cancel(jobs: Collection[int], states: Collection[str] = LIVE) -> None:
-    """End those of the jobs that are in one of the states."""
+    """Cancel those of the jobs that are in one of the states."""
     found = [job for job in map(find_job, jobs) if job is not None and job.state in states]
     if found:
         call("scancel", *(str(job.id) for job in found))
 
 
 def requeue(job_id: int) -> None:
-    """Put a running job back into the queue; Slurm ends what still runs of it."""
+    """Requeue a running job; Slurm ends its remaining processes."""
     call("scontrol", "requeue", str(job_id))
 
 
 def release(job_id: int) -> None:
-    """Let a held job go on."""
+    """Release a held job."""
     call("scontrol", "release", str(job_id))
 
 
 def insist(ask: Callable[[], T], seconds: float) -> T:
-    """What `ask` returns, asked again for so long while the controller is silent; then SlurmSilent."""
+    """The result of `ask`, repeated for this long while the controller does not answer; then SlurmSilent."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -170,33 +171,35 @@ def insist(ask: Callable[[], T], seconds: float) -> T:
 
 
 def own_job(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """(job id, restart count) of the job this process is in; of a heterogeneous job the leader's."""
+    """(job id, restart count) of this process's job; for a heterogeneous job, those of the leader."""
     name = environ.get("SLURM_HET_JOB_ID") or environ.get("SLURM_JOB_ID", "")
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     return (int(name), int(restarts) if restarts.isdigit() else 0) if name.isdigit() else None
 
 
 def cluster_name() -> str:
-    """Name of the cluster that Slurm's commands talk to; a job's number means nothing on another."""
+    """Name of the cluster that Slurm's commands use; a job id is valid on its cluster only."""
     found = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config"), re.MULTILINE)
     return found[1] if found else ""
 
 
 def own_nodes(environ: Mapping[str, str]) -> list[int]:
-    """Nodes of each component of the job whose batch script this process is in; of a plain job of the one."""
+    """Nodes of each component of the job whose batch script runs this process; a plain job has one component."""
     num = int(environ.get("SLURM_HET_SIZE") or 0)
     names = [f"SLURM_JOB_NUM_NODES_HET_GROUP_{i}" for i in range(num)] or ["SLURM_JOB_NUM_NODES"]
     return [int(environ[name]) for name in names]
 
 
 def call(*command: str, environ: Mapping[str, str] = os.environ, timeout_s: float = CALL_S) -> str:
-    """Output of a Slurm command. SlurmError with the first of its words about what is wrong."""
+    """Output of a Slurm command. SlurmError with its first error message."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False, env={**environ, **ENVIRON}
         )
     except FileNotFoundError:
-        raise SlurmError(f"{command[0]} is not on this machine; run this where Slurm's commands are") from None
+        raise SlurmError(
+            f"{command[0]} is not installed on this machine; run this where Slurm's commands are available"
+        ) from None
     except subprocess.TimeoutExpired:
         raise SlurmSilent(f"{command[0]} gave no answer within {timeout_s:g} s") from None
     if done.returncode != 0:

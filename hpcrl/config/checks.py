@@ -1,4 +1,4 @@
-"""What the types cannot say: combinations that cannot work."""
+"""Checks that types cannot express: impossible combinations of values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hpcrl.spec.table import Table
 from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, TRAIN_ENGINES
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
-"""Sampling that keeps every token."""
+"""Sampling settings that keep every token."""
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
-LARGE_BUCKET = 4096  # tokens; up to it a bucket may be longer than the sequences
+LARGE_BUCKET = 4096  # tokens; up to this size a bucket may be longer than the sequences
 
 FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
-"""Keys whose text may go to the model, where <answer> is no placeholder."""
+"""Keys with text for the model, in which <answer> is not a placeholder."""
 
 
 def check(config: Config) -> list[Problem]:
@@ -47,7 +47,7 @@ def check(config: Config) -> list[Problem]:
 
 
 def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
-    """(key, name, specification) of every part that the configuration chooses by name."""
+    """(key, name, specification) of every part that the configuration selects by name."""
     yield ("pipeline",), config.pipeline, config.pipeline_spec
     yield ("trainer", "engine"), config.trainer.engine, TRAIN_ENGINES[config.trainer.engine]
     yield ("generator", "engine"), config.generator.engine, GEN_ENGINES[config.generator.engine]
@@ -60,7 +60,7 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
 
 
 def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:
-    """Values that are still to be filled in, such as CHANGE_ME; `data` is what was composed, before it is typed."""
+    """Values that are still placeholders, such as CHANGE_ME; `data`: the composed values before type checks."""
     return [
         Problem(path, f"{dotted(path)}: {value!r} is a placeholder; give the value")
         for path, value in _values(data)
@@ -78,7 +78,7 @@ def _values(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def check_built(config: Config) -> list[Problem]:
-    """What the run asks for and this version plans but cannot run, and what is not installed for it."""
+    """Parts of the run that this version can plan but not run, and parts that are not installed."""
     problems = []
     for path, name, spec in chosen(config):
         if not spec.built:
@@ -98,7 +98,7 @@ def _debug(config: Config) -> Iterator[Problem]:
         )
         yield Problem(("debug",), text, (("pipeline",),))
     elif config.debug == "train_only" and config.rollouts is None:
-        yield Problem(("rollouts",), "rollouts: debug=train_only needs the run folder to read them from", (("debug",),))
+        yield Problem(("rollouts",), "rollouts: debug=train_only needs the run folder with the rollouts", (("debug",),))
     elif config.debug == "rollout_only" and config.algorithm.kl_reward_coef > 0:
         text = (
             f"algorithm.kl_reward_coef: {config.algorithm.kl_reward_coef:g} needs log-probs, and debug=rollout_only "
@@ -129,12 +129,12 @@ def _reinforcement(config: Config) -> Iterator[Problem]:
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
-    """Values that numbers of the engines cannot hold, or that end every response before it begins."""
+    """Values that the engines' number types cannot represent, or that end every response before its first token."""
     for section in ("rollout", "eval"):
         temperature = getattr(config, section).temperature
         if 0 < temperature < LEAST_TEMPERATURE or temperature > MOST_TEMPERATURE:
             text = (
-                f"{section}.temperature: {temperature:g} is no temperature to divide by; use {LEAST_TEMPERATURE:g} to "
+                f"{section}.temperature: {temperature:g} is out of range; use {LEAST_TEMPERATURE:g} to "
                 f"{MOST_TEMPERATURE:g}" + (", or 0 for greedy" if section == "eval" else "")
             )
             yield Problem((section, "temperature"), text)
@@ -143,15 +143,13 @@ def _sampling(config: Config) -> Iterator[Problem]:
             yield Problem(("rollout", "stop", index), "rollout.stop: '' ends every response before its first token")
     bucket, longest = config.generator.kv_bucket, config.max_sequence_tokens
     if bucket > max(longest, LARGE_BUCKET):
-        text = (
-            f"generator.kv_bucket: {bucket} tokens of cache for each response, and the longest has {longest}; use less"
-        )
+        text = f"generator.kv_bucket: {bucket} tokens of cache per response, but the longest has {longest}; use less"
         yield Problem(("generator", "kv_bucket"), text, (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens")))
 
 
 def _correction(config: Config) -> Iterator[Problem]:
-    """Bounds that spare nothing. What the trained weights themselves have generated has ratio 1 but for rounding, so
-    that a mask bounded by 1 would drop it by chance."""
+    """Bounds that correct responses of the trained weights themselves: their ratio is 1 up to rounding, so a mask with
+    bound 1 would drop them at random."""
     algorithm, section = config.algorithm, "algorithm"
     if not (config.reinforces and config.learns) or algorithm.correction == "none":
         return
@@ -170,11 +168,11 @@ def _correction(config: Config) -> Iterator[Problem]:
 
 
 def weighed_shares(config: Config, rollout: RolloutConfig) -> str:
-    """The settings, in words, under which a correction of whole responses weighs them by what sampling kept; empty
-    where it does not. `rollout`: of the run that draws the responses.
+    """The settings, as text, under which a correction of whole responses weights them by the probability that sampling
+    kept; empty if there are none. `rollout`: the section of the run that generates the responses.
 
-    The generator's log-probs are those of the tokens that sampling keeps, the trainer's those of all. So the ratio of a
-    token is the share of the probability that was kept, and a product of hundreds of them is nearly 0."""
+    The generator's log-probs are normalised over the tokens that sampling keeps, the trainer's over all tokens. So the
+    ratio of a token is the kept share of probability, and a product of hundreds of such ratios is nearly 0."""
     algorithm, learns = config.algorithm, config.reinforces and config.learns
     if not learns or algorithm.correction == "none" or algorithm.correction_level != "sequence":
         return ""
@@ -187,7 +185,7 @@ def _whole_responses(config: Config) -> Iterator[Problem]:
         cut = [key for key in KEEPS_ALL if _cuts(rollout, key)]
         text = (
             f"algorithm.correction_level: sequence multiplies the shares of probability that {given} keeps at each "
-            "token, so that long responses weigh nothing even without lag; use token or geometric, or "
+            "token, so that long responses get almost no weight even without lag; use token or geometric, or "
             + " ".join(f"rollout.{key}={KEEPS_ALL[key]}" for key in cut)
         )
         involved = (("algorithm", "correction"), *(("rollout", key) for key in cut))
@@ -242,7 +240,7 @@ def _filters(config: Config) -> Iterator[Problem]:
 
 
 def _fake(config: Config) -> Iterator[Problem]:
-    """Rewards by lot that no group survives; an environment gives its own."""
+    """Random rewards that reject every group; environments give their own rewards."""
     rollout, rate, at = config.rollout, config.fake.pass_rate, ("fake", "pass_rate")
     if not config.reinforces or config.debug != "fake" or config.envs or rate not in (0, 1):
         return
@@ -272,8 +270,8 @@ def _redundancy(config: Config) -> Iterator[Problem]:
     rollout, members = config.rollout, ("rollout", "extra_members")
     if config.deterministic and rollout.extra_members:
         text = (
-            f"rollout.extra_members: {rollout.extra_members}, and deterministic=true waits for all members of a group, "
-            "so that the redundant ones gain nothing; use 0"
+            f"rollout.extra_members: {rollout.extra_members}, but deterministic=true waits for all members of a group, "
+            "so that redundant members gain nothing; use 0"
         )
         yield Problem(members, text, (("deterministic",),))
     count = rollout.group_size + rollout.extra_members
@@ -285,18 +283,18 @@ def _redundancy(config: Config) -> Iterator[Problem]:
 
 
 def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
-    """What `replicas` generator replicas cannot do."""
+    """Settings that are impossible with `replicas` generator replicas."""
     if not config.generates:
         return
     rollout, layout, cap = config.rollout, ("layout", "generator"), ("generator", "max_requests")
     if rollout.min_replicas > replicas:
         text = (
-            f"rollout.min_replicas: {rollout.min_replicas}, and layout.generator makes {replicas} replicas; lower it "
+            f"rollout.min_replicas: {rollout.min_replicas}, but layout.generator gives {replicas} replicas; lower it "
             "or raise layout.generator.num_ranks"
         )
         yield Problem(("rollout", "min_replicas"), text, (layout,))
     room, members = replicas * config.generator.most_requests, rollout.group_size + rollout.extra_members
-    has = f"and {replicas} replicas are given {room} responses at once"
+    has = f"but {replicas} replicas get at most {room} responses at once"
     if config.generator.max_requests is not None and members > room:
         text = (
             f"generator.max_requests: {config.generator.max_requests}: a prompt has {members} responses, {has}; raise "
@@ -305,8 +303,8 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
         yield Problem(cap, text, (("rollout", "group_size"), layout))
     elif rollout.extra_members and members > room:
         text = (
-            f"rollout.extra_members: a prompt has {members} responses, {has}, so that the redundant ones only start "
-            "when others have ended; raise generator.max_requests or lower it"
+            f"rollout.extra_members: a prompt has {members} responses, {has}, so that redundant responses only start "
+            "after others have ended; raise generator.max_requests or lower it"
         )
         yield Problem(("rollout", "extra_members"), text, (cap, layout))
     if rollout.extra_prompts and rollout.extra_prompts * members > room:
@@ -322,7 +320,7 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     if not config.generates or rollout.max_lag == 0:
         return
     if config.deterministic:
-        text = f"rollout.max_lag: {rollout.max_lag:g}, and deterministic=true generates nothing ahead; use 0"
+        text = f"rollout.max_lag: {rollout.max_lag:g}, but deterministic=true generates nothing ahead; use 0"
         yield Problem(at, text, (("deterministic",),))
     whole, part = divmod(rollout.max_lag, 1)
     if 0 < part * rollout.num_prompts < 1 - 1e-9:
@@ -334,8 +332,8 @@ def _asynchronous(config: Config) -> Iterator[Problem]:
     furthest = config.max_steps - 1  # the last step trains version max_steps - 1, the oldest rollouts are of version 0
     if ceil(rollout.max_lag) > furthest:
         text = (
-            f"rollout.max_lag: {rollout.max_lag:g}, and with max_steps={config.max_steps} no token can lag more than "
-            f"{furthest}; use at most {furthest}"
+            f"rollout.max_lag: {rollout.max_lag:g}, but with max_steps={config.max_steps} no token can have a lag "
+            f"above {furthest}; use at most {furthest}"
         )
         yield Problem(at, text, (("max_steps",),))
     ahead = int(rollout.max_lag * rollout.num_prompts + 1e-9)
@@ -364,7 +362,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         if beta == 1:
             yield Problem(("trainer", "betas", index), f"trainer.betas.{index}: must be below 1, got 1")
     if config.model.dtype == "bfloat16" and trainer.param_dtype == "float32":
-        text = "trainer.param_dtype: float32 gains nothing on bfloat16 weights (model.dtype); set bfloat16"
+        text = "trainer.param_dtype: float32 has no advantage with bfloat16 weights (model.dtype); set bfloat16"
         yield Problem(("trainer", "param_dtype"), text, (("model", "dtype"),))
 
 
@@ -386,7 +384,7 @@ def _model(config: Config) -> Iterator[Problem]:
 
 
 def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
-    """Whether the longest sequence fits into the model's `limit` positions, which are called `name`."""
+    """Whether the longest sequence fits into the model's `limit` positions; `name`: the key of this limit."""
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
     turns = config.max_turns
     total = config.max_sequence_tokens
@@ -398,10 +396,12 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
 
 
 def check_family(config: Config, model_type: str, path: Path) -> Iterator[Problem]:
-    """Whether the generation engine, where the run needs one, can run a model of this family, given at `path`."""
+    """Whether the generation engine, if the run needs one, supports this model family; `path`: the key of the model."""
     families = GEN_ENGINES[config.generator.engine].families or (model_type,)
     if (config.generates or config.evaluates) and model_type not in families:
-        text = f"{dotted(path)}: the {config.generator.engine} generator runs {', '.join(families)}, not {model_type}"
+        text = (
+            f"{dotted(path)}: the {config.generator.engine} generator supports {', '.join(families)}, not {model_type}"
+        )
         yield Problem(path, text, (("generator", "engine"), ("model",)))
 
 
@@ -414,13 +414,13 @@ def _user_code(config: Config) -> Iterator[Problem]:
         if config.turn_timeout_s(env) >= config.timeouts.command_s:
             text = (
                 f"{name}.timeout_s: {config.turn_timeout_s(env):g} must be below timeouts.command_s, which is "
-                f"{config.timeouts.command_s:g}: after that the whole rank is given up"
+                f"{config.timeouts.command_s:g}: after that the whole rank counts as lost"
             )
             yield Problem((*at, "timeout_s"), text, (("timeouts", "command_s"),))
 
 
 def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: Table[Any]) -> Iterator[Problem]:
-    """A key that names a user's code, given or left out where the chosen entry reads another."""
+    """A key that names user code, missing although the selected entry needs it, or given although it is not read."""
     keys = {name: spec.imports_code for name, spec in table.items() if spec.imports_code}
     for name, key in keys.items():
         given, where = getattr(section, key), (*at, "name")
@@ -433,32 +433,34 @@ def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: Table[Any
 
 
 def _components(config: Config) -> Iterator[Problem]:
-    """sbatch hands --mem on to the components that give none."""
+    """sbatch applies --mem to components without it."""
     given = {name: spec.memory for name, spec in config.cluster.components.items()}
     if any(given.values()):
         for name in (name for name, memory in given.items() if memory is None):
             path = ("cluster", "components", name, "memory")
-            text = f"{dotted(path)}: missing; Slurm would take another component's, so give it for all or none"
+            text = (
+                f"{dotted(path)}: missing; Slurm would use the value of another component, so give it for all or none"
+            )
             yield Problem(path, text, (("cluster", "components"),))
 
 
 def _slurm_options(config: Config) -> Iterator[Problem]:
-    """Options that would contradict what hpcrl itself tells sbatch or srun."""
+    """Options that conflict with those that hpcrl itself gives to sbatch or srun."""
     for key, taken in (("sbatch_options", SET_FOR_SBATCH), ("srun_options", SET_FOR_SRUN)):
         for name in getattr(config.cluster, key):
-            meant = next((full for full in taken if full.startswith(name)), "")  # Slurm completes a name cut short
+            meant = next((full for full in taken if full.startswith(name)), "")  # Slurm accepts abbreviated names
             if meant:
                 instead = f"; use {taken[meant]}" if taken[meant] else ""
-                text = f"cluster.{key}: --{name} is not free, hpcrl needs it itself{instead}"
+                text = f"cluster.{key}: --{name} is set by hpcrl itself{instead}"
                 yield Problem(("cluster", key, name), text)
 
 
 def _warning(config: Config) -> Iterator[Problem]:
-    """A job that is warned of its end from its beginning on would be requeued before its first step, for ever."""
+    """A job that is warned at its start would be requeued before its first step, forever."""
     cluster = config.cluster
     if cluster.name == "slurm" and cluster.signal_lead_s >= cluster.time_s:
         text = (
-            f"cluster.signal_lead_s: {cluster.signal_lead_s} s before its end a job of {cluster.time_s} s has not begun"
-            "; give less, or more cluster.time"
+            f"cluster.signal_lead_s: {cluster.signal_lead_s} s is not below the job's time limit of "
+            f"{cluster.time_s} s; give less, or more cluster.time"
         )
         yield Problem(("cluster", "signal_lead_s"), text, (("cluster", "time"),))

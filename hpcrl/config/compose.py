@@ -1,7 +1,7 @@
-"""From command-line words to one plain dict, through Hydra's compose API; remembers where every value came from.
+"""Composes command-line arguments into a plain dict with Hydra's compose API, and records the source of every value.
 
 Groups go through Hydra's defaults list. Values are applied one by one afterwards, with Hydra's own grammar, so that a
-bad one does not hide the next. Hydra changes no folder and writes nothing.
+bad value does not hide the next. Hydra changes no folder and writes nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ AS_TYPED = re.compile(
     r"\+{0,2}(cluster\.(?:components\.\w+\.)?"
     r"(?:account|constraint|exclude|partition|qos|reservation|switches|time))=(?!null$)([^'\"$].*)"
 )
-"""Words for sbatch, such as low,high or n[1-4] or 60: Hydra's grammar has other meanings for them."""
+"""Values for sbatch, such as low,high or n[1-4] or 60, which have another meaning in Hydra's grammar."""
 
 
 def conf_dir() -> FilePath:
-    """The folder of the Hydra groups: beside the package in a checkout, inside it where it is installed."""
+    """The folder of the Hydra groups: beside the package in a checkout, inside an installed package."""
     package = FilePath(__file__).resolve().parents[1]
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
@@ -38,7 +38,7 @@ def groups() -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Override:
-    """One value from the command line: `text` is the word as it was typed; delete: `~key`."""
+    """One value from the command line: `text`: the argument as typed; delete: `~key`."""
 
     path: Path
     text: str
@@ -48,7 +48,7 @@ class Override:
 
 @dataclass
 class Composition:
-    """The composed values, the chosen option of each group, the overrides, and what went wrong on the way."""
+    """The composed values, the selected option of each group, the overrides, and the problems found."""
 
     data: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Composition:
     problems: list[Problem] = field(default_factory=list)
 
     def source(self, path: Path) -> str:
-        """Where the value at `path` was set: the override as typed or the conf file, empty for a default."""
+        """The source of the value at `path`: the override as typed or the conf file; empty for a default."""
         for override in reversed(self.overrides):
             shared = min(len(override.path), len(path))
             if shared and override.path[:shared] == path[:shared]:
@@ -68,7 +68,7 @@ class Composition:
         return next((f"conf/{name}" for name, inner in names if _holds(read_yaml(name), inner)), "")
 
     def given(self) -> dict[Path, bool]:
-        """Keys the user set explicitly: path -> whether on the command line (else in the experiment's file)."""
+        """Explicitly set keys: path -> whether on the command line (else in the experiment's file)."""
         keys: dict[Path, bool] = {}
         if name := self.choices.get("experiment"):
             keys |= dict.fromkeys(_leaves(read_yaml(f"experiment/{name}.yaml")), False)
@@ -79,7 +79,7 @@ class Composition:
 
 
 def compose(words: Sequence[str]) -> Composition:
-    """Compose the words of a command line (`group=option`, `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`)."""
+    """Compose the arguments of a command line (`group=option`, `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`)."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -104,7 +104,7 @@ def compose(words: Sequence[str]) -> Composition:
 
 @functools.cache
 def read_yaml(name: str) -> dict[str, Any]:
-    """Content of a file of conf/, empty when it is missing or unreadable (Hydra has then said so); to be read only."""
+    """Content of a file of conf/, empty if it is missing or unreadable (which Hydra has reported); to be read only."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
@@ -115,7 +115,7 @@ def read_yaml(name: str) -> dict[str, Any]:
 
 
 def _with_bases(experiment: str | None) -> Iterator[str]:
-    """An experiment, those that its defaults list names, theirs and so on: the nearest first."""
+    """An experiment, the experiments of its defaults list, and theirs in turn: the nearest first."""
     if experiment is not None:
         yield experiment
         for entry in reversed(read_yaml(f"experiment/{experiment}.yaml").get("defaults", [])):
@@ -124,7 +124,7 @@ def _with_bases(experiment: str | None) -> Iterator[str]:
 
 
 def _parse(words: Sequence[str], result: Composition) -> None:
-    """Sort the words into choices of groups and values; a word that is neither becomes a problem."""
+    """Sort the arguments into choices of groups and values; any other argument becomes a problem."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -145,14 +145,14 @@ def _parse(words: Sequence[str], result: Composition) -> None:
             override = parser.parse_override(word)
         except HydraException as error:
             name, _, text = word.lstrip("+").partition("=")
-            if PLACEHOLDER.search(text):  # said of the value, as where it can be read
+            if PLACEHOLDER.search(text):  # reported for the value, as for readable ones
                 result.overrides.append(Override(tuple(name.split(".")), word, text))
                 continue
             _refuse(result, word, f"cannot be read ({_first_line(error)}); quote special characters: 'key=\"value\"'")
             continue
         key, value = override.key_or_group, override.value()
         if override.is_sweep_override():
-            _refuse(result, word, "several values; write a list as key=[a,b], or give -m for a run with each")
+            _refuse(result, word, "several values; write a list as key=[a,b], or give -m to run each value")
         elif key in known and not override.is_delete() and isinstance(value, str | int):
             if str(value) in known[key]:
                 result.choices[key] = str(value)
@@ -202,7 +202,7 @@ def _of_hydra(folder: FilePath, words: tuple[str, ...]) -> tuple[dict[str, Any],
 
 
 def _delete(config: Any, path: Path) -> None:
-    """Remove a value, so that the default holds again; a key that nothing has set stays as it is."""
+    """Remove a value, so that the default applies again; an unset key is left unchanged."""
     for part in path[:-1]:
         config = config[part] if config is not None and part in config else None
     if config is not None and path[-1] in config:
@@ -219,7 +219,7 @@ def _suggest(word: str, options: Sequence[str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """The part of an error that fits on a user's line."""
+    """The first lines of an error, as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__
 

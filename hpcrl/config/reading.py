@@ -1,4 +1,4 @@
-"""From plain data, or from the words of a command line, to a checked Config."""
+"""Turns plain data, or the arguments of a command line, into a checked Config."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ PLAIN_WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
 }
-"""pydantic's words and what a user reads instead, applied in this order."""
+"""Phrases of pydantic -> their replacements for users, applied in this order."""
 
 PATTERNS = {
     WALL_TIME: "a wall time: MINUTES, HH:MM:SS or D-HH:MM:SS",
-    MEMORY: "memory as sbatch reads it: a number and K, M, G or T, such as 500G",
-    WORD: "one word as sbatch reads it, without spaces and quotes",
+    MEMORY: "a memory size: a number and K, M, G or T, such as 500G",
+    WORD: "one word for sbatch, without spaces and quotes",
     IMAGE: "a file or an image's address, without spaces and quotes",
-    COMPONENT: "a name of small letters, digits and '_'",
+    COMPONENT: "a name of lower-case letters, digits and '_'",
     OPTION: "the long name of an option, such as mail-user",
 }
-"""Pattern of the schema -> what a user reads about a value that does not follow it."""
+"""Pattern of the schema -> description of valid values for users."""
 
 SPLIT: dict[Path, str] = {
     ("algorithm", "kl_estimator"): "there are two keys: algorithm.kl_reward_estimator (default k1) for the KL in the "
     "reward, algorithm.kl_loss_estimator (default k2) for the KL in the loss"
 }
-"""Keys that were cut in two -> what a user reads about them."""
+"""Keys that were split into two -> explanation for users."""
 
 
 @dataclass
 class Reading:
-    """What became of some words: `config` is whole when there are no problems.
+    """The result of reading arguments: `config` is complete if there are no problems.
 
-    With problems it holds the defaults in place of what could not be read (`unread`), so that further checks can go on;
-    it is None where nothing could be made of them.
+    With problems, `config` has defaults in place of unreadable values (`unread`), so that further checks are possible;
+    it is None if nothing could be read.
     """
 
     config: Config | None
@@ -62,7 +62,7 @@ class Reading:
     unread: list[Path] = field(default_factory=list)
 
     def add(self, problems: Sequence[Problem]) -> None:
-        """Take in more problems, but none that may only follow from a value that could not be read."""
+        """Add problems, except those that may only follow from an unreadable value."""
         self.problems += [p for p in problems if not p.touches(self.unread)]
 
     def lines(self) -> list[str]:
@@ -75,9 +75,9 @@ class Reading:
 
 
 def load(argv: Sequence[str]) -> Config:
-    """The configuration that these command-line words mean. ConfigError holds every problem, one line each.
+    """The configuration of these command-line arguments. ConfigError lists every problem, one line each.
 
-    Reads no file but those of conf/; data, model and run folder are checked by hpcrl.launch.
+    Reads only files of conf/; hpcrl.launch checks data, model and run folder.
     """
     reading = read(argv)
     if reading.problems or reading.config is None:
@@ -86,7 +86,7 @@ def load(argv: Sequence[str]) -> Config:
 
 
 def parse(data: Mapping[str, Any]) -> Config:
-    """The configuration that this plain data means (config.yaml of a run, for example). ConfigError as in load()."""
+    """The configuration of this plain data (config.yaml of a run, for example). ConfigError as in load()."""
     reading = _validate(data, Composition())
     if reading.config is not None:
         reading.add(check(reading.config))
@@ -96,13 +96,13 @@ def parse(data: Mapping[str, Any]) -> Config:
 
 
 def read(argv: Sequence[str]) -> Reading:
-    """Like load(), but collects the problems, so that the caller can look for more before it gives up."""
+    """Like load(), but collects the problems, so that the caller can check for more."""
     composition = compose(argv)
     pipeline = composition.data.get("pipeline")
     pipeline = pipeline if pipeline in list(PIPELINES) else Config.model_fields["pipeline"].default
     mode = composition.data.get("debug")
     modes = get_args(Config.model_fields["debug"].annotation)
-    ending = f"_{mode}" if mode in modes and mode != "none" else ""  # not the run folder of the whole run
+    ending = f"_{mode}" if mode in modes and mode != "none" else ""  # separate from the run folder of the whole run
     composition.data.setdefault("run_name", composition.choices.get("experiment", pipeline) + ending)
     reading = _validate(composition.data, composition)
     reading.problems[:0] = composition.problems
@@ -114,7 +114,7 @@ def read(argv: Sequence[str]) -> Reading:
 
 
 def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
-    """Types and keys. Each round takes out what was wrong, until the rest can be read."""
+    """Check types and keys. Each round removes wrong values, until the rest can be read."""
     data: dict[str, Any] = copy.deepcopy(dict(given))
     if not data.get("run_dir"):
         data["run_dir"] = f"runs/{data.get('run_name', Config.model_fields['run_name'].default)}"
@@ -143,7 +143,7 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
 
 
 def _explain(path: Path, detail: Any) -> str:
-    """One line about an error of pydantic's."""
+    """One line about a pydantic error."""
     name, kind = dotted(path) or "configuration", detail["type"]
     if kind == "extra_forbidden" and path in SPLIT:
         return f"{name}: {SPLIT[path]}"
@@ -181,7 +181,7 @@ def _short(value: Any) -> str:
 
 
 def _key_path(loc: tuple[int | str, ...]) -> Path:
-    """The path of keys in an error's location, which also holds the branches of unions and marks of bad keys."""
+    """The path of keys in an error's location, without branches of unions and markers of bad keys."""
     parts = [part for part in loc if not (isinstance(part, str) and (part.startswith("<") or part == "[key]"))]
     if parts[0] == "algorithm" and len(parts) > 1 and parts[1] in _algorithms():
         del parts[1]
@@ -196,7 +196,7 @@ def _algorithms() -> dict[str, type[BaseModel]]:
 
 
 def _did_you_mean(path: Path) -> str:
-    """The known key most like an unknown one: among its siblings first, then anywhere; empty if none is."""
+    """The known key most similar to an unknown one: among its siblings first, then anywhere; empty if there is none."""
     known = {key for key in known_keys() if not _matches(key, path)}
     siblings = {str(key[-1]): dotted((*path[:-1], key[-1])) for key in known if _matches(key[:-1], path[:-1])}
     if near := get_close_matches(str(path[-1]), list(siblings), n=1):
@@ -212,7 +212,7 @@ def _matches(key: Path, path: Path) -> bool:
 
 
 def known_keys(kind: Any = None, at: Path = ()) -> Iterator[Path]:
-    """Every key of the schema, sections included; * stands for a position in a list or a name in a mapping."""
+    """Every key of the schema, including sections; * stands for a position in a list or a name in a mapping."""
     kind = config_class() if kind is None and not at else kind
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, info in kind.model_fields.items():
@@ -227,7 +227,7 @@ def known_keys(kind: Any = None, at: Path = ()) -> Iterator[Path]:
 
 
 def _take_out(data: Any, path: Path) -> None:
-    """Remove the value at `path`, or the nearest one above it; an item of a list takes the list along."""
+    """Remove the value at `path`, or the nearest value above it; for an item of a list, the whole list."""
     for depth, part in enumerate(path):
         inner = data.get(part) if isinstance(data, dict) else None
         if depth == len(path) - 1 or not isinstance(inner, dict):

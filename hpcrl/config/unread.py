@@ -1,4 +1,4 @@
-"""Keys that the chosen parts do not read."""
+"""Finds keys that the selected parts do not read."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hpcrl.spec.problems import Path, Problem, dotted
 from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, ROLES, TRAIN_ENGINES
 
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
-"""The keys of rollout that evaluation reads too."""
+"""The keys of rollout that evaluation also reads."""
 
 STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
-"""The keys of rollout that a run reads which trains on stored rollouts: what evaluation needs, and the batch's size."""
+"""The keys of rollout that a run on stored rollouts reads: those of evaluation, and the batch size."""
 
 
 def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
     """Keys set explicitly that this run does not read.
 
-    `given` maps their paths to whether they were set on the command line. A key of the experiment's file is not held
-    against the user where the command line itself made the choice that leaves it unread.
+    `given` maps their paths to whether they were set on the command line. A key of the experiment's file is accepted if
+    the command line made the choice that leaves it unread.
     """
     by_hand = [path for path, on_command_line in given.items() if on_command_line]
     problems = []
@@ -34,7 +34,7 @@ def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
 
 
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
-    """(prefix of unread keys, key whose value makes them so, why)."""
+    """(prefix of unread keys, key whose value is the cause, reason)."""
     yield from _not_chosen(config)
     if not config.reinforces:
         for section in ("algorithm", "env"):
@@ -53,14 +53,14 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if config.debug != "fake":
         yield ("fake",), ("debug",), f"debug is {config.debug}"
     if config.cluster.after != "chain":
-        yield ("cluster", "num_links"), ("cluster", "after"), "a job that goes on is requeued"
+        yield ("cluster", "num_links"), ("cluster", "after"), "an unfinished run is requeued"
     if config.cluster.container == "none":
         for key in ("image", "mounts"):
             yield ("cluster", key), ("cluster", "container"), "the ranks run in no container"
     for name, spec in config.cluster.components.items():
         if not spec.gpus_per_node:
             at = ("cluster", "components", name)
-            yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component asks for no GPUs"
+            yield (*at, "gpu_type"), (*at, "gpus_per_node"), "the component requests no GPUs"
     if config.model.path is not None:
         yield ("model", "tiny"), ("model", "path"), "model.path is given"
     if config.model.tiny.architecture != "qwen3_moe":
@@ -73,7 +73,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
     fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]
     for role in (name for name in ROLES if name not in fewer):
-        yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} go on with fewer ranks"
+        yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} continue with fewer ranks"
 
 
 def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
@@ -103,7 +103,7 @@ def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
             yield ("rollout", key), ("rollout", "max_lag"), "max_lag is 0, so nothing is generated ahead"
     if config.deterministic:
         for key in ("siblings_together", "prompt_affinity", "routing", "spare_slow_replicas"):
-            yield ("rollout", key), ("deterministic",), "deterministic=true spreads responses by their ids"
+            yield ("rollout", key), ("deterministic",), "deterministic=true distributes responses by their ids"
     if correction == "none":
         for key in ("correction_level", "correction_high"):
             yield ("algorithm", key), ("algorithm", "correction"), "correction is none"

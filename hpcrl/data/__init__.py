@@ -1,4 +1,4 @@
-"""Prompts: where they come from, how rows are read, in which order they are drawn. Imports no torch."""
+"""Prompts: their sources, the reading of rows, the order of drawing. Imports no torch."""
 
 from hpcrl.data.rows import validate_sources
 from hpcrl.data.sft import SFTRows, sft_rows

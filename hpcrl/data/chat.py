@@ -1,8 +1,7 @@
-"""From messages to token ids, through the tokenizer's chat template where it has one.
+"""From messages to token ids, through the tokenizer's chat template if it has one.
 
-Only the template writes special tokens: `<|im_end|>` in a message is text and is encoded as text, since it would end
-the message otherwise. Without a template the text is the prompt as it stands, special tokens in it included.
-"""
+Only the template writes special tokens: `<|im_end|>` in a message is encoded as plain text, since it would otherwise
+end the message. Without a template, the prompt is the text itself, including any special tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from typing import Any
 
 from hpcrl.data.rows import Messages
 
-MARK = "\ue000"  # of the private use area; stands after the first character of what only looks like a special token
+MARK = "\ue000"  # private use area; inserted after the first character of text that looks like a special token
 
 
 def render(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True) -> str:
-    """The text of messages, for encode(); with `ask` it ends where the answer of the model starts.
+    """The text of messages, for encode(); with `ask` it ends where the model's answer starts.
 
-    Special tokens in a message carry a MARK, which plain() takes out. Without a chat template: the contents, one
+    Special tokens in a message contain a MARK, which plain() removes. Without a chat template: the contents, one
     paragraph each.
     """
     if getattr(tokenizer, "chat_template", None):
@@ -34,13 +33,13 @@ def render(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | Non
 
 
 def plain(text: str) -> str:
-    """A rendered text as people read it."""
+    """A rendered text without marks."""
     return text.replace(MARK, "")
 
 
 def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
-    """Token ids of a rendered text. A template writes its own special tokens; without one the tokenizer adds them where
-    the text begins."""
+    """Token ids of a rendered text. A template writes its own special tokens; without one, the tokenizer adds them at
+    the start of the text."""
     templated = bool(getattr(tokenizer, "chat_template", None))
     if not templated or MARK not in text or (special := _special(tokenizer)) is None:
         return list(tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]) if text else []
@@ -62,7 +61,7 @@ def _special_tokens(tokenizer: Any) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _special(tokenizer: Any) -> re.Pattern[str] | None:
-    """What matches them; None where there are none."""
+    """A pattern that matches them; None if there are none."""
     tokens = _special_tokens(tokenizer)
     return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
@@ -70,10 +69,10 @@ def _special(tokenizer: Any) -> re.Pattern[str] | None:
 def cut_to_fit(
     tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, max_tokens: int
 ) -> tuple[str, list[int]] | None:
-    """(text, token ids) with the head of the last message cut so that at most `max_tokens` remain.
+    """(text, token ids) with the start of the last message cut so that at most `max_tokens` remain.
 
-    The template and all other messages stay whole, and so does the end of the last message, where questions stand.
-    None when they alone are too long.
+    The template, all other messages, and the end of the last message (usually the question) are kept. None if these
+    alone are too long.
     """
     content = messages[-1]["content"]
 

@@ -1,4 +1,4 @@
-"""Where rows come from: jsonl and parquet files, generated tasks. Random access by index, no tokenizer, no torch."""
+"""Sources of rows: jsonl and parquet files, generated tasks. Random access by index, no tokenizer, no torch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PACKED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PAR1": "parquet",
 }
-"""What the files of other formats begin with, which carry the name of one that is read."""
+"""First bytes of other formats that a file with a supported name may have."""
 
 
 class BadRow(ValueError):
-    """A row that cannot be used; the message starts with its place, `file:line`."""
+    """An unusable row; the message starts with its place, `file:line`."""
 
 
 class Table(Protocol):
-    """Rows as plain dicts. `digest` changes when the content does. `fixed_domain`: that of all rows, if it is known."""
+    """Rows as plain dicts. `digest` changes with the content. `fixed_domain`: the domain of all rows, if known."""
 
     fixed_domain: str | None
 
@@ -40,14 +40,14 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """The raw row; BadRow when it cannot be read."""
+        """The raw row; BadRow if it is unreadable."""
 
     def where(self, index: int) -> str:
         """`file:line`, for messages."""
 
 
 class JsonlTable:
-    """One JSON object per line; empty lines are skipped. The file is read once, rows are decoded when asked for."""
+    """One JSON object per line; empty lines are skipped. The file is read once, rows are decoded on access."""
 
     fixed_domain: str | None = None
 
@@ -88,12 +88,12 @@ class JsonlTable:
 
 
 class ParquetTable:
-    """A parquet file (verl's layout and any other with the keys of a jsonl file)."""
+    """A parquet file (verl's layout or any other with the keys of a jsonl file)."""
 
     fixed_domain: str | None = None
 
     def __init__(self, path: Path):
-        import pyarrow as arrow  # slow to import, and not everyone has parquet files
+        import pyarrow as arrow  # slow to import, and not every run has parquet files
         from pyarrow import parquet
 
         self.path = path
@@ -114,14 +114,14 @@ class ParquetTable:
     def row(self, index: int) -> dict[str, Any]:
         row = self._table.slice(index, 1).to_pylist()[0]
         try:
-            # Dates and decimals as text: a row's columns travel between ranks.
+            # Dates and decimals become text: a row's columns are sent between ranks.
             row = msgspec.to_builtins(row, builtin_types=(bytes,))
         except (TypeError, msgspec.ValidationError) as error:
             raise BadRow(f"{self.where(index)}: {error}") from error
         return {key: self._as_text(value, index, key) for key, value in row.items()} if self._has_bytes else row
 
     def _as_text(self, value: Any, index: int, column: str) -> Any:
-        """Bytes as the text they hold: writers of parquet that know no text type store it so."""
+        """Decode bytes as text: some parquet writers have no text type."""
         if isinstance(value, bytes):
             try:
                 return value.decode()
@@ -157,10 +157,10 @@ class TaskTable:
 
 
 def open_table(source: DataSource, seed: int, split: Split) -> Table:
-    """The rows of a source. ValueError says what is wrong with the source as a whole."""
+    """The rows of a source. ValueError describes an error of the source as a whole."""
     if is_generated(source.path):
         task = make_task(source.path, source.options, source.size, seed, split)
-        task.row(0)  # what is wrong with the options shows in the first row
+        task.row(0)  # errors in the options appear in the first row
         return TaskTable(task, source.path, seed, source.options)
     path = Path(source.path).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""What a row means: prompt, answer, tools, domain, whatever the file calls them; and what is wrong with a data set."""
+"""Interprets rows (prompt, answer, tools, domain, under any column name) and finds the errors of a data set."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
 RESPONSE_KEYS = ("response", "completion")
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_DOMAIN = "default"
-MAX_PROBLEMS = 10  # lines; the others are counted
+MAX_PROBLEMS = 10  # lines shown; the others are counted
 MAX_ROW_BYTES = 16 << 20
-"""JSON of a row's answer and other columns, which go with each of its responses to the reward or environment: a message
-between ranks holds 64 MiB, the prompt included."""
+"""Limit for the JSON of a row's answer and other columns, which are sent with each of its responses to the reward or
+environment: a message between ranks holds 64 MiB, including the prompt."""
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is used. `messages` end with the turn to answer; `response` is a written answer for the SFT pipeline.
+    """An interpreted row. `messages` end with the turn to answer; `response` is a reference answer for the SFT
+    pipeline.
 
     `extra` holds all columns except the prompt.
     """
@@ -43,7 +44,7 @@ class Row:
 
 
 def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str) -> Row:
-    """Read a raw row; `fixed_domain` takes the place of its tag. BadRow says what is wrong."""
+    """Read a raw row; `fixed_domain` replaces its tag. BadRow describes the error."""
     key = _first(raw, config.prompt_key, PROMPT_KEYS)
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
@@ -54,7 +55,7 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
         response = messages[-1]["content"]
         messages = messages[:-1]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise BadRow(f"{where}: {key} holds no user turn to answer")
+        raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
     extra = {k: v for k, v in raw.items() if k != key}
     _check_size(answer, extra, where)
@@ -74,7 +75,7 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
 
 
 def _check_size(answer: Any, extra: dict[str, Any], where: str) -> None:
-    """BadRow where the row is too large to travel; it would end the run at the step that draws it."""
+    """BadRow if the row is too large to send; it would end the run at the step that draws it."""
     num_bytes = len(msgspec.json.encode((answer, extra)))
     if num_bytes > MAX_ROW_BYTES:
         largest = max(extra, key=lambda name: len(msgspec.json.encode(extra[name])))
@@ -106,7 +107,7 @@ def _messages(value: Any, where: str, key: str) -> Messages:
             raise BadRow(f"{where}: {key}[{n}].content must be text")
         if message["role"] == "user" and not message["content"].strip():
             raise BadRow(f"{where}: {key}[{n}].content is empty")
-    # Parquet gives every struct of a list all keys, null where the message did not have them.
+    # Parquet gives every struct of a list all keys, with null for keys that the message did not have.
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
 
 
@@ -136,7 +137,7 @@ def _columns(raw: dict[str, Any]) -> str:
 
 
 def sources(config: DataConfig, split: Split) -> list[DataSource]:
-    """The sources of a split; none where data.val is not set."""
+    """The sources of a split; none if data.val is not set."""
     given = config.train if split == "train" else config.val
     if given is None:
         return []
@@ -145,10 +146,10 @@ def sources(config: DataConfig, split: Split) -> list[DataSource]:
 
 
 class RowSet:
-    """All rows of a split, checked: those of the first source, then of the next. ValueError lists all problems.
+    """All rows of a split, checked, source after source. ValueError lists all problems.
 
-    `domain_names`: domains in order of appearance; `domains`: int32 [rows], index of each row's into them;
-    `unanswered`: domain -> how many of its rows have no answer, and `file:line` of the first.
+    `domain_names`: domains in order of appearance; `domains`: int32 [rows], each row's index into domain_names;
+    `unanswered`: domain -> number of rows without an answer, and `file:line` of the first.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int):
@@ -162,7 +163,7 @@ class RowSet:
             try:
                 self.tables.append(open_table(source, seed, split))
             except ValueError as error:
-                problems.append(f"data.{split}: {error}")  # the other sources are still looked at
+                problems.append(f"data.{split}: {error}")  # the other sources are still checked
         self._starts = np.cumsum([0, *(len(table) for table in self.tables)])
         self.domain_names: list[str] = []
         self.domains = np.zeros(self._starts[-1], dtype=np.int32)
@@ -178,10 +179,10 @@ class RowSet:
             raise ValueError("\n".join(problems))
 
     def _scan(self) -> Iterator[str]:
-        """Find every row's domain; yields one problem per unusable row."""
+        """Find the domain of every row; yields one problem per unusable row."""
         for number, table in enumerate(self.tables):
             start, end = self._starts[number : number + 2]
-            if table.fixed_domain is not None:  # generated: rows are right by construction
+            if table.fixed_domain is not None:  # generated rows are correct by construction
                 self.domains[start:end] = self._domain_index(self._sources[number].tag or table.fixed_domain)
                 continue
             for index in range(len(table)):
@@ -211,7 +212,7 @@ class RowSet:
         return self.domain_names[self.domains[row]]
 
     def row(self, row: int) -> Row:
-        """The row; BadRow where it cannot be used."""
+        """The row; BadRow if it is unusable."""
         return self._parse(*self._locate(row))
 
     def where(self, row: int) -> str:
@@ -225,7 +226,7 @@ class RowSet:
         return parse_row(table.row(index), self._config, fixed, table.where(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """Source -> what its rows and their domains depend on, for a cursor to be checked against."""
+        """Source -> what its rows and their domains depend on, to check a cursor."""
         return {
             f"{number} {source.path}": f"{len(table)} rows {table.digest} tag {source.tag or self._config.tag_key}"
             for number, (source, table) in enumerate(zip(self._sources, self.tables, strict=True))
@@ -233,7 +234,7 @@ class RowSet:
 
 
 def require_same(was: dict[str, str], now: dict[str, str], place: str) -> None:
-    """ValueError names the source or setting of `place` that is not what a checkpoint was made with."""
+    """ValueError names the source or setting of `place` that differs from the checkpoint."""
     for key in dict.fromkeys([*was, *now]):
         before, after = was.get(key, "absent"), now.get(key, "absent")
         if before != after:
@@ -244,9 +245,9 @@ def require_same(was: dict[str, str], now: dict[str, str], place: str) -> None:
 
 
 def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) -> dict[str, int]:
-    """Prompts of each domain in a rollout batch: int(p * batch), the last domain of `probs` takes the remainder.
+    """Prompts of each domain in a rollout batch: int(p * batch); the last domain of `probs` gets the remainder.
 
-    ValueError when `probs` does not name the domains of the data or would never draw one of them.
+    ValueError if `probs` does not name the domains of the data or would never draw one of them.
     """
     wrong = sorted(set(probs) ^ set(names))
     if wrong:
@@ -263,7 +264,7 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
 
 
 def validate_sources(config: DataConfig, batch_size: int | None = None) -> list[str]:
-    """All that is wrong with data.train and data.val that can be known without a tokenizer; one line each.
+    """All errors of data.train and data.val that can be found without a tokenizer, one line each.
 
     `batch_size` (rollout.num_prompts) also checks that data.domain_interleave_probs draws from every domain.
     """

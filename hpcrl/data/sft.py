@@ -22,20 +22,20 @@ class SFTRows:
         self._tokenizer = tokenizer
 
     def state_dict(self) -> dict[str, Any]:
-        """What identifies the data. Which rows a step trains on follows from the step and the seed."""
+        """Identification of the data. The rows of a step follow from the step and the seed."""
         return {"cursor": {**self._rows.fingerprint(), "seed": str(self._seed)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError names the source that is not what the checkpoint was made with."""
+        """ValueError names the source that differs from the checkpoint."""
         require_same(state["cursor"], self.state_dict()["cursor"], "data.train")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of a row, equally long. BadRow (a ValueError) where a row holds no answer.
+        """Token ids and loss mask of a row, of equal length. BadRow (a ValueError) if a row has no answer.
 
-        The prompt's tokens are those that PromptSource gives; the answer is tokenised on its own, as it is generated.
+        The prompt has the tokens that PromptSource gives; the answer is tokenised separately, as in generation.
         """
         row = self._rows.row(index)
         if row.response is None:
@@ -44,7 +44,7 @@ class SFTRows:
         mask: list[bool] = []
 
         def extend(text: str, marked: bool) -> None:
-            # Only the first piece may get the special tokens a tokenizer without a chat template adds.
+            # Only the first piece may get the special tokens that a tokenizer without a chat template adds.
             new = encode(self._tokenizer, text, begins=not ids)
             ids.extend(new)
             mask.extend([marked] * len(new))
@@ -73,5 +73,5 @@ class SFTRows:
 
 
 def sft_rows(config: DataConfig, split: Split, tokenizer: Any, seed: int = 0) -> SFTRows:
-    """The rows of a split for supervised training. ValueError lists all that is wrong with the data."""
+    """The rows of a split for supervised training. ValueError lists all errors of the data."""
     return SFTRows(config, split, tokenizer, seed)

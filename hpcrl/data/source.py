@@ -1,4 +1,4 @@
-"""The stream of prompts: shuffled epochs per domain, a fixed mix per rollout batch, a cursor that resumes exactly."""
+"""The stream of prompts: shuffled epochs per domain, a fixed mix per rollout batch, an exactly resumable cursor."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool =
 
 @dataclass(slots=True)
 class _Stream:
-    """The rows that are drawn from together: those of a domain, or all of them where no mix is asked for."""
+    """Rows that are drawn from together: those of one domain, or all rows if no mix is configured."""
 
     name: str
     rows: np.ndarray
-    share: int  # prompts of a rollout batch
+    share: int  # prompts per rollout batch
     num_drawn: int = 0
     order: tuple[int, np.ndarray] | None = None  # (epoch, its order)
 
 
 class PromptSource:
-    """Prompts of a split, without end. `dispositions` holds those drawn and not settled yet.
+    """An endless stream of the prompts of a split. `dispositions` holds prompts that were drawn and are not settled
+    yet.
 
-    With data.domain_interleave_probs every `batch_size` prompts hold int(p x batch_size) of each domain, spread evenly,
-    the last domain takes the remainder; a prompt that is dropped for its length is replaced from its own domain.
+    With data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, spread
+    evenly; the last domain gets the remainder. A prompt dropped for its length is replaced from its own domain.
     """
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, batch_size: int):
-        """ValueError lists all that is wrong with the data, one line each."""
+        """ValueError lists all errors of the data, one line each."""
         self._config = config
         self._split = split
         self._tokenizer = tokenizer
@@ -54,7 +55,7 @@ class PromptSource:
         self._streams = self._make_streams(batch_size)
         if split == "train":
             self._require_room()
-        # Which stream each prompt of a batch comes from, spread so that any part of a batch has about the same mix.
+        # The stream of each prompt of a batch, spread so that any part of a batch has about the same mix.
         places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
         self._pattern = [n for _, n in sorted(places)]
         self._num_given = 0
@@ -72,7 +73,7 @@ class PromptSource:
         ]
 
     def _require_room(self) -> None:
-        """ValueError where all prompts of a stream are over-long: else it would show when the ranks are at work."""
+        """ValueError if all prompts of a stream are over-long, which would otherwise only appear during the run."""
         for stream in self._streams:
             if not any(self._fits(int(row)) for row in stream.rows):
                 raise ValueError(self._all_too_long(stream))
@@ -97,10 +98,10 @@ class PromptSource:
         return len(self._rows)
 
     def next(self) -> Prompt:
-        """Draw the next prompt. Over-long ones are settled as too_long on the way (data.overlong_prompts=drop), and as
-        failed rows that cannot be used: those of files were checked before, those of generated sources were not.
+        """Draw the next prompt. Over-long prompts on the way are settled as too_long (data.overlong_prompts=drop),
+        unusable rows as failed: rows of files were checked before, rows of generated sources were not.
 
-        ValueError when a whole epoch holds nothing else, or names the row that is over the limit
+        ValueError if a whole epoch contains no usable prompt, or names the row that is over the limit
         (data.overlong_prompts=error).
         """
         stream = self._streams[self._pattern[self._num_given % len(self._pattern)]]
@@ -122,21 +123,21 @@ class PromptSource:
         raise ValueError(self._all_too_long(stream))
 
     def take_dropped(self) -> list[Settled]:
-        """The prompts that next() passed over since the last call (a resume keeps those that were not taken)."""
+        """The prompts that next() skipped since the last call (a resume keeps those not fetched)."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def prompt(self, uid: int) -> Prompt:
-        """An open prompt again (after a resume, or for another attempt). KeyError when it is not open."""
+        """An open prompt again (after a resume, or for another attempt). KeyError if it is not open."""
         epoch, row = self.dispositions.origin(uid)
         parsed = self._rows.row(row)
         text, token_ids = self._tokens(parsed, row)
         return _prompt(uid, epoch, row, parsed, text, token_ids)
 
     def head(self, count: int) -> list[Prompt]:
-        """The first `count` rows that are not over-long, in the order of the data, with the row as uid; for evaluation.
+        """The first `count` rows that are not over-long, in data order, with the row as uid; for evaluation.
 
-        Opens nothing. Fewer where the data holds fewer.
+        Opens no prompts. Fewer rows if the data has fewer.
         """
         found: list[Prompt] = []
         for row in range(len(self._rows)):
@@ -157,7 +158,7 @@ class PromptSource:
         return epoch, int(stream.rows[stream.order[1][position]])
 
     def _tokens(self, parsed: Row, row: int) -> tuple[str, list[int]]:
-        """Text and token ids as configured for over-long prompts; still too long where it is to be dropped."""
+        """Text and token ids, truncated if so configured; still too long if the prompt is to be dropped."""
         text = render(self._tokenizer, parsed.messages, parsed.tools)
         token_ids = encode(self._tokenizer, text)
         limit = self._config.max_prompt_tokens
@@ -172,7 +173,7 @@ class PromptSource:
         return plain(text), token_ids
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able cursor: what has been drawn, the open prompts, and what identifies the data."""
+        """JSON-compatible cursor: what was drawn, the open prompts, and the identification of the data."""
         return {
             "data": self._identity(),
             "num_given": self._num_given,
@@ -182,7 +183,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. ValueError names the source or setting that is not the same any more."""
+        """Continue from `state`. ValueError names the source or setting that has changed."""
         require_same(state["data"], self._identity(), f"data.{self._split}")
         self._num_given = state["num_given"]
         for stream in self._streams:
@@ -194,7 +195,7 @@ class PromptSource:
         ]
 
     def _identity(self) -> dict[str, str]:
-        mixed = len(self._streams) > 1  # else the batch size has no influence
+        mixed = len(self._streams) > 1  # otherwise the batch size has no influence
         return {
             "seed": str(self._seed),
             "shuffle": str(self._config.shuffle),

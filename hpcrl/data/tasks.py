@@ -1,6 +1,6 @@
-"""Built-in prompt sources that make their rows: `task:sort_digits`, `task:add` and `reasoning_gym:NAME`.
+"""Built-in prompt sources that generate their rows: `task:sort_digits`, `task:add` and `reasoning_gym:NAME`.
 
-A row is a function of (seed, split, index) alone. Rows have the keys of a jsonl file: prompt, answer, further columns.
+A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hpcrl.spec.options import read_options
 Split = Literal["train", "val"]
 DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}
 
-HELD_OUT = 16  # one content in so many belongs to val, the others to train
+HELD_OUT = 16  # one content in this many belongs to val, the others to train
 
-# Scored with their own gold answers, or with wrong ones, these verifiers give the wrong result (reasoning-gym 0.1.25).
+# For gold answers or for wrong answers, these verifiers give the wrong result (reasoning-gym 0.1.25).
 BROKEN_REASONING_GYM = {
     **dict.fromkeys(
         ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"),
@@ -32,7 +32,7 @@ BROKEN_REASONING_GYM = {
 
 
 class Task(Protocol):
-    """Rows made on demand; `name` is their domain."""
+    """Rows generated on demand; `name` is their domain."""
 
     name: str
     size: int
@@ -44,9 +44,9 @@ class SortOptions(Section):
     """Options of the task sort_digits."""
 
     min_digits: Positive = 4
-    """Fewest digits of a row."""
+    """Minimum digits of a row."""
     max_digits: Positive = 7
-    """Most digits of a row."""
+    """Maximum digits of a row."""
 
     @model_validator(mode="after")
     def _in_order(self) -> SortOptions:
@@ -59,7 +59,7 @@ class AddOptions(Section):
     """Options of the task add."""
 
     max_digits: Positive = 2
-    """Most digits of a summand."""
+    """Maximum digits of a summand."""
 
 
 def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
@@ -84,7 +84,7 @@ TASKS: dict[str, tuple[Make, type[Section], str]] = {
 
 
 class GeneratedTask:
-    """A task of `TASKS`. Whether a content is held out depends on the content alone, so that train and val are disjoint
+    """A task of `TASKS`. A row's content alone decides whether the row is held out, so that train and val are disjoint
     under any two seeds."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
@@ -105,7 +105,8 @@ class GeneratedTask:
 
 
 class ReasoningGymTask:
-    """A data set of reasoning-gym (arXiv 2505.24760); item i is made from seed + i, and the splits' seeds lie apart."""
+    """A data set of reasoning-gym (arXiv 2505.24760); item i is generated from seed + i; the seeds of the splits are
+    far apart."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
         self.name = name
@@ -124,7 +125,7 @@ class ReasoningGymTask:
 
 
 def make_reasoning_gym(name: str, size: int, seed: int, options: dict[str, Any]) -> Any:
-    """The data set; ValueError says why not."""
+    """The data set; ValueError gives the reason if it cannot be created."""
     import reasoning_gym  # slow
 
     try:
@@ -136,7 +137,7 @@ def make_reasoning_gym(name: str, size: int, seed: int, options: dict[str, Any])
 def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, split: Split) -> Task:
     """The task of a path `task:NAME` or `reasoning_gym:NAME`, epochs of `size` rows (null: 65536, val 1024).
 
-    ValueError says what is wrong with name, options or size.
+    ValueError describes an error of name, options or size.
     """
     kind, _, name = path.partition(":")
     rows = size or DEFAULT_SIZE[split]
@@ -155,7 +156,7 @@ def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, s
 
 
 def built_in_reward(path: str) -> tuple[str, str]:
-    """(domain, name of the reward) that a generated source brings along."""
+    """(domain, name of the reward) of a generated source."""
     kind, _, name = path.partition(":")
     return name, "reasoning_gym" if kind == "reasoning_gym" or name not in TASKS else TASKS[name][2]
 

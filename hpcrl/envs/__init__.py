@@ -1,1 +1,1 @@
-"""Environments, a file each; `specs` lists the built-in ones."""
+"""Environments, one file each; `specs` lists the built-in environments."""

@@ -1,4 +1,4 @@
-"""What an environment is: the gymnasium interface over text. It imports neither torch.distributed nor engines."""
+"""The environment protocol: the gymnasium interface over text. Imports neither torch.distributed nor engines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ to images: {"role": "user", "content": "...", "images": ["file.png"]}."""
 class Env(Protocol):
     """One episode. `info["metrics"]` (name -> float) is logged under env/<domain>/.
 
-    It is made with env.<domain>.options as arguments, and of the columns of the prompt's row (answer, prompt, messages
-    and those of the data) with those that its constructor names; with all of them where that takes **columns.
+    The constructor gets env.<domain>.options, and those columns of the prompt's row (answer, prompt, messages and the
+    columns of the data) that it names; with **columns it gets all of them.
 
-    An environment that holds something (a process, a file) has close() too: called once, after its last step, which
-    may come before the episode is over.
+    An environment that holds a resource (a process, a file) also has close(), called once after its last step, which
+    may be before the end of the episode.
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
-        """Start an episode, a function of the row and the seed alone; returns (first observation, info).
+        """Start an episode, which is a function of row and seed only; returns (first observation, info).
 
-        The observation is the first prompt: a text takes the place of the last message of the row's prompt, messages
-        that of all of them; an empty one leaves the row's prompt as it is.
+        The observation is the first prompt: a text replaces the last message of the row's prompt, a list of messages
+        replaces all messages, and an empty text leaves the row's prompt unchanged.
         """
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:

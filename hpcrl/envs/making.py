@@ -15,13 +15,15 @@ from hpcrl.spec.tables import ENVS
 
 
 def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]:
-    """What makes an environment of this section. ValueError names a path that leads to none or odd options."""
+    """The constructor of this section's environment. ValueError names a wrong path or wrong options."""
     spec = ENVS[config.name]
     found = _imported(config, section) if spec.imports_code else spec.load()
     try:
         inspect.signature(found).bind_partial(**config.options)
     except TypeError as error:
-        raise ValueError(f"env.{section}.options: {found.__name__} is made with these options: {error}") from error
+        raise ValueError(
+            f"env.{section}.options: {found.__name__} cannot be created with these options: {error}"
+        ) from error
     return found
 
 
@@ -29,7 +31,7 @@ def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
     module, _, name = (config.class_path or "").partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may raise anything
+    except Exception as error:  # a user's module may raise any exception
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"env.{section}.class_path: {config.class_path!r} leads to no class: {text}") from error
     if not callable(found):
@@ -49,7 +51,7 @@ def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
 
 
 def validate_envs(config: Config) -> list[str]:
-    """A line for every environment of a domain that no prompt has."""
+    """One line for every environment whose domain has no prompts."""
     named = [name for name in config.env if name != "default"]
     if not named:
         return []
@@ -58,7 +60,7 @@ def validate_envs(config: Config) -> list[str]:
     for split in splits:
         try:
             domains |= dict.fromkeys(RowSet(config.data, split, config.seed).domain_names)
-        except ValueError:  # it is not set, or validate_sources tells the user
+        except ValueError:  # not set, or reported by validate_sources
             continue
     there = ", ".join(domains)
     return [

@@ -1,4 +1,5 @@
-"""A scripted two-turn environment: asks once more, then compares the last answer. For tests and as an example."""
+"""A scripted two-turn environment: asks for a second answer and compares it with the gold answer. For tests and
+examples."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 
 class ScriptedEnv:
-    """Turn 1 gets `feedback`, turn 2 ends the episode; reward 1 where the last answer equals `answer`, else 0."""
+    """Turn 1 gets `feedback`, turn 2 ends the episode; reward 1 if the last answer equals `answer`, else 0."""
 
     def __init__(self, answer: Any = "", feedback: str = "check it and answer again"):
         self._answer, self._feedback, self._turn = str(answer).strip(), feedback, 0

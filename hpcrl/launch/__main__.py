@@ -1,4 +1,4 @@
-"""The command line of `python -m hpcrl.launch`, and what is said where a run cannot start."""
+"""The command line of `python -m hpcrl.launch`, with error messages if a run cannot start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     except slurm.SlurmError as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
-    except OSError as error:  # a full disk, a folder that went away
+    except OSError as error:  # a full disk, a removed folder
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT if error.errno == errno.ENAMETOOLONG else ExitCode.FAILED
     except KeyboardInterrupt:

@@ -1,14 +1,13 @@
-"""hpcrl runs as submitit jobs: what users of submitit know, on the scripts of hpcrl.launch.
+"""hpcrl runs as submitit jobs: the interface of submitit, with the scripts of hpcrl.launch.
 
     executor = HpcrlExecutor("runs")
     job = executor.submit(run, "+experiment=demo", "max_steps=10")
     job.result()["metrics"]
 
-A job may be heterogeneous, which submitit's own cannot. Its state is asked of scontrol, and of sacct only when scontrol
-has forgotten it: submitit's own comes from sacct and waits for ever without accounting. It ends when Slurm ends it;
-requeues on the way belong to it. The result is read from the run folder; nothing is pickled. Also
-submitit.AutoExecutor(cluster="hpcrl"). Needs the extra `slurm`.
-"""
+Unlike submitit's own jobs, a job may be heterogeneous. Its state comes from scontrol, and from sacct only if scontrol
+has forgotten the job: submitit itself uses sacct and waits forever without accounting. A job includes its requeues and
+ends when Slurm ends it. The result is read from the run folder; nothing is pickled. Also available as
+submitit.AutoExecutor(cluster="hpcrl"). Needs the extra `slurm`."""
 
 from __future__ import annotations
 
@@ -34,28 +33,29 @@ from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
 from hpcrl.status import Run, last_error
 
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer knows, where it keeps no accounts or they do not answer; it ended minutes ago."""
+"""State of a job that ended minutes ago and that Slurm no longer knows, without accounting or with accounts that do not
+answer."""
 MAX_RELEASES = 3
-"""How often a job is released: one that is held again each time meets a node that must be mended or excluded."""
+"""Maximum releases of a job: a job that is held again each time meets a node that must be repaired or excluded."""
 NO_JOB = "none"
-"""Id of the job of a run that was finished without one."""
+"""Job id for a run that was already finished and needed no job."""
 
 
 def run(*words: str) -> tuple[str, ...]:
-    """What to submit: the words of a run, as for `python -m hpcrl.launch`."""
+    """What to submit: the arguments of a run, as for `python -m hpcrl.launch`."""
     return words
 
 
 class RunWatcher(InfoWatcher):
-    """The states of all jobs of this process, as Slurm tells them. A job that Slurm holds because a node failed as it
-    began there is released, a few times."""
+    """The states of all jobs of this process, from Slurm. A job that Slurm holds because a node failed at its start is
+    released, a few times."""
 
     def __init__(self, delay_s: int = 60):
         super().__init__(delay_s)
         self._released: Counter[str] = Counter()
 
     def update(self) -> None:
-        """Ask for every job that has not ended. Where Slurm cannot be asked, the states stay as they were."""
+        """Query every job that has not ended. If Slurm cannot be queried, the states are unchanged."""
         self._num_calls += 1
         for job_id in sorted(self._registered - self._finished):
             try:
@@ -73,21 +73,21 @@ class RunWatcher(InfoWatcher):
     def _release(self, job_id: str) -> None:
         if self._released[job_id] < MAX_RELEASES:
             self._released[job_id] += 1
-            with contextlib.suppress(slurm.SlurmError):  # not allowed here: status says what to do
+            with contextlib.suppress(slurm.SlurmError):  # not permitted: status shows what to do
                 slurm.release(int(job_id))
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """Slurm's word for it, FORGOTTEN, or UNKNOWN before the first answer."""
+        """Slurm's state of the job, FORGOTTEN, or UNKNOWN before the first answer."""
         return self.get_info(job_id, mode=mode).get("State", "UNKNOWN")
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Whether it has ended and is not requeued."""
+        """Whether the job has ended and is not requeued."""
         self.get_info(job_id, mode=mode)
         return job_id in self._finished
 
 
 class RunPaths(JobPaths):
-    """Where hpcrl.launch writes what submitit has names for."""
+    """The paths of hpcrl.launch under submitit's names."""
 
     @property
     def submission_file(self) -> Path:
@@ -96,14 +96,14 @@ class RunPaths(JobPaths):
 
     @property
     def stdout(self) -> Path:
-        """What the script and all agents print, errors too; there is no stderr of its own."""
+        """Output of the script and all agents, including errors; there is no separate stderr."""
         return self.folder / f"job-{self.job_id}.log"
 
 
 class RunJob(Job[dict[str, Any]]):
-    """A submitted run; `folder`: its run folder. Of a chain the job id is that of the first link.
+    """A submitted run; `folder`: its run folder. For a chain, the job id is that of the first link.
 
-    It is done when Slurm has ended all its jobs. Made anew by of_run(), in any process.
+    It is done when Slurm has ended all its jobs. of_run() recreates it in any process.
     """
 
     watcher = RunWatcher(delay_s=10)
@@ -125,12 +125,12 @@ class RunJob(Job[dict[str, Any]]):
             self.watcher.register_job(link)
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether the run's jobs have ended: asked of Slurm at once if forced, else every few seconds at most."""
+        """Whether the run's jobs have ended; Slurm is queried at once if forced, else at most every few seconds."""
         return all(self.watcher.is_done(link, mode="force" if force_check else "standard") for link in self.links)
 
     @property
     def state(self) -> str:
-        """Slurm's word for the job that runs or waits; at the end COMPLETED, or its word for the one that ran last."""
+        """Slurm's state of the running or waiting job; at the end COMPLETED, or the state of the last job."""
         states = {link: self.watcher.get_state(link) for link in self.links}
         if alive := [state for link, state in states.items() if not self.watcher.is_done(link, mode="cache")]:
             return alive[0]
@@ -138,7 +138,7 @@ class RunJob(Job[dict[str, Any]]):
         return "COMPLETED" if self._finished() else (ran or list(states.values()))[-1]
 
     def cancel(self, check: bool = True) -> None:
-        """End it for good; the run folder can be resumed. SlurmError if asked to check and Slurm refuses."""
+        """Cancel the job; the run folder can be resumed. With check, SlurmError if Slurm refuses."""
         try:
             slurm.cancel([int(link) for link in self.links if link != NO_JOB])
         except slurm.SlurmError:
@@ -146,14 +146,14 @@ class RunJob(Job[dict[str, Any]]):
                 raise
 
     def stdout(self) -> str | None:
-        """What the jobs have printed so far, errors too, one after the other; None before the first began."""
+        """Output of the jobs so far, including errors, in order; None before the first started."""
         logs = [self._log(link).read_text(errors="replace") for link in self.links if self._log(link).exists()]
         return "".join(logs) if logs else None
 
     def results(self) -> list[dict[str, Any]]:
         """Wait; then run_dir, exit_code, step, reason, metrics (the last row) and hf (folder of the policy), in a list.
 
-        FailedJobError with the run's own line about why it failed; UncompletedJobError where it was cancelled.
+        FailedJobError with the run's own error line; UncompletedJobError if the run was cancelled.
         """
         if (error := self.exception()) is not None:
             raise error
@@ -170,10 +170,10 @@ class RunJob(Job[dict[str, Any]]):
         ]
 
     def exception(self) -> UncompletedJobError | None:
-        """Wait; then the error that results() raises, None for a run that is finished."""
+        """Wait; then the error that results() raises, None for a finished run."""
         self.wait()
         state = self.state
-        # A shared filesystem may show late what another node wrote.
+        # On a shared file system, files of another node may appear late.
         deadline = time.monotonic() + (self._results_timeout_s if state == "COMPLETED" else 0)
         while not self._finished():
             if time.monotonic() > deadline:
@@ -189,7 +189,7 @@ class RunJob(Job[dict[str, Any]]):
         return RunPaths(self.run_dir / SLURM, job_id=link).stdout
 
     def _why(self) -> str:
-        """What the last attempt of these jobs left, else the last line they printed."""
+        """The message of the last attempt of these jobs, else their last line of output."""
         run = Run(self.run_dir)
         if str(run.owner.get("job")) in self.links and (error := last_error(run)):
             return f"{run.owner.get('how', 'lost')}: {error}"
@@ -200,9 +200,9 @@ class RunJob(Job[dict[str, Any]]):
 class HpcrlExecutor(Executor):
     """Submits runs: `submit(run, *words)`, `map_array(run, ...)`, and `batch()` as with any executor of submitit.
 
-    folder: run folders are made in it as <run_name>, where the words name none (run_dir=...).
-    update_parameters(account="x", time="02:00:00") sets cluster.account and cluster.time for all that follow.
-    What is submitted, `run` or any other function, is called at once, here, and returns the words of a run.
+    folder: run folders are created in it as <run_name>, unless the arguments name one (run_dir=...).
+    update_parameters(account="x", time="02:00:00") sets cluster.account and cluster.time for later submissions. The
+    submitted function, `run` or another one, is called immediately in this process and returns the arguments of a run.
     """
 
     job_class = RunJob
@@ -212,11 +212,11 @@ class HpcrlExecutor(Executor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Never chosen for a user who asks AutoExecutor for no cluster: it cannot run any other function."""
+        """Never selected by an AutoExecutor without a cluster: it cannot run arbitrary functions."""
         return -1 if shutil.which("sbatch") is None else 0
 
     def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[Job[Any]]:
-        """All are checked before the first is submitted; all or none are. ConfigError, SlurmError."""
+        """All are checked before the first is submitted; either all are submitted or none. ConfigError, SlurmError."""
         runs = [self._words(each.function(*each.args, **each.kwargs)) for each in delayed_submissions]
         return list(submit_all(runs))
 
@@ -230,7 +230,7 @@ class HpcrlExecutor(Executor):
 
 
 def _as_words(key: str, value: Any) -> Iterator[str]:
-    """A value of Python's on a command line, which has no names in quotes inside a mapping."""
+    """A Python value in the syntax of the command line, where names inside a mapping are not quoted."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _as_words(f"{key}.{name}", inner)
@@ -239,8 +239,8 @@ def _as_words(key: str, value: Any) -> Iterator[str]:
 
 
 def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
-    """Check all runs, then submit those that are not finished. ConfigError with the problems of all; SlurmError where
-    Slurm refuses one, after those before it were cancelled."""
+    """Check all runs, then submit those that are not finished. ConfigError with the problems of all; SlurmError if
+    Slurm refuses one, after the earlier ones were cancelled."""
     prepared, problems = [], []
     for words in runs:
         try:
@@ -265,12 +265,12 @@ def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
 
 
 def _clashes(configs: Sequence[Config]) -> list[str]:
-    """What stands against submitting these together."""
+    """Problems of submitting these runs together."""
     not_slurm = {config.cluster.name for config in configs} - {"slurm"}
     dry = any(config.dry_run for config in configs)
     folders = Counter(config.run_dir for config in configs)
     return [
-        *(f"cluster.name: {name} runs here, what is submitted needs +cluster=slurm" for name in not_slurm),
-        *(["dry_run: what is submitted is no dry run"] if dry else []),
-        *(f"run_dir: {n} runs would use {folder}; give each its own" for folder, n in folders.items() if n > 1),
+        *(f"cluster.name: {name} runs on this machine; a submission needs +cluster=slurm" for name in not_slurm),
+        *(["dry_run: a dry run cannot be submitted"] if dry else []),
+        *(f"run_dir: {n} runs would use {folder}; give each run its own" for folder, n in folders.items() if n > 1),
     ]

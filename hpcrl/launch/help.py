@@ -1,4 +1,4 @@
-"""What --help says, read from the schema and from the first lines of the files under conf/."""
+"""The text of --help, from the schema and the first lines of the files under conf/."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=val
        python -m hpcrl.launch -m ... key=a,b         a sweep: a run with each value
        python -m hpcrl.launch --help [SECTION]
 
-Checks a run, prints its plan and starts it. Every setting is a key=value; lists are [a,b], a key is unset by ~key.
+Checks a run, prints its plan and starts it. Every setting is key=value; lists are [a,b]; ~key unsets a key.
 
 examples
   python -m hpcrl.launch +experiment=demo_sft
-      warm a tiny model up on digit sorting
+      supervised warm-up of a tiny model on digit sorting
   python -m hpcrl.launch +experiment=demo model.path=runs/demo_sft/hf
       reinforcement learning from there
   python -m hpcrl.launch +experiment=rlvr_gsm8k data.train=train.jsonl data.val=test.jsonl max_steps=3
-      three steps on files of your own
+      three steps on your own files
   python -m hpcrl.launch +experiment=demo layout=disaggregated trainer.lr=1e-4 run_name=far dry_run=true
       check everything and print the plan, start nothing
   python -m hpcrl.launch +experiment=demo
       the same command again resumes a run that was stopped
   python -m hpcrl.launch -m +cluster=slurm +experiment=rlvr_7b trainer.lr=1e-6,5e-6 seed=0,1
-      four jobs in the queue, each with a run folder of its own; waits for them and prints a table
+      four jobs in the queue, each with its own run folder; waits for the jobs and prints a table
 """
 
 IMPORTANT = (
@@ -73,7 +73,7 @@ def overview() -> str:
 
 
 def section(name: str) -> str:
-    """The text of --help SECTION: every key with its default and meaning. ConfigError names the sections there are."""
+    """The text of --help SECTION: every key with its default and meaning. ConfigError lists the sections."""
     sections = _sections()
     if name not in sections:
         raise ConfigError([f"--help {name}: no such section; there are {', '.join(sections)}"])
@@ -108,12 +108,12 @@ def reference() -> str:
 
 
 def _stem(name: str) -> str:
-    """How the keys of a section begin: those of a mapping stand below a name the user gives."""
+    """Prefix of the keys of a section: keys of a mapping are below a name given by the user."""
     return f"{name}.NAME" if get_origin(Config.model_fields[name].annotation) is dict else name
 
 
 def _options(name: str) -> list[tuple[str, list[tuple[str, Any, str]]]]:
-    """(title, keys) of the options of each reward or environment that has some."""
+    """(title, keys) of the options of each reward or environment that has options."""
     tables: dict[str, Table[Any]] = {"reward": REWARDS, "env": ENVS}
     return [
         (f"{name}: options with name={entry}", _keys(spec.section, f"{name}.NAME.options"))
@@ -123,7 +123,7 @@ def _options(name: str) -> list[tuple[str, list[tuple[str, Any, str]]]]:
 
 
 def _sections() -> dict[str, list[type[BaseModel]]]:
-    """Section -> its models (several where a name chooses among them)."""
+    """Section -> its models (several if a name selects among them)."""
     return {key: models for key, info in Config.model_fields.items() if (models := _models(info.annotation))}
 
 
@@ -148,7 +148,7 @@ def _lookup(key: str) -> tuple[Any, str]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a key itself may hold, or the values of a mapping."""
+    """The sections that a key, or the values of a mapping, may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     branches = get_args(annotation)[-1:] if get_origin(annotation) is dict else get_args(annotation)
@@ -164,7 +164,7 @@ def _line(key: str, default: Any, text: str) -> str:
 
 
 def _show(default: Any) -> str:
-    """A default as it is written on the command line."""
+    """A default in the syntax of the command line."""
     if default is PydanticUndefined:
         return "(required)"
     if default is None or isinstance(default, bool):

@@ -1,6 +1,6 @@
-"""A model by its name on the hub, such as Qwen/Qwen2.5-7B: found in the local Hugging Face cache, never fetched.
+"""Finds a model by hub name, such as Qwen/Qwen2.5-7B, in the local Hugging Face cache; downloads nothing.
 
-Compute nodes are offline, and a login node should not start to download hundreds of gigabytes unasked.
+Compute nodes are offline, and a login node should not download hundreds of gigabytes without a request.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 from hpcrl.config.compose import conf_dir
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-"""What is taken from a model on the hub: configuration, weights and tokenizer, not the same weights once more."""
+"""Files used from a model on the hub: configuration, weights and tokenizer, without weights in further formats."""
 NOT_FILES = ["*/*"]
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 def find_model(path: str, plan_only: bool) -> str:
-    """The folder that model.path means: itself, or the cached snapshot of a hub name where no such folder is.
+    """The folder of model.path: the path itself, or the cached snapshot of a hub name if the path does not exist.
 
-    plan_only: the config.json that comes with hpcrl is enough (conf/model/ORG/NAME). ValueError where a name is not in
-    the cache.
+    plan_only: the config.json included in hpcrl is enough (conf/model/ORG/NAME). ValueError if a name is not in the
+    cache.
     """
     if Path(path).exists() or not NAME.fullmatch(path):
         return path
@@ -34,6 +34,6 @@ def find_model(path: str, plan_only: bool) -> str:
         if plan_only and known.is_dir():
             return str(known)
     raise ValueError(
-        f"model.path: {path} is no folder and not in the local Hugging Face cache; "
-        f"where the network is, run: python -m hpcrl.prefetch {path}"
+        f"model.path: {path} is neither a folder nor in the local Hugging Face cache; "
+        f"on a machine with network access, run: python -m hpcrl.prefetch {path}"
     )

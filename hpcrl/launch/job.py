@@ -1,9 +1,9 @@
-"""Inside a batch script, before and after the step that trains.
+"""The parts of a batch script before and after the step that trains.
 
-python -m hpcrl.launch.job begin WORDS...              checks, makes the run folder, prints what the script reads
-python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job where it goes on
+python -m hpcrl.launch.job begin WORDS...              checks, creates the run folder, prints values for the script
+python -m hpcrl.launch.job end RUN_DIR ATTEMPT CODE    closes the attempt, requeues the job if the run continues
 
-A chain goes on by its next link, which is in the queue already; where the run does not go on, its links are taken out.
+A chain continues with its next link, which is already queued; if the run does not continue, the links are cancelled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hpcrl.signals import STOPPING
 
 RESTARTS = "restarts.json"
 PATIENCE_S = 600.0
-"""How long the end of a job waits for a Slurm controller that is silent: without its word the run would stop."""
+"""How long the end of a job waits for an unresponsive Slurm controller: without its answer the run would stop."""
 CRASHES = (
     ExitCode.RANK_FAILED,
     ExitCode.RANK_KILLED,
@@ -51,31 +51,31 @@ CRASHES = (
     ExitCode.STORE_LOST,
     ExitCode.NOT_SAVED,
 )
-"""Ends that may not come again; all others than these and REQUEUE would."""
+"""Failures that may not recur; all others except REQUEUE would recur."""
 LOOKS = 10
-"""How often the batch script looks in vain for a sign of life of the first node's agent before it gives the step up."""
+"""Checks without activity of the first node's agent after which the batch script kills the step."""
 SHORT_LIMIT = 5
-"""Jobs in a row whose time was over before a checkpoint: another one of that length would not get there either."""
+"""Maximum jobs in a row that ended before a checkpoint: another job of that length would not reach one either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
-"""What srun says of an agent that a signal ended before it could handle any, while its imports ran."""
+"""srun's message about an agent killed by a signal during its imports, before it could handle signals."""
 OPENED = "hpcrl: attempt {} in job {}, restart {}"
-"""The line with which an attempt begins in its job's log."""
+"""The first line of an attempt in its job's log."""
 ERROR = re.compile("^hpcrl: |error|fatal|failed|not found|no such", re.IGNORECASE)
-CONSEQUENCE = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")  # how a task ended, which may come before why
+CONSEQUENCE = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")  # how a task ended; the cause may come later
 LOG_BYTES, CAUSE_CHARS = 1 << 16, 300
 
 Taken = Literal["nodes", "time", "cancelled", ""]
-"""What Slurm or a person did to the job: its nodes were taken (a preemption, a lost node, scontrol requeue), its time
-is over, somebody cancelled it, or nothing."""
+"""What Slurm or a user did to the job: took its nodes (a preemption, a lost node, scontrol requeue), ended it at its
+time limit, cancelled it, or nothing."""
 
 
 def begin(words: Sequence[str]) -> int:
-    """Open the next attempt of the run that the words describe."""
-    with contextlib.redirect_stdout(sys.stderr):  # the script reads ours, and a library may print
+    """Open the next attempt of the run described by the arguments."""
+    with contextlib.redirect_stdout(sys.stderr):  # the script reads our output, and a library may print too
         config, layout, _, run = prepare(words)
     own = slurm.own_job(os.environ)
     if own is not None and config.resume == "fresh":
-        raise ConfigError(["resume: fresh would start over whenever the job is requeued; give another run_dir instead"])
+        raise ConfigError(["resume: fresh would start over at every requeue of the job; give another run_dir instead"])
     if own is not None:
         _check_nodes(config, layout, slurm.own_nodes(os.environ))
     why = f"finished: {run.finished['reason']}" if run.kind == "finished" else ""
@@ -89,7 +89,7 @@ def begin(words: Sequence[str]) -> int:
     job = None
     if own is not None:
         print(OPENED.format(opened.attempt, *own), file=sys.stderr)
-        with contextlib.suppress(slurm.SlurmSilent):  # rank 0 asks again
+        with contextlib.suppress(slurm.SlurmSilent):  # rank 0 checks again
             job = slurm.find_job(own[0])
     end_at = int(job.end) if job is not None and job.end else 0
     print(opened.attempt, end_at, f"{_patience_s(config) / LOOKS:g}", opened.run_dir)
@@ -97,32 +97,32 @@ def begin(words: Sequence[str]) -> int:
 
 
 def _patience_s(config: Config) -> float:
-    """Seconds after the last sign of life of the first node's agent until the step is given up. The other nodes' agents
-    end their ranks within grace_s of its end, by SIGKILL if need be."""
+    """Seconds after the last activity of the first node's agent until the step is killed. The agents of other nodes end
+    their ranks within grace_s after its end, with SIGKILL if necessary."""
     return config.timeouts.command_s / 2 + 2 * config.timeouts.grace_s + 30.0
 
 
 def _check_nodes(config: Config, layout: RoleLayout, given: list[int]) -> None:
-    """ConfigError where words added by hand ask for other nodes than the script did."""
+    """ConfigError if arguments added by hand need other nodes than the script requested."""
     wanted = [len(component.nodes) for component in Placement.from_config(config, layout).components]
     if wanted != given:
         sizes = [" + ".join(map(str, nodes)) for nodes in (given, wanted)]
-        text = "submit with python -m hpcrl.launch, so that the script asks for the nodes of these words"
+        text = "submit with python -m hpcrl.launch, so that the script requests the nodes for these arguments"
         raise ConfigError([f"the job has {sizes[0]} nodes, the layout needs {sizes[1]}; {text}"])
 
 
 def end(run_dir: Path, attempt: int, step_code: int) -> int:
-    """Close the attempt; requeue the job where the run is to go on. Returns the job's exit code."""
+    """Close the attempt; requeue the job if the run continues. Returns the job's exit code."""
     own = slurm.own_job(os.environ)
     outcome = read_record(world_folder(run_dir, attempt) / OUTCOME, code=int)
-    # No word from the first node: it was lost, or the step never started.
+    # No report from the first node: it was lost, or the step never started.
     code = ExitCode(outcome["code"]) if outcome else None
     job = slurm.insist(lambda: slurm.find_job(own[0]), PATIENCE_S) if own else None
-    if code is None and step_code in (ExitCode.BAD_INPUT, ExitCode.NOT_SAVED):  # there was no room for the word
+    if code is None and step_code in (ExitCode.BAD_INPUT, ExitCode.NOT_SAVED):  # no disk space for the report
         code = ExitCode(step_code)
     if code is None:
         code = KILLED_EARLY.get(step_code)
-    began = world_folder(run_dir, attempt).exists()  # made by the first agent that gets so far
+    began = world_folder(run_dir, attempt).exists()  # created by the first agent that gets this far
     name = "lost" if code is None and began else "not_started" if code is None else code.name.lower()
     try:
         check_owner(run_dir, attempt)
@@ -131,10 +131,10 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
         except OSError as error:
             if not is_storage_error(error):
                 raise
-            goes_on, why = False, f"{error}; crashes that cannot be counted would go on for ever: does not go on"
+            goes_on, why = False, f"{error}; crashes that cannot be counted could repeat forever: does not resume"
         if code in (None, ExitCode.BAD_INPUT) and not began and own is not None:
             why = f"the step ended with code {step_code} before any agent began: {_cause(attempt, own)}; {why}"
-        with contextlib.suppress(OSError):  # who opens the run next asks Slurm for the job instead
+        with contextlib.suppress(OSError):  # the next launch queries Slurm about the job instead
             close_run(run_dir, attempt, how=name, goes_on=goes_on, why=why)
     except SupersededError as error:
         print(f"hpcrl: {error}", file=sys.stderr)
@@ -143,21 +143,22 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
     if not goes_on:
         _end_chain(run_dir)
     elif own is not None and stored_config(run_dir).cluster.after == "requeue":
-        if job is None or job.restarts == own[1]:  # else Slurm has done it
-            slurm.insist(lambda: slurm.requeue(own[0]), PATIENCE_S)  # kills this process too
+        if job is None or job.restarts == own[1]:  # otherwise Slurm has requeued it
+            slurm.insist(lambda: slurm.requeue(own[0]), PATIENCE_S)  # also kills this process
     elif own is not None and [own[0]] == submitted_jobs(run_dir)[-1:]:
         print("hpcrl: this was the last link of the chain; launch again to go on", file=sys.stderr)
     return code if code is not None else ExitCode.RANK_KILLED
 
 
 def _cause(attempt: int, own: tuple[int, int]) -> str:
-    """The line of this job's log that tells best why the step did not start: the first error in it, else the last."""
-    log = Path(os.readlink("/proc/self/fd/2"))  # a batch script's output; where it is, only sbatch's words say
+    """The most informative line of this job's log about why the step did not start: its first error, else its last
+    line."""
+    log = Path(os.readlink("/proc/self/fd/2"))  # a batch script's output, whose path only sbatch's options give
     try:
         with log.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - LOG_BYTES, 0))
             text = file.read().decode(errors="replace")
-    except OSError:  # it is no file
+    except OSError:  # not a file
         return "see the job's log"
     said = text.rpartition(OPENED.format(attempt, *own))[2].splitlines()
     lines = [line.strip() for line in said if line.strip() and not CONSEQUENCE.match(line)]
@@ -166,7 +167,7 @@ def _cause(attempt: int, own: tuple[int, int]) -> str:
 
 
 def _end_chain(run_dir: Path) -> None:
-    """Nothing is left to do for the jobs that were submitted for this run and still wait."""
+    """Cancel the waiting jobs of this run, which have nothing left to do."""
     if len(jobs := submitted_jobs(run_dir)) > 1:
         slurm.cancel(jobs, ["PENDING"])
 
@@ -176,39 +177,40 @@ def _taken(job: slurm.Job | None, own: tuple[int, int] | None) -> Taken:
         return ""
     if job.preempted or job.restarts > own[1]:
         return "nodes"
-    if job.state not in ("COMPLETING", "CANCELLED", "TIMEOUT"):  # the step ended by itself: its batch script runs
+    if job.state not in ("COMPLETING", "CANCELLED", "TIMEOUT"):  # the step ended by itself: its batch script still runs
         return ""
     return "time" if job.reason == "TimeLimit" else "cancelled"
 
 
 def _goes_on(run_dir: Path, code: ExitCode | None, taken: Taken, own: tuple[int, int] | None) -> tuple[bool, str]:
-    """Whether the run gets another attempt, and why."""
+    """Whether the run gets another attempt, and the reason."""
     if (run_dir / FINISHED).exists():
         return False, "the run is finished"
     if taken == "cancelled":
         return False, "the job was cancelled"
     if code is ExitCode.REQUEUE or taken:
         if taken != "nodes" and (short := _count(run_dir, "short", own)) >= SHORT_LIMIT:
-            text = f"the time of {short} jobs in a row was over before a new checkpoint: does not go on; "
+            text = f"{short} jobs in a row ended before a new checkpoint: does not resume; "
             return False, text + "raise cluster.time, or lower cluster.signal_lead_s or save_every"
-        return True, "goes on from its checkpoint in the next job"
+        return True, "resumes from its checkpoint in the next job"
     if code is not None and code not in CRASHES:
-        return False, "does not go on by itself"
+        return False, "does not resume by itself"
     limit = stored_config(run_dir).cluster.max_restarts
     crashes = _count(run_dir, "crashes", own)
     if crashes > limit:
-        return False, f"crash {crashes} without a new checkpoint, cluster.max_restarts is {limit}: does not go on"
-    return True, f"crash {crashes} of at most {limit} without a new checkpoint; goes on in the next job"
+        return False, f"crash {crashes} without a new checkpoint, cluster.max_restarts is {limit}: does not resume"
+    return True, f"crash {crashes} of at most {limit} without a new checkpoint; resumes in the next job"
 
 
 def _count(run_dir: Path, kind: Literal["crashes", "short"], own: tuple[int, int] | None) -> int:
-    """Add one to the ends of a kind; how many there are now since the newest checkpoint and the last submission."""
+    """Increment the count of this kind of end; returns the count since the newest checkpoint and the last
+    submission."""
     committed = committed_step(run_dir)
     jobs = submitted_jobs(run_dir)
     job = own[0] if own is not None else 0
     since = {
         "checkpoint": step_name(committed) if committed >= 0 else "",
-        "submission": jobs[0] if job in jobs else job,  # the links of a chain are one
+        "submission": jobs[0] if job in jobs else job,  # the links of a chain count as one submission
     }
     told = read_record(run_dir / RESTARTS, checkpoint=str, crashes=int)
     if {name: told.get(name) for name in since} != since:

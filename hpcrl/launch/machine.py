@@ -1,4 +1,4 @@
-"""What a run on this machine asks of it: its cores, and which device models are on."""
+"""Demands of a local run on this machine: its cores, and the device of models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hpcrl.config import Config, Problem
 from hpcrl.node.devices import visible_gpus
 
 MOST_PER_CPU = 64
-"""Threads and processes of a run for each core of the machine. With more a machine runs out of memory or process ids
-before the run gets anywhere."""
+"""Maximum threads and processes of a run per core. With more, a machine runs out of memory or process ids before the
+run starts to train."""
 
 
 def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
-    """What this machine cannot do, where the run is to be on it."""
+    """Refuses a local run that this machine cannot carry."""
     cluster, cpus = config.cluster, len(os.sched_getaffinity(0))
     if cluster.name != "local" or cluster.oversubscribe:
         return
@@ -31,18 +31,18 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     count = sum(parts.values())
     if count > MOST_PER_CPU * cpus:
         text = (
-            f"cluster: {' + '.join(parts)} = {count:,} on this machine of {cpus} core(s), which may get "
-            f"{MOST_PER_CPU * cpus}; ask for fewer, or set cluster.oversubscribe=true"
+            f"cluster: {' + '.join(parts)} = {count:,} on this machine of {cpus} core(s), whose limit is "
+            f"{MOST_PER_CPU * cpus}; request fewer, or set cluster.oversubscribe=true"
         )
         yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
 
 
 def device_row(config: Config, layout: RoleLayout) -> str:
-    """Where models will be, for people."""
+    """The device of models, as text."""
     device, ranks = config.cluster.device, len(layout.ranks_with_model)
     if device != "auto":
         return f"{device} (cluster.device)"
     if config.cluster.name == "slurm":
-        return "auto: GPUs where a node shows one for each of its ranks with a model, the CPU where it shows none"
+        return "auto: GPUs on nodes with one for each rank with a model, the CPU on nodes without GPUs"
     gpus = len(visible_gpus(os.environ))
-    return f"auto: {ranks} of {gpus} GPU(s)" if gpus else "auto: the CPU, as this machine shows no GPU"
+    return f"auto: {ranks} of {gpus} GPU(s)" if gpus else "auto: the CPU, since this machine has no GPU"

@@ -1,4 +1,4 @@
-"""Whether a folder holds a model that can be loaded, read from its file headers alone: no torch, no weights read."""
+"""Checks whether a folder contains a loadable model, from file headers only: no torch, no weights read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from hpcrl.planner.shapes import wrong_size
 
 MAX_SHOWN = 4
-"""Wrong tensors named before the rest is only counted."""
+"""Maximum number of wrong tensors named; the others are counted."""
 
 EMBEDDING = "model.embed_tokens.weight"
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -21,8 +21,8 @@ OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_p
 
 @dataclass
 class ModelFolder:
-    """What a folder says about its model. `problems` holds one line for everything that stands against loading it,
-    `notes` what only a plan can do without."""
+    """Facts about the model in a folder. `problems` has one line for each error that prevents loading, `notes` one for
+    each missing part that a plan does not need."""
 
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -32,13 +32,13 @@ class ModelFolder:
 
     @property
     def model_type(self) -> str:
-        """The family, as config.json names it."""
+        """The model family (model_type of config.json)."""
         value = self.config.get("model_type")
         return value if isinstance(value, str) else ""
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence in tokens, where config.json gives it."""
+        """Maximum sequence length in tokens, if config.json gives it."""
         value = self.config.get("max_position_embeddings")
         return None if value is None or wrong_size("max_position_embeddings", value) else int(value)
 
@@ -46,7 +46,7 @@ class ModelFolder:
 def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
     """Read config.json and the headers of the weight files of a folder in HF layout.
 
-    to_plan: config.json is enough, a lack of weights or tokenizer is a note.
+    to_plan: config.json is enough; missing weights or tokenizer are notes.
     """
     found = ModelFolder(path)
     if not path.is_dir():
@@ -62,7 +62,7 @@ def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
         missing = sorted(names - header.keys()) if header else []
         if missing:
             found.problems.append(
-                f"model.path: {file} lacks {missing[0]}, which the index says it holds{_more(missing)}"
+                f"model.path: {file} lacks {missing[0]}, which the index assigns to it{_more(missing)}"
             )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         lacking.append(f"model.path: no tokenizer in {path} (tokenizer.json)")
@@ -71,7 +71,7 @@ def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
         found.problems += [f"model.path: {path}: {text}" for text in wrong[:MAX_SHOWN]]
         if len(wrong) > MAX_SHOWN:
             found.problems.append(
-                f"model.path: {path}: and {len(wrong) - MAX_SHOWN} more tensors that do not fit config.json"
+                f"model.path: {path}: and {len(wrong) - MAX_SHOWN} more tensors that do not match config.json"
             )
     return found
 
@@ -86,13 +86,13 @@ def _read_json(path: Path, found: ModelFolder) -> dict[str, Any]:
         found.problems.append(f"model.path: {path} cannot be read: {error}")
         return {}
     if not isinstance(content, dict):
-        found.problems.append(f"model.path: {path} holds no JSON object")
+        found.problems.append(f"model.path: {path} is not a JSON object")
         return {}
     return content
 
 
 def _weight_files(found: ModelFolder, lacking: list[str]) -> Iterator[tuple[Path, set[str]]]:
-    """Every weight file with the names that the index expects in it; a line in `lacking` where one is missing."""
+    """Every weight file with the names that the index assigns to it; a line in `lacking` for each missing file."""
     folder, index = found.path, found.path / "model.safetensors.index.json"
     if index.is_file():
         files: dict[str, set[str]] = {}
@@ -106,7 +106,7 @@ def _weight_files(found: ModelFolder, lacking: list[str]) -> Iterator[tuple[Path
             if (folder / file).is_file():
                 yield folder / file, files[file]
             else:
-                lacking.append(f"model.path: {folder / file} is missing, {index.name} names it")
+                lacking.append(f"model.path: {folder / file} is missing, but {index.name} names it")
     elif single := sorted(folder.glob("*.safetensors")):
         yield from ((file, set()) for file in single)
     else:
@@ -116,7 +116,7 @@ def _weight_files(found: ModelFolder, lacking: list[str]) -> Iterator[tuple[Path
 
 
 def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of a safetensors file; checks that the file is as long as its header says."""
+    """Tensor name -> shape of a safetensors file; checks the file size against the header."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -125,7 +125,7 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
         if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if end != size:
@@ -149,10 +149,10 @@ def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
 
 
 def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
-    """Tensors of a decoder in the Llama naming that are missing or do not have the shape config.json asks for."""
+    """Tensors of a decoder with Llama names that are missing or have a shape different from config.json."""
     config, shapes = found.config, found.shapes
     if EMBEDDING not in shapes:
-        return  # another naming: the engine that loads it judges
+        return  # other names: checked by the engine that loads the model
     hidden, heads, layers, vocab = (config[name] for name in SIZES)
     head = config.get("head_dim") or hidden // heads
     keys = config.get("num_key_value_heads") or heads
@@ -174,9 +174,9 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
         if name not in shapes:
             yield f"{name} is missing from the weights"
         elif shapes[name] != shape:
-            yield f"{name} has shape {list(shapes[name])}, config.json asks for {list(shape)}"
+            yield f"{name} has shape {list(shapes[name])}, config.json requires {list(shape)}"
     if f"model.layers.{layers}.input_layernorm.weight" in shapes:
-        yield f"the weights hold more layers than num_hidden_layers = {layers}"
+        yield f"the weights have more layers than num_hidden_layers = {layers}"
 
 
 def _more(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The plan of a run, for people: which rank does what, the arithmetic of a batch, where things go."""
+"""The plan of a run as text: roles of ranks, batch sizes, paths."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_c
 from hpcrl.rundir import RunState
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Folders that each machine usually has for itself."""
+"""Folders that are usually local to each machine."""
 
 
 def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState) -> str:
-    """The plan as lines of `what  how`."""
+    """The plan as lines of `label  text`."""
     trains = config.pipeline_spec.learns
     try:
         shape, unknown = plan_shape(config, model), ""
@@ -59,7 +59,7 @@ def _inputs(
             yield "", f"environment {names}, episodes of up to {config.max_turns} turns"
     if config.data.val is not None:
         yield "", f"held-out {_sources(config.data.val)}"
-    yield from (("", f"note: {path} is not there; a start needs it") for path in _missing_files(config))
+    yield from (("", f"note: {path} does not exist; a start needs it") for path in _missing_files(config))
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
@@ -68,7 +68,7 @@ def _inputs(
 
 
 def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
-    """The model's parameters. CannotPlanError where its family is not known."""
+    """The model's parameters. CannotPlanError if its family is not known."""
     return read_shape(tiny_config(config.model.tiny) if model is None else model.config)
 
 
@@ -78,14 +78,14 @@ def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterato
 
 
 def _place_notes(config: Config, run: RunState) -> Iterator[str]:
-    """Whether the nodes of a job may not see the run folder."""
+    """A note if some nodes of a job may not see the run folder."""
     local = next((folder for folder in NODE_LOCAL if run.run_dir.resolve().is_relative_to(folder)), None)
     if config.cluster.name == "slurm" and local is not None:
-        yield f"note: {local} is on most clusters each machine's own, and all nodes must see the run folder"
+        yield f"note: on most clusters {local} is local to each machine, but all nodes must see the run folder"
 
 
 def _kind(run: RunState) -> str:
-    words = {"fresh": "new", "resume": f"attempt {run.attempt + 1}, goes on", "finished": "finished"}[run.kind]
+    words = {"fresh": "new", "resume": f"attempt {run.attempt + 1}, resumes", "finished": "finished"}[run.kind]
     return f"{words}; changed: {', '.join(run.changes)}" if run.changes else words
 
 
@@ -101,11 +101,11 @@ def _work(config: Config) -> str:
 def _debug(config: Config) -> str:
     fake = config.fake
     return {
-        "rollout_only": "rollout_only: no log-probs, no optimizer step; the weights stay those of the start",
-        "train_only": f"train_only: nothing is generated for training; step N trains on that of {config.rollouts}",
-        "fake": "fake: engines without a model (its tokenizer alone is used) take set times: "
-        f"{fake.decode_s:g} s a decode step, {fake.logprobs_s:g} s the log-probs of a batch, {fake.train_s:g} s an "
-        f"optimizer step; rewards by lot, {fake.pass_rate:.0%} pass",
+        "rollout_only": "rollout_only: no log-probs, no optimizer step; the initial weights stay",
+        "train_only": f"train_only: nothing is generated for training; step N trains on step N of {config.rollouts}",
+        "fake": "fake: engines without a model (only its tokenizer is used), with durations "
+        f"{fake.decode_s:g} s per decode step, {fake.logprobs_s:g} s for the log-probs of a batch, {fake.train_s:g} s "
+        f"per optimizer step; random rewards, {fake.pass_rate:.0%} pass",
     }[config.debug]
 
 
@@ -117,13 +117,13 @@ def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) 
         tiny = config.model.tiny
         return (
             f"tiny {tiny.architecture} ({tiny.num_layers} layers, hidden {tiny.hidden_size}, {count}), "
-            f"random weights, made in the run folder, {_types(config)}"
+            f"random weights, created in the run folder, {_types(config)}"
         )
     return f"{model.path} ({model.model_type}, {count}), {_types(config)}"
 
 
 def _types(config: Config) -> str:
-    """The types of numbers that the trainer and the generator work with."""
+    """The number types of trainer and generator."""
     held, computed, generated = config.model.dtype, config.trainer.param_dtype, config.generator.dtype
     if held == computed == generated:
         return held
@@ -131,7 +131,7 @@ def _types(config: Config) -> str:
 
 
 def _missing_files(config: Config) -> list[str]:
-    """Files of prompts that only a dry run does without."""
+    """Missing prompt files, which only a dry run does not need."""
     if not config.dry_run or (config.debug == "train_only" and not config.evaluates):
         return []
     from hpcrl.data.rows import sources
@@ -184,13 +184,16 @@ def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
     if rollout.on_new_weights == "continue":
         yield (
             "",
-            "note: responses that go on under new weights (on_new_weights=continue) keep the keys and values of the",
+            "note: responses continued with new weights (on_new_weights=continue) keep the KV cache of the old",
         )
-        yield "", "      old ones, so their log-probs are of no single policy: token/mixed_weights_ratio tells how many"
+        yield (
+            "",
+            "      weights, so their log-probs belong to no single policy: token/mixed_weights_ratio gives their share",
+        )
 
 
 def _rank_table(layout: RoleLayout) -> list[tuple[str, tuple[str, ...]]]:
-    """Runs of neighbouring ranks with the same roles."""
+    """Ranges of consecutive ranks with the same roles."""
     table: list[tuple[int, int, tuple[str, ...]]] = []
     for rank in range(layout.world_size):
         roles = layout.roles_of(rank)

@@ -1,4 +1,4 @@
-"""Everything that can be known about a run before a process is started."""
+"""Everything about a run that can be determined before a process is started."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hpcrl.rundir import CONFIG, RunState, check_run
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState]:
-    """Everything about a run that is known before it starts; its config.run_dir is the folder it will use.
+    """A checked run; its config.run_dir is the folder that it will use.
 
-    Writes nothing. ConfigError holds all problems of configuration, layout, data, rewards, model and run folder.
+    Writes nothing. ConfigError lists all problems of configuration, layout, data, rewards, model and run folder.
     """
     reading = read(argv)
     config = reading.config
@@ -52,7 +52,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 
 def _check_inputs(reading: Reading, config: Config) -> None:
-    """Files of prompts, how they are scored, stored rollouts, and what the ranks run in."""
+    """Checks prompt files, rewards, stored rollouts and the container."""
     from hpcrl.data import validate_sources
     from hpcrl.envs.making import validate_envs
     from hpcrl.rewards.router import validate_rewards
@@ -70,7 +70,7 @@ def _check_inputs(reading: Reading, config: Config) -> None:
 
 
 def _still_to_give(reading: Reading, config: Config) -> list[str]:
-    """Files of prompts that a recipe names and a plan can do without; those of the command line must be there."""
+    """Prompt files named by a recipe, which a plan does not need; files given on the command line must exist."""
     if not config.dry_run:
         return []
     from hpcrl.data.rows import sources
@@ -85,7 +85,7 @@ def _still_to_give(reading: Reading, config: Config) -> list[str]:
 
 
 def _find_model(reading: Reading, config: Config) -> Config:
-    """The configuration with the folder in place of a model's hub name; as it was where that is not to be had."""
+    """The configuration with a model's hub name replaced by its folder; unchanged if the folder is not available."""
     if config.model.path is None:
         return config
     try:
@@ -93,13 +93,13 @@ def _find_model(reading: Reading, config: Config) -> Config:
     except ValueError as error:
         key = ("model", "path")
         reading.add([Problem(key, str(error))])
-        reading.unread.append(key)  # nothing more can be said of it
+        reading.unread.append(key)  # nothing more can be checked
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
 def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
-    """The model folder, where one is given; None where the tiny model is made."""
+    """The model folder, if one is given; None for the tiny model."""
     if config.model.path is None:
         return None
     model = inspect_model(Path(config.model.path), to_plan=config.dry_run)
@@ -112,13 +112,13 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
 
 
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:
-    """Whether the model can be cut as asked; nothing where its family is not known, which the plan says."""
+    """Problems of the requested model split; none if the family is not known, which the plan reports."""
     with contextlib.suppress(CannotPlanError):
         reading.add(check_sizes(config, RoleLayout.from_config(config), plan_shape(config, model)))
 
 
 def _check_run(reading: Reading, config: Config) -> RunState | None:
-    """The run folder. Where keys could not be read, a stored run cannot be compared and is left alone."""
+    """The run folder. If keys were unreadable, a stored run cannot be compared and is not checked."""
     if reading.unread and (Path(config.run_dir) / CONFIG).exists():
         return None
     try:

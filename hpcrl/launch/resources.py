@@ -1,4 +1,4 @@
-"""What a run takes, for people: nodes, memory of each rank and the cards it fits, hours, checkpoints."""
+"""The resources of a run as text: nodes, memory of each rank and cards that fit, hours, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 
 USUAL_CARD = "80 GB"
-"""The smallest that a plan is brought to fit without being asked."""
+"""The smallest card for which every plan suggests changes."""
 
 PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",
@@ -32,7 +32,7 @@ PHASE_WORDS: dict[Phase, str] = {
 
 
 def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
-    """Role -> component -> nodes -> ranks, and what the job costs where it runs to its time limit."""
+    """Role -> component -> nodes -> ranks, and the cost of a job that runs to its time limit."""
     components = Placement.from_config(config, layout).components
     hours = config.cluster.time_s / 3600
     node_hours, gpu_hours = 0.0, 0.0
@@ -48,17 +48,17 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
         )
     yield "cost", f"at most {node_hours:,.6g} node-hours, {gpu_hours:,.6g} GPU-hours ({config.cluster.time} a job)"
     if config.cluster.name == "local":
-        yield "", "note: nodes and cost are those of a Slurm job; without +cluster=slurm all ranks are started here"
+        yield "", "note: nodes and cost are those of a Slurm job; without +cluster=slurm all ranks run on this machine"
 
 
 def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
-    """How the training engine cuts the model and the batch; nothing for an engine without a plan."""
+    """How the training engine splits model and batch; nothing for an engine without a plan."""
     with contextlib.suppress(CannotPlanError):
         yield from train_plan(config).rows(config, layout, shape)
 
 
 def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
-    """Memory of every kind of rank by part, the cards it fits, and what to change where it does not."""
+    """Memory of every kind of rank by part, the cards that fit, and changes to fit smaller cards."""
     try:
         kinds = memory(config, layout, shape)
     except CannotPlanError as error:
@@ -79,19 +79,19 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         if advice is not None:
             yield "", f"to fit {card} cards: {' '.join(advice[0])}"
             return
-        yield "", f"to fit {card} cards: no change of one key after another is enough; use more ranks"
+        yield "", f"to fit {card} cards: no sequence of single-key changes is enough; use more ranks"
 
 
 def _cards_to_advise_on(config: Config, kinds: Sequence[RankMemory]) -> list[str]:
-    """Usual cards that are too small, the smallest first; a dry run also asks for the next smaller one than those that
-    fit, for that takes seconds with the largest models."""
+    """Common cards that are too small, the smallest first; a dry run also includes the next smaller card than those
+    that fit, which takes seconds for the largest models."""
     small = [card for card, num_bytes in CARDS.items() if not all(kind.fits(num_bytes) for kind in kinds)]
     usual = [card for card in small if CARDS[card] >= CARDS[USUAL_CARD]]
     return usual or (small[-1:] if config.dry_run else [])
 
 
 def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) -> Iterator[Row]:
-    """Host memory of the fullest node of each component, and whether that is more than there will be."""
+    """Host memory of the fullest node of each component, and whether it exceeds the available memory."""
     needs = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
     for component in Placement.from_config(config, layout).components:
         need = max(sum(needs.get(rank, 0) for rank in node) for node in component.nodes)
@@ -101,7 +101,7 @@ def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) 
             there, where, which = psutil.virtual_memory().total, "here", "this machine has"
         else:
             there = memory_bytes(component.config.memory or "0")
-            where, which = f"of a node of {component.name}", "its memory key asks for"
+            where, which = f"of a node of {component.name}", "its memory key requests"
         text = f"all ranks {where} together: {size(need)} of host memory at most"
         if there:
             text += f"; {which} {size(there)}" + ("" if need <= there else ", which is not enough")
@@ -109,7 +109,7 @@ def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) 
 
 
 def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
-    """Bytes of a checkpoint and the time to write them."""
+    """Size of a checkpoint and the time to write it."""
     try:
         num_bytes = checkpoint_bytes(config, shape)
     except CannotPlanError as error:
@@ -127,7 +127,7 @@ def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Itera
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """What a user may still write to the file system of a folder that may not be there yet; None if it does not say."""
+    """Free bytes for a user on the file system of a folder, which need not exist yet; None if unknown."""
     there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
     try:
         found = os.statvfs(there)
@@ -137,7 +137,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _cards(kind: RankMemory) -> str:
-    """The smallest card it fits, and how many responses the KV cache holds there and on larger ones."""
+    """The smallest card that fits, and the number of responses in the KV cache on this and larger cards."""
     if not kind.on_gpu:
         return ""
     free = f"{RESERVE:.0%} kept free"
@@ -145,7 +145,7 @@ def _cards(kind: RankMemory) -> str:
     if not fitting:
         return f"; fits none of {', '.join(CARDS)} ({free})"
     larger = " and larger" if len(fitting) > 1 else ""
-    held: dict[int, str] = {}  # the smallest card of each
+    held: dict[int, str] = {}  # the smallest card for each
     for card in fitting:
         held.setdefault(kind.responses(CARDS[card]), card)
     cache = ", ".join(f"{number} on {card}" for number, card in held.items() if number)
@@ -153,7 +153,7 @@ def _cards(kind: RankMemory) -> str:
 
 
 def _parts(kind: RankMemory, phase: Phase) -> Iterator[str]:
-    """The parts of a phase, a line for each role, the largest first."""
+    """The parts of a phase, one line per role, the largest first."""
     for role in kind.roles:
         mine = [part for part in kind.parts_of(phase, on_host=not kind.on_gpu) if part.role == role]
         if mine:
@@ -175,7 +175,7 @@ def _seconds(seconds: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Bytes as text."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Check a run, print its plan, then start it here or submit it."""
+"""Checks a run, prints its plan, then starts it on this machine or submits it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcrl.rundir import SLURM
 
 
 def start(argv: Sequence[str]) -> int:
-    """Check the run, print its plan and, unless there is nothing to do, run it to its end; returns the exit code."""
+    """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code."""
     config, layout, model, run = prepare(argv)
     print(describe(config, layout, model, run), flush=True)
     print("".join(environment_notes(config, layout)), end="", flush=True)
@@ -35,8 +35,8 @@ def start(argv: Sequence[str]) -> int:
         there = f"--clusters={cluster} " if cluster else ""
         print(f"  stop    scancel {there}{' '.join(map(str, [job, *links]))}")
         if links:
-            print(f"  chain   {', '.join(map(str, links))} go on after it")
+            print(f"  chain   {', '.join(map(str, links))} continue after it")
         return ExitCode.DONE
-    from hpcrl.run import launch_local  # a dry run needs none of it
+    from hpcrl.run import launch_local  # not needed for a dry run
 
     return launch_local(config)

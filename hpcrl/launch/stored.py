@@ -1,4 +1,4 @@
-"""Whether the rollouts that debug=train_only asks for are there: known from names of files, before anything starts."""
+"""Checks that the rollouts for debug=train_only exist, from file names, before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcrl.rundir import CONFIG, stored_config
 
 
 def stored_steps(run_dir: Path) -> int:
-    """Steps, counted from the first without a gap, whose rollouts a run folder holds."""
+    """Number of steps, from the first without a gap, whose rollouts are in a run folder."""
     steps, count = set(steps_in(run_dir / "rollouts")), 0
     while count + 1 in steps:
         count += 1
@@ -19,7 +19,7 @@ def stored_steps(run_dir: Path) -> int:
 
 
 def check_rollouts(config: Config) -> list[Problem]:
-    """What is wrong with the run that `rollouts` names; nothing for other modes."""
+    """Problems of the run named by `rollouts`; none for other modes."""
     if config.debug != "train_only" or config.rollouts is None:
         return []
     run_dir = Path(config.rollouts)
@@ -35,8 +35,8 @@ def check_rollouts(config: Config) -> list[Problem]:
 
 
 def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
-    """The trainer divides logits by the temperature, as the generator did whose log-probs are stored; and a correction
-    must suit how they were drawn."""
+    """The trainer must divide logits by the same temperature as the generator whose log-probs are stored, and a
+    correction must suit their sampling."""
     if not (run_dir / CONFIG).exists():
         return []
     try:

@@ -1,4 +1,4 @@
-"""From a checked run to a job in Slurm's queue: one launch at a time, so that a run is in the queue once."""
+"""Submits a checked run to Slurm: one launch at a time, so that a run is queued only once."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from hpcrl.rundir import SLURM, check_run, process_lives, read_record, record_su
 from hpcrl.signals import held_back
 
 CLAIMS = f"{SLURM}/submissions"
-"""Folder of a run with a record of each launch that was allowed to submit, but for the older ones."""
+"""Folder of a run with a record of each recent launch that was allowed to submit."""
 WRITTEN_S = 1.0
-"""How long a record may be there and empty while its launch lives."""
+"""How long a record may be empty while its launch is alive."""
 
 
 def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> tuple[list[int], str]:
-    """Write the batch script into the run folder and submit it; returns the job's id, of a chain those of all links,
+    """Write the batch script into the run folder and submit it; returns the job id (for a chain, those of all links)
     and the cluster.
 
-    SlurmError with Slurm's reason, ConfigError where the script cannot be written or another launch submits or has
-    submitted this run; then this one has left nothing in the queue.
+    SlurmError with Slurm's reason; ConfigError if the script cannot be written, or if another launch submits or has
+    submitted this run. After an error, this launch has left nothing in the queue.
     """
     run_dir = Path(config.run_dir)
     script = run_dir / SLURM / "job.sbatch"
     try:
         with _alone(run_dir):
-            check_run(config.model_dump(mode="json"), run_dir, "auto")  # what was found before may be out of date
+            check_run(config.model_dump(mode="json"), run_dir, "auto")  # earlier findings may be outdated
             write_durably(script, script_of(config, layout, argv).encode())
             return _submit(config, script)
     except OSError as error:
@@ -48,9 +48,12 @@ def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> tuple[lis
 
 
 def script_of(config: Config, layout: RoleLayout, argv: Sequence[str]) -> str:
-    """The batch script of a run whose words these are."""
+    """The batch script of a run with these arguments."""
     words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
-    words += [f"run_dir={config.run_dir}", *(["resume=auto"] if config.resume == "fresh" else [])]  # fresh is done with
+    words += [
+        f"run_dir={config.run_dir}",
+        *(["resume=auto"] if config.resume == "fresh" else []),
+    ]  # fresh has taken effect
     return render(config, Placement.from_config(config, layout), words, shlex.quote(sys.executable))
 
 
@@ -59,11 +62,11 @@ def _submit(config: Config, script: Path) -> tuple[list[int], str]:
     cluster = slurm.cluster_name()
     try:
         for _ in range(config.cluster.num_links if config.cluster.after == "chain" else 1):
-            with held_back():  # an interrupt would leave a job in the queue that nobody knows of
+            with held_back():  # an interrupt would leave an unrecorded job in the queue
                 job, went_to = slurm.submit(script, script.parent / "job-%j.log", after=jobs[-1] if jobs else None)
                 jobs.append(job)
                 record_submission(Path(config.run_dir), jobs, went_to or cluster)
-    except (OSError, KeyboardInterrupt):  # no note of a job that is in the queue, or half a chain
+    except (OSError, KeyboardInterrupt):  # a queued job without a record, or half a chain
         slurm.cancel(jobs)
         raise
     except slurm.SlurmError as error:
@@ -76,8 +79,9 @@ def _submit(config: Config, script: Path) -> tuple[list[int], str]:
 def _alone(run_dir: Path) -> Iterator[None]:
     """Hold the right to submit this run. ConfigError names the launch that holds it.
 
-    A claim is a record made with O_EXCL under the number after the newest, once that one is ended or its process is
-    dead; so of several that find it so one gets through. The newest is never removed, or its number would come again.
+    A claim is a record created with O_EXCL under the number after the newest claim, once that claim has ended or its
+    process is dead; so only one of several launches succeeds. The newest claim is never removed, since its number would
+    be reused.
     """
     folder = run_dir / CLAIMS
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,9 @@ def _alone(run_dir: Path) -> Iterator[None]:
         with mine.open("x") as file:
             json.dump(holder, file)
     except FileExistsError:
-        text = f"run folder {run_dir}: another launch submits this run at this moment; the same command tells its job"
+        text = (
+            f"run folder {run_dir}: another launch submits this run at this moment; repeat the command to see its job"
+        )
         raise ConfigError([text]) from None
     try:
         yield
@@ -103,7 +109,7 @@ def _alone(run_dir: Path) -> Iterator[None]:
 def _check_ended(run_dir: Path, claim: Path) -> None:
     deadline = time.monotonic() + WRITTEN_S
     while not (holder := read_record(claim, pid=int, host=str, process_start=float)):
-        if not claim.exists() or time.monotonic() > deadline:  # none yet, or its launch died right there
+        if not claim.exists() or time.monotonic() > deadline:  # none yet, or its launch died at this point
             return
         time.sleep(0.02)
     if "ended" in holder:
@@ -112,15 +118,15 @@ def _check_ended(run_dir: Path, claim: Path) -> None:
     if holder["host"] != platform.node():
         raise ConfigError([f"{held}; if that process is gone, remove {claim}"])
     if process_lives(holder["pid"], holder["process_start"]):
-        raise ConfigError([f"{held} at this moment; the same command tells its job"])
+        raise ConfigError([f"{held} at this moment; repeat the command to see its job"])
 
 
 def environment_notes(config: Config, layout: RoleLayout) -> list[str]:
-    """A line of the plan for each of sbatch's and srun's variables in this shell: whether a job heeds it."""
+    """A line of the plan for each variable of sbatch and srun in this shell: whether it affects the job."""
     if config.cluster.name != "slurm":
         return []
     left_out, held = slurm.colliding(script_of(config, layout, []), os.environ)
     return [
-        *(f"shell   note: {name}={os.environ[name]} is not handed on: the run sets it itself\n" for name in left_out),
-        *(f"shell   note: {name}={os.environ[name]} holds for all nodes of the job\n" for name in held),
+        *(f"shell   note: {name}={os.environ[name]} is not passed on: the run sets it itself\n" for name in left_out),
+        *(f"shell   note: {name}={os.environ[name]} affects all nodes of the job\n" for name in held),
     ]

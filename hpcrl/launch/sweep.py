@@ -1,8 +1,8 @@
-"""Sweeps: `python -m hpcrl.launch -m trainer.lr=1e-4,5e-4 seed=0,1` is four runs, each with its own folder.
+"""Sweeps: `python -m hpcrl.launch -m trainer.lr=1e-4,5e-4 seed=0,1` starts four runs, each with its own folder.
 
-The values are Hydra's (a,b  choice(a,b)  range(0,3)). On Slurm every point is a job of its own and all are in the queue
-at once; here one runs after the other. Either way all points are checked before the first starts, this command ends
-with the last of them, and the same command again goes on with what is not finished.
+Values use Hydra's syntax (a,b  choice(a,b)  range(0,3)). On Slurm every point is a separate job, and all are queued at
+once; on one machine, points run one after the other. In both cases all points are checked before the first starts, this
+command ends with the last point, and the same command again resumes unfinished points.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hpcrl.rundir import CONFIG
 from hpcrl.status import Run
 
 NEEDS = ("submitit", "hydra-submitit-launcher")
-"""The extra `slurm`, by the names that an index of packages has them under."""
+"""The packages of the extra `slurm`, by their names on a package index."""
 MAX_NAME = 200
-"""Bytes of a point's name; filesystems take 255 for a folder's."""
+"""Maximum bytes of a point's name; file systems allow 255 for a folder."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep. name: what sets it apart, such as seed-0_trainer.lr-0.0001; also its folder's name."""
+    """One run of a sweep. name: its swept values, such as seed-0_trainer.lr-0.0001; also the name of its folder."""
 
     name: str
     words: list[str]
 
 
 def sweep(argv: Sequence[str]) -> int:
-    """Run every point of the sweep that the words (without -m) describe; returns the worst exit code."""
+    """Run every point of the sweep described by the arguments (without -m); returns the worst exit code."""
     points = expand(argv)
     prepared, problems = [], []
     for point in points:
@@ -66,18 +66,18 @@ def sweep(argv: Sequence[str]) -> int:
 
 
 def expand(argv: Sequence[str]) -> list[Point]:
-    """The points, with run_name and run_dir of their own among the words. ConfigError where they have none."""
+    """The points, each with its own run_name and run_dir among the arguments. ConfigError if that is impossible."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser, axes = OverridesParser.create(), []
     for word in argv:
         axis = [(word, "")]
-        with suppress(HydraException):  # composing says what is wrong with it
+        with suppress(HydraException):  # composing reports the error
             override = parser.parse_override(word)
             if override.is_sweep_override():
                 if not override.is_discrete_sweep():
-                    raise ConfigError([f"{word}: an interval has no values to go through; write range(...) or a,b"])
+                    raise ConfigError([f"{word}: an interval has no list of values; write range(...) or a,b"])
                 key = override.get_key_element()
                 axis = [(f"{key}={value}", _name(key, value)) for value in override.sweep_string_iterator()]
         axes.append(axis)
@@ -88,7 +88,7 @@ def expand(argv: Sequence[str]) -> list[Point]:
             raise ConfigError(["-m: no key has several values; write key=a,b, or leave -m out"])
         points.append(_place(name, words))
     if len({point.name for point in points}) < len(points):
-        raise ConfigError(["-m: two runs of the sweep would have the same name; leave out what is there twice"])
+        raise ConfigError(["-m: two runs of the sweep would have the same name; remove duplicate values"])
     return points
 
 
@@ -97,19 +97,19 @@ def _name(key: str, value: str) -> str:
 
 
 def _place(name: str, words: list[str]) -> Point:
-    """The point in its folder, inside the folder that the words would have as a single run."""
+    """The point with its folder, inside the folder that the arguments would give a single run."""
     if len(name) > MAX_NAME:
         raise ConfigError([f"-m: a folder's name would have {len(name)} characters ({name[:40]}...); sweep fewer keys"])
     config = read(words).config
     if config is None:
-        return Point(name, words)  # preparing says why
+        return Point(name, words)  # preparing reports the error
     if (Path(config.run_dir) / CONFIG).exists():
-        raise ConfigError([f"run_dir: {config.run_dir} is one run; give the sweep a run_name of its own"])
+        raise ConfigError([f"run_dir: {config.run_dir} is a single run; give the sweep another run_name"])
     return Point(name, [*words, f"run_name={config.run_name}_{name}", f"run_dir={config.run_dir}/{name}"])
 
 
 def _here(points: Sequence[Point]) -> list[tuple[int, str]]:
-    """Exit code and words about every point, one after the other, until the user stops one."""
+    """Exit code and message of every point, one after the other, until the user stops one."""
     ends: list[tuple[int, str]] = []
     for point in points:
         print(f"\n== {point.name}", flush=True)
@@ -121,7 +121,7 @@ def _here(points: Sequence[Point]) -> list[tuple[int, str]]:
 
 
 def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[int, str]]:
-    """Exit code and words about every point: submits all and waits until Slurm has ended all."""
+    """Exit code and message of every point: submits all and waits until Slurm has ended all."""
     try:
         from submitit.core.plugins import get_executors
         from submitit.core.utils import UncompletedJobError
@@ -133,10 +133,13 @@ def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[in
         raise ConfigError([f"-m on Slurm: {error.name} is not installed; {text}"]) from error
     if "hpcrl" not in get_executors():
         raise ConfigError(
-            ["-m: hpcrl was installed without its executor; remove hpcrl.egg-info if there is one, make setup"]
+            ["-m: hpcrl was installed without its executor; remove hpcrl.egg-info if it exists, then run make setup"]
         )
-    print("\nall go to Slurm now; this command then waits for them, and Ctrl-C leaves them there", flush=True)
-    with suppress(UncompletedJobError):  # of the first that failed; the others are waited for below
+    print(
+        "\nall runs are submitted to Slurm; this command then waits for them, and Ctrl-C leaves them in the queue",
+        flush=True,
+    )
+    with suppress(UncompletedJobError):  # of the first failure; the other runs are waited for below
         SweepLauncher(Path(os.path.commonpath(folders))).launch([point.words for point in points], 0)
     ends: list[tuple[int, str]] = []
     for folder in folders:

@@ -1,7 +1,7 @@
-"""Hydra's submitit launcher, with hpcrl's executor in place of submitit's own.
+"""Hydra's submitit launcher, with hpcrl's executor instead of submitit's.
 
-What hydra-submitit-launcher submits by itself is one job array of pickled functions: not heterogeneous, restarted by
-submitit and not from the run folder's checkpoint, and without accounting it waits for ever for a task that died.
+By itself, hydra-submitit-launcher submits one job array of pickled functions: not heterogeneous, restarted by submitit
+instead of from the run folder's checkpoint, and without accounting it waits forever for a task that died.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 
 class SweepLauncher(BaseSubmititLauncher):
-    """launch(words of each run, 0) submits all of them and waits for them; see HpcrlExecutor for what it raises."""
+    """launch(arguments of each run, 0) submits all runs and waits for them; see HpcrlExecutor for its errors."""
 
     _EXECUTOR = "hpcrl"
 
@@ -24,5 +24,5 @@ class SweepLauncher(BaseSubmititLauncher):
         self.config = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}})
 
     def __call__(self, sweep_overrides: Sequence[str], *place: Any) -> list[str]:
-        """What the executor calls for the words of a run."""
+        """Called by the executor for the arguments of a run."""
         return list(sweep_overrides)

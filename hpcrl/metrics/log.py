@@ -20,8 +20,8 @@ METRICS = "metrics.jsonl"
 class MetricsLog:
     """The controller's log of a run, from the step after `resume_step` on.
 
-    resume_step: step of the checkpoint that is resumed, -1 without one. What an earlier attempt logged past it must
-    have been set aside before (checkpoint/lineage.py); ValueError otherwise.
+    resume_step: step of the resumed checkpoint, -1 without one. Rows that an earlier attempt logged past this step must
+    have been moved away before (checkpoint/lineage.py); ValueError otherwise.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class MetricsLog:
         logged = [row["step"] for row in read_metrics(run_dir)]
         if logged and logged[-1] > resume_step:
             raise ValueError(f"{run_dir / METRICS} ends with step {logged[-1]}, past the resumed step {resume_step}")
-        # SummaryWriter makes its folder, and importing it takes a second: only whoever logs pays for it.
+        # SummaryWriter creates its folder, and its import takes a second: only done if something is logged.
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
@@ -40,9 +40,10 @@ class MetricsLog:
         self._progress = Progress(max(resume_step, 0), max_steps, stream or sys.stdout, eval_every=eval_every)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step; steps rise and each is logged once. On the disk when this returns; OSError names what is not.
+        """Log one step; steps are ascending, each logged once. On disk when this returns; OSError names a file that is
+        not.
 
-        Values that are not finite become null in metrics.jsonl, are left out of TensorBoard, and are named to the user.
+        Non-finite values become null in metrics.jsonl, are omitted from TensorBoard, and are reported to the user.
         """
         assert step > self._step, f"step {step} is logged after step {self._step}"
         assert "step" not in metrics
@@ -64,7 +65,7 @@ class MetricsLog:
             self.note(f"step {step}: not finite: {odd}")
 
     def note(self, text: str) -> None:
-        """Show the user a line that stays."""
+        """Print a permanent line for the user."""
         self._progress.note(text)
 
     def close(self) -> None:
@@ -74,10 +75,10 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl, None for values that were not finite; empty without a file.
+    """Rows of metrics.jsonl, None for non-finite values; empty without a file.
 
-    A line without a step or cut short is left out, wherever it stands: a kill, or a superseded attempt that did not
-    know it yet, must not make a run's metrics unreadable. The next resume sets such lines aside.
+    Lines without a step and truncated lines are skipped: a kill, or an attempt not yet aware that it was superseded,
+    must not make a run's metrics unreadable. The next resume moves such lines away.
     """
     path = run_dir / METRICS
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, one plain line per step elsewhere, a summary at the end."""
+"""The progress display of a run: a live bar on a terminal, one plain line per step elsewhere, a summary at the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SHOWN = (
     ("val/score/mean", "held-out", "{:.3f}"),
     ("system/tps", "tokens/s", "{:,.0f}"),
 )
-"""Metric, its word and its format; what a run has not measured yet is left out, the last evaluation stays."""
+"""Metric, its label and format; metrics not measured yet are omitted, the last evaluation stays visible."""
 SUMMARISED = (*SHOWN[:3], ("val/sampled/score/mean", "sampled", "{:.3f}"))
-REFRESHES_PER_S = 4  # of the bar; each takes the controller half a millisecond
+REFRESHES_PER_S = 4  # updates of the bar; each costs the controller half a millisecond
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `45 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Seconds as text: `45 s`, `3 min 20 s`, `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -36,9 +36,9 @@ def duration(seconds: float) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
-    """One line about a run that has ended: steps, seconds of a step, first and last value of what it measured.
+    """One line about a finished run: steps, seconds per step, first and last value of each metric.
 
-    rows: those of metrics.jsonl, over all attempts.
+    rows: the rows of metrics.jsonl, over all attempts.
     """
     steps = [row for row in rows if row["step"]]
     of = "" if steps and steps[-1]["step"] == max_steps else f" of {max_steps}"
@@ -63,10 +63,10 @@ def evaluations_left(step: int, max_steps: int, eval_every: int) -> int:
 
 
 class Progress:
-    """Progress of a run that goes from `first_step` (done by earlier attempts) to `max_steps`.
+    """Progress of a run from `first_step` (steps done by earlier attempts) to `max_steps`.
 
-    The time left is that of the steps left at the rate of the recent steps of this attempt, and of the evaluations left
-    (every `eval_every` steps and after the last) at the time that the last one took.
+    The time left is estimated from the rate of this attempt's recent steps and the duration of the last evaluation
+    (evaluations come every `eval_every` steps and after the last).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Progress:
         eval_every: int = 0,
     ):
         self._max_steps, self._eval_every = max_steps, eval_every
-        self._evaluation_s = self._evaluated_s = 0.0  # of the last evaluation, of all so far
+        self._evaluation_s = self._evaluated_s = 0.0  # seconds of the last evaluation, of all so far
         self._clock = clock
         self._stream = stream
         self._last: dict[str, float] = {}
@@ -97,7 +97,7 @@ class Progress:
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step that is done."""
+        """Show a finished step."""
         if step == self._recent[0][0]:
             self._recent.clear()  # an evaluation before the first step: time starts after it
         if EVALUATION in metrics:
@@ -115,7 +115,7 @@ class Progress:
             print(f"step {step}/{self._max_steps}  {line}".rstrip(), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:

@@ -1,4 +1,5 @@
-"""Mergeable statistics: what ranks send to the controller instead of means, so that the split never shows."""
+"""Mergeable statistics, which ranks send to the controller instead of means, so that results do not depend on the
+split."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Stats = dict[str, Stat]
 
 
 def stat(values: Tensor, mask: Tensor | None = None) -> Stat:
-    """Stat of a tensor's entries, of those under a boolean mask if one is given."""
+    """Stat of a tensor's entries, or of those selected by a boolean mask."""
     values = values.detach()
     if mask is not None:
         values = values[mask]
@@ -54,7 +55,7 @@ def merge(parts: Iterable[Mapping[str, Stat]]) -> Stats:
 def flatten(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min, any other name its mean.
 
-    Statistics without a single value are left out.
+    Statistics without values are omitted.
     """
     flat: dict[str, float] = {}
     for name, (total, count, low, high) in stats.items():

@@ -1,4 +1,4 @@
-"""What a run will need, from an HF config.json alone: parameters, bytes of memory per rank, layouts that cannot be.
+"""The needs of a run, from an HF config.json only: parameters, bytes of memory per rank, impossible layouts.
 
-Pure functions of the configuration; imports no torch, so that a login node can use it.
+Pure functions of the configuration; imports no torch, so that a login node can use them.
 """

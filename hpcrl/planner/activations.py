@@ -1,10 +1,9 @@
-"""What autograd keeps between a forward and its backward, in bytes: the tensors of each operation, added up.
+"""Bytes that autograd keeps between a forward and its backward pass: the sum over the tensors of each operation.
 
-FSDP2 runs transformers' layers operation by operation, so the lists below are those of its code (RMSNorm computes in
-fp32 and keeps its input and its result; a linear layer keeps its input; attention keeps q, k, v and its output). The
-attention scores are not kept: flash kernels recompute them. Gemma 2's soft-capped attention has no kernel and keeps
-them.
-"""
+FSDP2 runs transformers' layers operation by operation, so the lists below follow that code (RMSNorm computes in fp32
+and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output). Attention
+scores are not kept: flash kernels recompute them. Gemma 2's soft-capped attention has no such kernel and keeps the
+scores."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ FP32 = 4
 INDEX = 8
 """Bytes of a position or token id."""
 LOGITS_BLOCK = 1 << 24
-"""Logits of which a trainer takes the softmax at once (BLOCK_NUMBERS in engines/train/fsdp2/logits.py)."""
+"""Maximum logits in one softmax of a trainer (BLOCK_NUMBERS in engines/train/fsdp2/logits.py)."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one micro-batch: of all its sequences, those that have a loss, those of the longest sequence."""
+    """Token counts of one micro-batch: all, those with a loss, those of the longest sequence."""
 
     total: int
     predicted: int
@@ -30,17 +29,17 @@ class Tokens:
 
     @classmethod
     def of(cls, config: Config, num_sequences: int) -> Tokens:
-        """The largest micro-batch of a rank that has so many sequences: as many tokens as allowed, or one sequence of
-        the greatest length where that is more."""
+        """The largest micro-batch of a rank with this many sequences: the token limit, or one sequence of maximum
+        length if that is more."""
         longest = config.max_sequence_tokens
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * longest), longest)
         return cls(total, total, longest)
 
 
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
-    """Bytes kept for the backward of one micro-batch; num_bytes: of a number in the computation's type.
+    """Bytes kept for the backward pass of one micro-batch; num_bytes: size of a number of the computation type.
 
-    With activation checkpointing each layer keeps its input alone.
+    With activation checkpointing, each layer keeps only its input.
     """
     hidden = shape.hidden_size
     outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
@@ -52,13 +51,13 @@ def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpo
 
 
 def recomputed_layer(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
-    """Bytes of the layer that is computed again in its backward, and of gradients of two of its widest tensors."""
+    """Bytes of the layer recomputed in the backward pass, and of the gradients of two of its widest tensors."""
     layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
     return layer + 2 * tokens.total * _widest(shape) * num_bytes
 
 
 def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
-    """Bytes that one layer has at a time where nothing is kept for a backward."""
+    """Peak bytes of one layer if nothing is kept for a backward pass."""
     layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
     return layer + 2 * tokens.total * shape.hidden_size * num_bytes
 
@@ -77,14 +76,14 @@ def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
 def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
     kept = (4 if shape.family == "gemma2" else 2) * _norm(shape, hidden, num_bytes)
-    kept += 2 * hidden * num_bytes  # what enters attention and the feed-forward part
-    kept += query * num_bytes  # what enters the output projection
+    kept += 2 * hidden * num_bytes  # input of attention and of the feed-forward layer
+    kept += query * num_bytes  # input of the output projection
     if shape.qk_norm:
         kept += _norm(shape, query, num_bytes) + _norm(shape, key, num_bytes)
-        kept += FP32 * (shape.num_heads + shape.num_kv_heads - 2)  # a scale for each head
+        kept += FP32 * (shape.num_heads + shape.num_kv_heads - 2)  # one scale per head
     if shape.family == "gemma2":
         kept += 3 * query * num_bytes  # q, and keys and values repeated for each query head
-        kept += 8 * shape.num_heads * tokens.longest  # tanh, softmax in fp32 and in the computation's type
+        kept += 8 * shape.num_heads * tokens.longest  # tanh, softmax in fp32 and in the computation type
     else:
         kept += (2 * query + 2 * key) * num_bytes + FP32 * shape.num_heads
     if layer in shape.expert_layers:
@@ -96,8 +95,8 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
 
 
 def logits_bytes(shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int) -> int:
-    """Bytes of one chunk of the vocabulary projection in fp32, of what is computed beside it (the projection's own
-    results and the gradient in its type, or the softmax of a block of rows), and of the gradient of its matrix, which
+    """Bytes of one chunk of the vocabulary projection in fp32, of the tensors beside it (the projection's result and
+    its gradient in the computation type, or the softmax of a block of rows), and of the gradient of the matrix, which
     is summed in fp32."""
     chunk = min(chunk_tokens, tokens.predicted) * shape.vocab_size
     blocks = 2 * min(chunk, LOGITS_BLOCK) * FP32

@@ -1,4 +1,4 @@
-"""What to change so that a run fits: changes are tried one after another, cheapest first, and only those that help."""
+"""Suggests changes so that a run fits: changes are tried in turn, cheapest first, and kept only if they help."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hpcrl.spec.tables import GEN_ENGINES
 SMALLEST_CHUNK = 1024
 SMALLEST_SLOTS = 16
 LESS = 0.99
-"""A change counts if no more than this share of the bytes is left."""
+"""A change is kept if at most this share of the bytes remains."""
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def advise(config: Config, shape: ModelShape, card_bytes: int) -> tuple[list[str], Config] | None:
-    """(words of the command line, the configuration they make) with which every rank fits the card; None if none do."""
+    """(command-line arguments, resulting configuration) with which every rank fits the card; None if there are none."""
     words: dict[str, str] = {}
     best = _misfit(config, shape, card_bytes)
-    for _ in range(32):  # each change is tried again until it no longer helps
+    for _ in range(32):  # each change is repeated until it no longer helps
         if not best:
             return [f"{key}={value}" for key, value in words.items()], config
         for path, value in _changes(config, shape):
@@ -44,7 +44,7 @@ def advise(config: Config, shape: ModelShape, card_bytes: int) -> tuple[list[str
 
 
 def _misfit(config: Config, shape: ModelShape, card_bytes: int) -> int:
-    """Bytes of the fullest GPU rank that does not fit; 0 where all do."""
+    """Bytes of the fullest GPU rank that does not fit; 0 if all fit."""
     ranks = [rank for rank in memory(config, RoleLayout.from_config(config), shape) if rank.on_gpu]
     return max((rank.peak(least=True)[1] for rank in ranks if not rank.fits(card_bytes)), default=0)
 
@@ -54,7 +54,7 @@ def _possible(config: Config, shape: ModelShape) -> bool:
 
 
 def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
-    """Changes in the order of what they cost: first time, then precision, then nodes."""
+    """Changes in the order of their cost: first time, then precision, then nodes."""
     trainer, generator, layout = config.trainer, config.generator, config.layout
     own = train_plan(config).changes(config, shape)
     half = trainer.max_tokens_per_micro_batch // 2

@@ -1,4 +1,4 @@
-"""What a generating rank keeps: its share of the weights, the KV cache, logits, and what the weights arrive in."""
+"""Memory of a generator rank: its share of the weights, the KV cache, logits, and buffers for new weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hpcrl.spec.problems import Problem
 from hpcrl.spec.tables import GEN_ENGINES
 
 BUCKET_BYTES = 256 << 20
-"""comm/weights.py: weights travel in buckets of this size, which the last tensor may exceed."""
+"""comm/weights.py: weights are sent in buckets of this size, which the last tensor may exceed."""
 PREFILL_TOKENS = 4096
-"""engines/gen/native/engine.py: prompt tokens of one forward."""
+"""engines/gen/native/engine.py: prompt tokens of one forward pass."""
 LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum
-TRUNCATED_COPIES = 8  # and those that top-k, top-p or min-p sort and mask
+TRUNCATED_COPIES = 8  # and the copies that top-k, top-p or min-p sort and mask
 
 
 def generator_parts(
     config: Config, shape: ModelShape, resident: tuple[Phase, ...], cached: tuple[Phase, ...]
 ) -> list[Part]:
-    """Parts of a generator rank. resident, cached: when the weights and the KV cache are on its device."""
+    """Parts of a generator rank. resident, cached: phases in which the weights and the KV cache are on the device."""
     generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
     num_bytes, slots = BYTES[generator.dtype], generator.max_slots
     weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
@@ -44,13 +44,14 @@ def generator_parts(
 
 
 def token_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of the KV cache of one token on one rank; key and value heads are repeated where ranks outnumber them."""
+    """Bytes of the KV cache of one token on one rank; key and value heads are repeated if there are more ranks than
+    heads."""
     heads = -(-shape.num_kv_heads // config.layout.generator.tensor_parallel)
     return 2 * shape.num_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 
 
 def cache_capacity(config: Config) -> int:
-    """Positions per slot that the native engine's cache may grow to: by half whenever it is too short."""
+    """Maximum positions per slot of the native engine's cache, which grows by half whenever it is too short."""
     bucket = config.generator.kv_bucket
     longest = -(-config.max_sequence_tokens // bucket) * bucket
     grown = max(0, longest - bucket) * 3 // 2
@@ -58,10 +59,10 @@ def cache_capacity(config: Config) -> int:
 
 
 def hand_over_parts(config: Config, shape: ModelShape, num_shares: int) -> list[Part]:
-    """Parts of a rank while weights go from trainers to generators. num_shares: it keeps one of so many shares of the
+    """Parts of a rank during the transfer of weights. num_shares: the rank keeps one of this many shares of the
     parameters for its replicas; 0: none.
 
-    Staged in host memory by the ranks that publish; every rank that takes part has one bucket on its device.
+    Publishing ranks stage the weights in host memory; every participating rank has one bucket on its device.
     """
     plan = train_plan(config)
     master, largest = plan.published_bytes(config), plan.largest_tensor(shape) * plan.published_bytes(config)
@@ -71,19 +72,19 @@ def hand_over_parts(config: Config, shape: ModelShape, num_shares: int) -> list[
     staged = -(-shape.num_parameters // num_shares) * master
     return [
         Part("trainer", "weight bucket", bucket, ("publish",)),
-        # A bucket's tensors are there twice while they are put together.
+        # A bucket's tensors exist twice while the bucket is assembled.
         Part("trainer", "staged weights", staged + bucket, ("publish",), on_host=True),
     ]
 
 
 def _mlp_width(shape: ModelShape) -> int:
-    """Numbers per token that the widest feed-forward part has at once."""
+    """Numbers per token in the widest feed-forward layer at once."""
     dense = 3 * shape.intermediate_size if len(shape.expert_layers) < shape.num_layers else 0
     return max(dense, shape.experts_per_token * (shape.hidden_size + 3 * shape.expert_size))
 
 
 def check_replicas_split(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Sizes of the model that the ranks of a replica do not divide."""
+    """Sizes of the model not divisible by the ranks of a replica."""
     tensor, path = config.layout.generator.tensor_parallel, ("layout", "generator", "tensor_parallel")
     sizes = {"attention heads": shape.num_heads}
     if len(shape.expert_layers) < shape.num_layers:

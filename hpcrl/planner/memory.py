@@ -1,4 +1,4 @@
-"""Memory of each kind of rank: the parts of its roles added up, and whether they fit on a card."""
+"""Memory of each kind of rank: the sum of the parts of its roles, and whether it fits on a card."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 CARDS = {
     "40 GB": 39 << 30,
-    "48 GB": 44 << 30,  # of an L40S, whose error correction takes some; an A6000 shows 47
+    "48 GB": 44 << 30,  # of an L40S, reduced by error correction; an A6000 shows 47
     "64 GB": 63 << 30,
     "80 GB": 79 << 30,
     "94 GB": 93 << 30,
     "141 GB": 139 << 30,
 }
-"""Card -> bytes that CUDA shows of it, the smallest first."""
+"""Card -> its memory as shown by CUDA, bytes, the smallest first."""
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
 LEARNING: tuple[Phase, ...] = ("train", "update")
@@ -30,35 +30,35 @@ LEARNING: tuple[Phase, ...] = ("train", "update")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of the fullest of some ranks that play the same roles; `on_gpu`: each has a GPU of its own."""
+    """Memory of the fullest of several ranks with the same roles; `on_gpu`: each rank has its own GPU."""
 
     ranks: tuple[int, ...]
     roles: tuple[RoleName, ...]
     parts: tuple[Part, ...]
     on_gpu: bool
     cache_bytes: int
-    """Of one response of full length in the KV cache; 0 where none is generated."""
+    """Bytes of one full-length response in the KV cache; 0 if nothing is generated."""
 
     def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
-        """Bytes during a phase on the GPU, or in host memory; least: with caches as small as they can be."""
+        """Bytes during a phase on the GPU, or in host memory; least: with caches of minimum size."""
         parts = self.parts_of(phase, on_host)
         return sum(part.least if least and part.least is not None else part.num_bytes for part in parts)
 
     def parts_of(self, phase: Phase, on_host: bool = False) -> list[Part]:
-        """What there is during a phase on the GPU, or in host memory."""
+        """The parts during a phase on the GPU, or in host memory."""
         return [p for p in self.parts if phase in p.during and (p.on_host or not self.on_gpu) == on_host]
 
     def peak(self, on_host: bool = False, least: bool = False) -> tuple[Phase, int]:
-        """The phase with the most bytes, and these."""
+        """The phase with the most bytes, and its bytes."""
         totals = {phase: self.total(phase, on_host, least) for phase in PHASES}
         return max(totals.items(), key=lambda item: item[1])
 
     def fits(self, card_bytes: int) -> bool:
-        """Whether a card holds the ranks' GPU memory beside the reserve."""
+        """Whether the rank's GPU memory fits on a card beside the reserve."""
         return self.peak(least=True)[1] <= usable(card_bytes)
 
     def responses(self, card_bytes: int) -> int:
-        """Responses of full length that the KV cache of a paged engine holds on a card it fits; 0 for other engines."""
+        """Full-length responses in the KV cache of a paged engine on a card that fits; 0 for other engines."""
         cache = next((part for part in self.parts if part.least is not None), None)
         if cache is None or cache.least is None or not self.fits(card_bytes):
             return 0
@@ -67,12 +67,12 @@ class RankMemory:
 
 
 def usable(card_bytes: int) -> int:
-    """Bytes of a card beside the reserve."""
+    """Bytes of a card without the reserve."""
     return int(card_bytes * (1 - RESERVE))
 
 
 def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-    """Everything about the trainer's and the generator's sizes that the model or the ranks do not allow."""
+    """Problems of the trainer's and generator's sizes with the model or the ranks."""
     problems = list(check_replicas_split(config, shape)) if layout.replicas else []
     with contextlib.suppress(CannotPlanError):
         problems += train_plan(config).check(config, layout, shape)
@@ -80,7 +80,7 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
 
 
 def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMemory]:
-    """Memory of every kind of rank that holds a model, by what roles it plays. The sizes must fit (check_sizes).
+    """Memory of every kind of rank that holds a model, by its roles. The sizes must be valid (check_sizes).
 
     CannotPlanError for an engine whose memory is not known.
     """
@@ -95,8 +95,8 @@ def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMe
 def _kind(
     config: Config, layout: RoleLayout, shape: ModelShape, roles: tuple[RoleName, ...], ranks: tuple[int, ...]
 ) -> RankMemory:
-    # An engine that sleeps shares a GPU by turns: it is away while the trainer works, and the trainer's state is in
-    # host memory while the engine decodes and, the weights excepted, while it gets its own. Else the roles add up.
+    # An engine that sleeps alternates on the GPU: it is away while the trainer works, and the trainer's state is in
+    # host memory while the engine decodes and, except for weights, while it loads weights. Else the roles are summed.
     shares = GEN_ENGINES[config.generator.engine].sleeps and "generator" in roles and len(roles) > 1
     parts: list[Part] = []
     for role in roles:
@@ -116,7 +116,7 @@ def _kind(
 
 
 def _moves_out(part: Part) -> list[Part]:
-    """A part that would stay all the time, in host memory while the generator has its turn."""
+    """A permanent part, moved to host memory while the generator uses the GPU."""
     if part.on_host or part.during != PHASES:
         return [part]
     away: tuple[Phase, ...] = ("generate",) if part.name == "weights" else ("generate", "publish")
@@ -125,7 +125,7 @@ def _moves_out(part: Part) -> list[Part]:
 
 
 def _has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
-    """Whether these ranks are on GPUs, as far as the configuration tells."""
+    """Whether these ranks use GPUs, according to the configuration."""
     if config.cluster.device != "auto":
         return config.cluster.device == "cuda"
     components = config.cluster.components.values()

@@ -1,4 +1,4 @@
-"""Parts of a rank's memory, and when they are there: what the roles of a rank have in common."""
+"""Parts of a rank's memory and their phases, shared by all roles."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.spec.problems import Path
 
 Phase = Literal["train", "update", "reference", "generate", "publish"]
-"""forward and backward; gradients reduced and optimizer step; log-probs of the reference; decoding; weights go over."""
+"""forward and backward; gradient reduction and optimizer step; reference log-probs; decoding; transfer of weights."""
 PHASES: tuple[Phase, ...] = ("train", "update", "reference", "generate", "publish")
 BYTES = {"float32": 4, "bfloat16": 2}
 
 Change = tuple[Path, Any]
 """A key and the value to try."""
 Row = tuple[str, str]
-"""A line of the plan: its name, empty where it goes on, and its text."""
+"""A line of the plan: its label (empty on continuation lines) and its text."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of one kind on the fullest rank of its role."""
+    """Bytes of one part on the fullest rank of its role."""
 
     role: RoleName
     name: str
     num_bytes: int
     during: tuple[Phase, ...] = PHASES
     on_host: bool = False
-    """In host memory although the model is on a GPU."""
+    """Whether the part is in host memory although the model is on a GPU."""
     least: int | None = None
-    """Bytes without which nothing runs, where the engine makes do with less; None: with all of them."""
+    """Minimum bytes, if the engine can run with less; None: all bytes are needed."""
 
 
 def split_size(parameter: Parameter, shape: ModelShape, tensor: int, experts: int) -> int:
-    """Numbers of a parameter on one rank where `tensor` ranks share matrices and `experts` ranks share experts.
+    """Numbers of a parameter on one rank if matrices are split over `tensor` ranks and experts over `experts` ranks.
 
-    Key and value heads are repeated where there are fewer of them than ranks.
+    Key and value heads are repeated if there are fewer heads than ranks.
     """
     match parameter.split:
         case "column" | "row" | "vocabulary":

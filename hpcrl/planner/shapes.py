@@ -1,4 +1,4 @@
-"""Every parameter of a model, by name and shape, from its config.json: what transformers would build, without it."""
+"""Every parameter of a model, by name and shape, from its config.json, as transformers would build it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 from hpcrl.config import TinyModel
 
 Split = Literal["column", "row", "key", "vocabulary", "expert", "whole"]
-"""How tensor parallelism cuts a parameter: rows of a matrix, its columns, rows that belong to key and value heads, rows
-of the vocabulary, experts, or not at all."""
+"""How tensor parallelism splits a parameter: rows of a matrix, columns, rows of key and value heads, rows of the
+vocabulary, experts, or not at all."""
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "qwen2_5_vl")
 HEAD_DIM = {"qwen3": 128, "gemma2": 256}
-"""Width of a head where config.json does not give it; elsewhere hidden_size over heads."""
+"""Head width if config.json does not give it; for other families, hidden_size / heads."""
 EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
 VISION_DEFAULTS = {
     "depth": 32,
@@ -37,7 +37,7 @@ MAX_SIZE = 2**31 - 1
 
 
 class CannotPlanError(ValueError):
-    """The model is of a kind whose parameters are not known here; the message says which."""
+    """The parameters of this kind of model are not known; the message names the kind."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Parameter:
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -89,27 +89,27 @@ class ModelShape:
 
     @property
     def key_size(self) -> int:
-        """Width of all key heads, which is that of all value heads."""
+        """Width of all key heads, equal to that of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the model."""
+        """Number of parameters of the model."""
         return sum(parameter.size for parameter in self.parameters)
 
     @property
     def num_active(self) -> int:
-        """Numbers that one token meets: of the experts only those it is sent to."""
+        """Parameters active for one token: of the experts, only the selected ones."""
         idle = sum(p.size for p in self.parameters if p.split == "expert")
         return self.num_parameters - idle + idle * self.experts_per_token // max(1, self.num_experts)
 
     def of_layer(self, layer: int | None) -> list[Parameter]:
-        """The parameters of a layer; of None those outside the layers."""
+        """The parameters of a layer; for None, those outside the layers."""
         return [parameter for parameter in self.parameters if parameter.layer == layer]
 
 
 def tiny_config(tiny: TinyModel) -> dict[str, Any]:
-    """The config.json of model.tiny, which hpcrl.engines.tiny makes."""
+    """The config.json of model.tiny, which hpcrl.engines.tiny creates."""
     return {
         "model_type": tiny.architecture,
         "vocab_size": tiny.vocab_size,
@@ -127,9 +127,9 @@ def tiny_config(tiny: TinyModel) -> dict[str, Any]:
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The model that a config.json describes, with the defaults of transformers 5 for what it leaves out.
+    """The model described by a config.json, with the defaults of transformers 5 for missing keys.
 
-    CannotPlanError where the family is not one of FAMILIES or a size is missing, no whole number above 0 or too large.
+    CannotPlanError if the family is not in FAMILIES, or a size is missing, too large or not a whole number above 0.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -194,7 +194,7 @@ def wrong_size(key: str, value: Any) -> str:
 
 
 def _decoder(shape: ModelShape) -> Iterator[Parameter]:
-    """The language model, in the order in which transformers builds it."""
+    """The language model, in the order of transformers."""
     prefix = "model.language_model." if shape.family == "qwen2_5_vl" else "model."
     vocabulary = (shape.vocab_size, shape.hidden_size)
     yield Parameter(prefix + "embed_tokens.weight", vocabulary, "vocabulary")
@@ -255,7 +255,7 @@ def _norms(shape: ModelShape) -> Iterator[Entry]:
 
 
 def _vision(config: Mapping[str, Any]) -> Iterator[Parameter]:
-    """The vision tower of Qwen2.5-VL (arXiv 2502.13923), which no parallelism cuts here."""
+    """The vision tower of Qwen2.5-VL (arXiv 2502.13923), which is not split by any parallelism here."""
     sizes = {key: _size(config, key, default) for key, default in VISION_DEFAULTS.items()}
     hidden, inner, patch = sizes["hidden_size"], sizes["intermediate_size"], sizes["patch_size"]
     merged = hidden * sizes["spatial_merge_size"] ** 2

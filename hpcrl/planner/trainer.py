@@ -1,4 +1,4 @@
-"""What ranks of the trainer and of the reference keep: the plan of the engine they run."""
+"""Memory of trainer and reference ranks, from the plan of their engine."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from hpcrl.spec.tables import TRAIN_ENGINES
 
 
 class TrainPlan(Protocol):
-    """What the plan asks of a training engine: pure functions of the configuration and of the model's shapes."""
+    """The plan of a training engine: pure functions of the configuration and of the model's shapes."""
 
     def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-        """Everything about the engine's sizes that the model or the ranks do not allow."""
+        """Problems of the engine's sizes with the model or the ranks."""
 
     def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-        """Parts of the fullest trainer rank. The sizes fit (check)."""
+        """Parts of the fullest trainer rank. The sizes must be valid (check)."""
 
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         """Parts of the fullest rank of the reference."""
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
-        """Bytes of the weights and the optimizer's state in one checkpoint, all ranks together."""
+        """Bytes of weights and optimizer state in one checkpoint, for all ranks together."""
 
     def published_bytes(self, config: Config) -> int:
-        """Bytes of a number of the weights that go to the generators."""
+        """Bytes per number of the weights sent to the generators."""
 
     def largest_tensor(self, shape: ModelShape) -> int:
-        """Numbers of the largest tensor that goes to the generators at once."""
+        """Numbers in the largest tensor sent to the generators at once."""
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
-        """Changes of the engine's keys that save memory, by what they cost: time, recompute, ranks."""
+        """Changes of the engine's keys that save memory, by cost: time, recompute, ranks."""
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
-        """Lines of the plan on how the engine cuts the model and the batch. The sizes fit (check)."""
+        """Lines of the plan on the split of model and batch. The sizes must be valid (check)."""
 
 
 def train_plan(config: Config) -> TrainPlan:
-    """The plan of the training engine. CannotPlanError for an engine that has none."""
+    """The plan of the training engine. CannotPlanError for an engine without a plan."""
     engine = config.trainer.engine
     if not (path := TRAIN_ENGINES[engine].plan):
         raise CannotPlanError(f"the memory of trainer.engine={engine} is not known")
@@ -68,7 +68,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 def forward_parts(
     config: Config, shape: ModelShape, num_ranks: int, weights: int, gathered: int, on_host: bool
 ) -> list[Part]:
-    """Parts of a rank that holds frozen weights and computes one layer at a time."""
+    """Parts of a rank with frozen weights that computes one layer at a time."""
     samples = config.rollout.num_prompts * config.rollout.group_size
     compute, tokens = BYTES[config.trainer.param_dtype], Tokens.of(config, -(-samples // num_ranks))
     logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute)

@@ -1,6 +1,6 @@
-"""How a part of hpcrl describes itself to everything that does not run it.
+"""Specifications: how a part of hpcrl describes itself to code that does not run it.
 
 A pipeline, algorithm, reward, environment, engine or role has a specification beside its code (`kinds`), found by name
 in the table of its kind (`tables`). The schema, `--help`, the checks, the plan and the contract tests are derived from
-the specifications; nothing else names an entry. A specification imports neither torch nor what it describes.
+the specifications; nothing else names an entry. A specification imports neither torch nor the described part.
 """

@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of: numbers with bounds, and the section itself."""
+"""The building blocks of configuration sections: bounded numbers, and the section itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 
 def _not_bool(value: Any) -> Any:
-    # pydantic counts true as 1, so that seed=true would pass as a number.
+    # pydantic accepts true as 1, so seed=true would pass as a number.
     if isinstance(value, bool):
         raise ValueError("expected a number")
     return value
@@ -17,19 +17,19 @@ def _not_bool(value: Any) -> Any:
 NUMBER = BeforeValidator(_not_bool)
 Positive = Annotated[int, Field(ge=1), NUMBER]
 Count = Annotated[int, Field(ge=1, le=1024), NUMBER]
-"""Threads or processes of one rank, or ranks of one node: what a machine may have."""
+"""Threads or processes of one rank, or ranks of one node."""
 Natural = Annotated[int, Field(ge=0), NUMBER]
 Float = Annotated[float, NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegative = Annotated[float, Field(ge=0), NUMBER]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63), NUMBER]
 Seconds = Annotated[float, Field(ge=0.01, le=1e7), NUMBER]
-"""Of a deadline: nothing answers sooner, and a system call takes no more."""
+"""A deadline: nothing answers sooner, and system calls accept no more."""
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, numbers given as text are not."""
+    """A part of the configuration: unknown keys are errors; numbers given as text are accepted."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -1,4 +1,4 @@
-"""The free `options` of a task, reward or the like, typed by a schema of its own."""
+"""The free `options` of a task or reward, typed by a schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Options = TypeVar("Options", bound=Section)
 
 
 def read_options(schema: type[Options], options: Mapping[str, Any]) -> Options:
-    """The options as the schema's object. ValueError lists all problems in one line."""
+    """The options as an object of the schema. ValueError lists all problems in one line."""
     try:
         return schema(**options)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from hpcrl.spec.fields import NUMBER, Float, NonNegative, Positive, PositiveFloa
 
 def _kl_in_loss(value: Any) -> Any:
     if value == "k1":
-        raise ValueError("abs, k2 or k3 (in the loss, the expected gradient of k1 is zero: it would hold nothing back)")
+        raise ValueError("abs, k2 or k3 (in the loss, the expected gradient of k1 is zero, so it would have no effect)")
     return value
 
 

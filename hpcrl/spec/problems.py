@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: problems are collected, so that a user sees all of them at once."""
+"""Problems of a configuration, collected so that a user sees all of them at once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Path = tuple[str | int, ...]
-"""Where a value stands: section, key, ... (list positions as numbers)."""
+"""The place of a value: section, key, ... (list positions as numbers)."""
 
 PLACEHOLDER = re.compile(r"\?\?\?|CHANGE_?ME|/path/to\b|^<[\w .-]*>$", re.IGNORECASE)
-"""What people write where a value is still to come."""
+"""Common placeholders for missing values."""
 
 
 def dotted(path: Path) -> str:
-    """A path as it is written on the command line."""
+    """A path in the syntax of the command line."""
     return ".".join(str(part) for part in path)
 
 
@@ -27,13 +27,13 @@ class Problem:
     involves: tuple[Path, ...] = ()
 
     def touches(self, paths: Iterable[Path]) -> bool:
-        """Whether one of these paths stands above, at or below a key of this problem."""
+        """Whether one of these paths is above, at or below a key of this problem."""
         mine = (self.path, *self.involves)
         return any(a[: len(b)] == b[: len(a)] for a in mine for b in paths if a and b)
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration; `problems` holds one line each."""
+    """All problems of a configuration; `problems` has one line each."""
 
     def __init__(self, problems: list[str]):
         self.problems = problems

@@ -1,4 +1,4 @@
-"""Names of one kind of part, and where the specification of each is."""
+"""Tables of names and specifications, one for each kind of part."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ S = TypeVar("S")
 
 
 class SpecError(ValueError):
-    """There is no specification where a name leads; the message says what there is."""
+    """A name does not lead to a specification; the message lists the existing names."""
 
 
 class Table(Generic[S]):
-    """One kind: name -> specification. `module:NAME` finds one that no table lists."""
+    """The table of one kind: name -> specification. `module:NAME` finds a specification outside the table."""
 
     def __init__(self, kind: str, specification: type[S], entries: Mapping[str, str]):
         """entries: name -> `module:NAME` of a torch-free specification, in the order in which help lists them."""
@@ -31,7 +31,7 @@ class Table(Generic[S]):
 
     @functools.cached_property
     def paths(self) -> dict[str, str]:
-        """Name -> path, installed packages included. What is wrong with a package is told, and the entry left out."""
+        """Name -> path, including installed packages. Errors of a package are reported, and the entry is ignored."""
         paths = dict(self._entries)
         for entry in entry_points(group=GROUP):
             for name, path in _added(entry).get(self.kind, {}).items():
@@ -43,7 +43,7 @@ class Table(Generic[S]):
         return iter(self._loaded)
 
     def __getitem__(self, name: str) -> S:
-        """The specification. SpecError where there is none of this name, or where its path leads to none."""
+        """The specification. SpecError if the name is unknown or its path does not lead to a specification."""
         path = name if ":" in name else self.paths.get(name)
         if path is None:
             near = get_close_matches(name, self.paths, n=1)
@@ -52,11 +52,11 @@ class Table(Generic[S]):
         found = load(path, f"{self.kind} {name}")
         if not isinstance(found, self._specification):
             kind = self._specification.__name__
-            raise SpecError(f"{self.kind} {name}: {path} is no {kind} but {type(found).__name__}")
+            raise SpecError(f"{self.kind} {name}: {path} is not a {kind} but {type(found).__name__}")
         return found
 
     def items(self) -> Iterator[tuple[str, S]]:
-        """Every listed name and its specification, but for those of installed packages that cannot be loaded."""
+        """Every listed name and its specification, except those of installed packages that cannot be loaded."""
         return iter(self._loaded.items())
 
     @functools.cached_property
@@ -73,21 +73,21 @@ class Table(Generic[S]):
 
 
 def load(path: str, what: str) -> Any:
-    """What `module:NAME` names. SpecError says why `what` is not to be had."""
+    """The object named by `module:NAME`. SpecError says why `what` is not available."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # the code of an installed package may raise anything
+    except Exception as error:  # code of an installed package may raise any exception
         raise SpecError(f"{what}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 @functools.lru_cache
 def _added(entry: EntryPoint) -> Mapping[str, Mapping[str, str]]:
-    """What an installed package adds."""
+    """The entries of an installed package."""
     try:
         found = load(entry.value, "it")
         if not isinstance(found, Mapping) or not all(isinstance(names, Mapping) for names in found.values()):
-            raise SpecError(f"{entry.value} is no mapping of kind -> name -> path")
+            raise SpecError(f"{entry.value} is not a mapping of kind -> name -> path")
     except SpecError as error:
         _leave_out(f"the entry point {entry.name} of {GROUP}", str(error))
         return {}
@@ -96,5 +96,5 @@ def _added(entry: EntryPoint) -> Mapping[str, Mapping[str, str]]:
 
 @functools.lru_cache
 def _leave_out(what: str, why: str) -> None:
-    """Tell once per process that a package's entry is not there; the rest of hpcrl goes on."""
-    print(f"hpcrl: {what} is left out: {why}", file=sys.stderr)
+    """Report once per process that a package's entry is ignored; the rest of hpcrl works without it."""
+    print(f"hpcrl: {what} is ignored: {why}", file=sys.stderr)

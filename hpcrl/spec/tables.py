@@ -1,4 +1,4 @@
-"""The one place to add a part: its name, and where its specification is."""
+"""The tables of all parts: add a part by its name and the path of its specification."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() ->
     [
         (
             ["layout.trainer.colocate_with=reward"],
-            "layout.trainer.colocate_with: the roles share ranks in a circle: trainer -> reward -> trainer",
+            "layout.trainer.colocate_with: the roles share ranks in a cycle: trainer -> reward -> trainer",
         ),
-        (["layout.generator.num_ranks=3"], "layout.generator.num_ranks: 3 ranks of trainer asked for, which has 2"),
+        (["layout.generator.num_ranks=3"], "layout.generator.num_ranks: 3 ranks of trainer requested, which has 2"),
         (["layout.generator.colocate_with=env"], "layout.generator.colocate_with: this run has no env"),
         (["layout.trainer.num_ranks=null"], "layout.trainer: has no ranks; give num_ranks or colocate_with"),
         (["layout.generator.tensor_parallel=2"], "layout.generator.tensor_parallel: 2, but the native engine has no"),
@@ -92,7 +92,7 @@ def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() ->
         (["layout.reward.min_ranks=3"], "layout.reward.min_ranks: 3 is more than the 2 ranks of reward"),
         (
             [KL, "layout.reference.num_ranks=1"],
-            "layout.reference: ranks 1 overlap with ranks 1-2 of trainer; let reference take all of them",
+            "layout.reference: ranks 1 overlap with ranks 1-2 of trainer; give reference all of these ranks",
         ),
         (
             ["layout=disaggregated", "layout.reward={colocate_with:controller}"],
@@ -110,18 +110,18 @@ def test_impossible_layouts_are_refused_with_their_numbers(words: list[str], exp
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["rollout.min_replicas=9"], "rollout.min_replicas: 9, and layout.generator makes 2 replicas"),
+        (["rollout.min_replicas=9"], "rollout.min_replicas: 9, but layout.generator gives 2 replicas"),
         (
             ["rollout.extra_members=3", "generator.max_slots=2", "layout=disaggregated"],
-            "rollout.extra_members: a prompt has 11 responses, and 2 replicas are given 8 responses at once",
+            "rollout.extra_members: a prompt has 11 responses, but 2 replicas get at most 8 responses at once",
         ),
         (
             ["generator.max_requests=3"],
-            "generator.max_requests: 3: a prompt has 8 responses, and 2 replicas are given 6 responses at once",
+            "generator.max_requests: 3: a prompt has 8 responses, but 2 replicas get at most 6 responses at once",
         ),
         (
             ["rollout.extra_prompts=1000", "generator.max_slots=4"],
-            "rollout.extra_prompts: 1000 redundant prompts have 8000 responses, and 2 replicas are given 16",
+            "rollout.extra_prompts: 1000 redundant prompts have 8000 responses, but 2 replicas get at most 16",
         ),
     ],
 )

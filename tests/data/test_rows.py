@@ -110,7 +110,7 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"prompt": []}, "prompt must be text or a list of messages"),
         ({"messages": [{"role": "human", "content": "x"}]}, "messages[0].role must be one of system, user"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be text"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages holds no user turn to answer"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages has no user turn to answer"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content is empty"),
         ({"prompt": "a", "answer": "x" * (8 << 20)}, ": 16.0 MiB of answer and other columns would go with"),
         ({"prompt": "a", "answer": "x", "tests": ["x" * (16 << 20)]}, "(the largest: tests); store the path of a file"),

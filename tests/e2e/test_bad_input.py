@@ -116,7 +116,7 @@ def write(name: str, content: bytes) -> Callable[[Path], None]:
 
 HEADER = b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}'
 MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "config is a list": (write("config.json", b"[]"), "config.json holds no JSON object"),
+    "config is a list": (write("config.json", b"[]"), "config.json is not a JSON object"),
     "config is binary": (write("config.json", b"\xff\xfe\0"), "config.json cannot be read"),
     "text for a number": (change_config(hidden_size="64"), "is '64', a whole number above 0 is needed"),
     "too many layers": (change_config(num_hidden_layers=10**6), "is 1000000, at most 1000 is supported"),

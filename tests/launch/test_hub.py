@@ -50,15 +50,15 @@ def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:
 def test_a_model_that_is_nowhere_is_one_line(cache: Path, dry_run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model.path=org/tiny", f"dry_run={dry_run}"]) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.splitlines() == [
-        "model.path: org/tiny is no folder and not in the local Hugging Face cache; where the network is, run: "
-        f"{sys.executable} -m hpcrl.prefetch org/tiny (override 'model.path=org/tiny')"
+        "model.path: org/tiny is neither a folder nor in the local Hugging Face cache; on a machine with network "
+        f"access, run: {sys.executable} -m hpcrl.prefetch org/tiny (override 'model.path=org/tiny')"
     ]
 
 
 def test_the_config_that_comes_along_is_for_plans_only(cache: Path) -> None:
     folder = Path(find_model("Qwen/Qwen3-235B-A22B", plan_only=True))
     assert [path.name for path in folder.iterdir()] == ["config.json"]
-    with pytest.raises(ValueError, match="not in the local Hugging Face cache"):
+    with pytest.raises(ValueError, match="nor in the local Hugging Face cache"):
         find_model("Qwen/Qwen3-235B-A22B", plan_only=False)
 
 

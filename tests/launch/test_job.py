@@ -132,13 +132,13 @@ def save(run_dir: Path, step: int) -> None:
 def test_jobs_that_are_too_short_do_not_go_on_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     for _ in range(3):
-        assert "goes on" in end_with(run_dir, ExitCode.REQUEUE, "", monkeypatch)
+        assert "resumes" in end_with(run_dir, ExitCode.REQUEUE, "", monkeypatch)
     save(run_dir, 3)
     short = [(ExitCode.REQUEUE, ""), (None, "time"), (ExitCode.TERMINATED, "time"), (ExitCode.REQUEUE, "time")]
     for code, taken in [short[0], (ExitCode.REQUEUE, "preempted"), *short[1:], (None, "preempted")]:
-        assert "goes on from its checkpoint" in end_with(run_dir, code, taken, monkeypatch)
+        assert "resumes from its checkpoint" in end_with(run_dir, code, taken, monkeypatch)
     assert end_with(run_dir, ExitCode.REQUEUE, "", monkeypatch) == (
-        "the time of 5 jobs in a row was over before a new checkpoint: does not go on; "
+        "5 jobs in a row ended before a new checkpoint: does not resume; "
         "raise cluster.time, or lower cluster.signal_lead_s or save_every"
     )
     assert last_end(run_dir)["goes_on"] is False
@@ -152,7 +152,7 @@ def test_on_a_full_disk_a_job_ends_with_the_code_of_its_step_and_does_not_go_on(
     assert end_with(run_dir, None, "", monkeypatch, step=ExitCode.NOT_SAVED).startswith("crash 1 of at most 3")
     (run_dir / ".restarts.json.tmp").symlink_to("/dev/full")
     why = end_with(run_dir, None, "", monkeypatch, step=ExitCode.NOT_SAVED)
-    assert why.startswith("[Errno 28] No space left on device: ") and why.endswith("does not go on")
+    assert why.startswith("[Errno 28] No space left on device: ") and why.endswith("does not resume")
     assert (last_end(run_dir)["how"], last_end(run_dir)["goes_on"]) == ("not_saved", False)
 
 
@@ -174,10 +174,10 @@ def test_the_links_of_a_chain_count_together(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("number", "taken", "why"),
     [
-        (signal.SIGUSR1, "", "goes on from its checkpoint"),
-        (signal.SIGTERM, "preempted", "goes on from its checkpoint"),
+        (signal.SIGUSR1, "", "resumes from its checkpoint"),
+        (signal.SIGTERM, "preempted", "resumes from its checkpoint"),
         (signal.SIGTERM, "cancelled", "the job was cancelled"),
-        (signal.SIGTERM, "", "does not go on by itself"),
+        (signal.SIGTERM, "", "does not resume by itself"),
         (signal.SIGKILL, "", "crash 1 of at most 3"),
     ],
 )

@@ -25,7 +25,7 @@ def test_more_than_the_cores_can_carry_is_refused_in_one_line() -> None:
     assert check(f"layout.trainer.num_ranks={ROOM - 1}") == []
     (line,) = check(f"layout.trainer.num_ranks={ROOM}")
     assert line.startswith(f"cluster: {ROOM + 1} ranks x 1 threads = {ROOM + 1:,} on this machine of ")
-    assert line.endswith(f"which may get {ROOM}; ask for fewer, or set cluster.oversubscribe=true")
+    assert line.endswith(f"whose limit is {ROOM}; request fewer, or set cluster.oversubscribe=true")
     assert check(f"layout.trainer.num_ranks={ROOM}", "cluster.oversubscribe=true") == []
     assert check(f"layout.trainer.num_ranks={ROOM}", "+cluster=slurm") == [], "that is the nodes' matter"
 
@@ -48,13 +48,13 @@ def test_a_node_holds_so_many_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "gpus", "row"),
     [
-        ([], "", "auto: the CPU, as this machine shows no GPU"),
+        ([], "", "auto: the CPU, since this machine has no GPU"),
         ([], "0,1,2", "auto: 2 of 3 GPU(s)"),
         (["cluster.device=cpu"], "0,1,2", "cpu (cluster.device)"),
         (
             ["+cluster=slurm"],
             "0",
-            "auto: GPUs where a node shows one for each of its ranks with a model, the CPU where",
+            "auto: GPUs on nodes with one for each rank with a model, the CPU on",
         ),
     ],
 )

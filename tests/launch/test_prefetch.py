@@ -163,7 +163,7 @@ REFUSED = {
     ("not a name",): "not a name: expected ORG/NAME, or datasets/ORG/NAME/FILE",
     ("datasets/org/digits",): "datasets/org/digits: expected ORG/NAME, or datasets/ORG/NAME/FILE",
     ("datasets/org/digits/none.jsonl",): "datasets/org/digits/none.jsonl is a data set without that file",
-    ("org/tiny", "org/two", "--folder", "x"): "--folder: a folder holds one model; give one NAME",
+    ("org/tiny", "org/two", "--folder", "x"): "--folder: a folder can hold one model; give one NAME",
 }
 
 
@@ -177,6 +177,6 @@ def test_what_cannot_come_is_told_in_one_line(tmp_path: Path, hub: Hub) -> None:
 def test_no_network_is_told_in_one_line(tmp_path: Path) -> None:
     done = prefetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
     assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("org/tiny did not come from http://127.0.0.1:9: ")
+    assert done.stderr.startswith("org/tiny could not be downloaded from http://127.0.0.1:9: ")
     offline = prefetch(tmp_path, "http://127.0.0.1:9", "org/tiny", HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set" in offline.stderr and offline.returncode == ExitCode.BAD_INPUT

@@ -107,7 +107,7 @@ def test_the_claim_of_a_launch_that_was_killed_is_taken_over(site: Path, written
 
 
 @pytest.mark.parametrize(
-    ("host", "told"), [("elsewhere", "if that process is gone, remove"), (platform.node(), "at this moment; the same")]
+    ("host", "told"), [("elsewhere", "if that process is gone, remove"), (platform.node(), "at this moment; repeat")]
 )
 def test_the_claim_of_a_launch_that_may_live_is_respected(site: Path, host: str, told: str, launch: Launch) -> None:
     process = psutil.Process()
@@ -148,8 +148,8 @@ def test_variables_of_the_shell_are_named_and_those_of_the_run_win(
         monkeypatch.setenv(name, value)
     code, out, error = launch("cluster.partition=high", components)
     assert code == ExitCode.DONE, error
-    left_out = {line.split("=")[0].split()[-1] for line in out.splitlines() if "is not handed on" in line}
-    held = {line.split("=")[0].split()[-1] for line in out.splitlines() if "holds for all nodes" in line}
+    left_out = {line.split("=")[0].split()[-1] for line in out.splitlines() if "is not passed on" in line}
+    held = {line.split("=")[0].split()[-1] for line in out.splitlines() if "affects all nodes" in line}
     assert left_out == {"SBATCH_PARTITION", "SBATCH_GRES", "SBATCH_MEM_PER_CPU", "SBATCH_TIMELIMIT"}
     assert held == {"SBATCH_ACCOUNT", "SLURM_CPU_BIND", "SRUN_CPUS_PER_TASK"}
     seen = {line.partition("=")[0] for line in (site / "environ").read_text().splitlines()}

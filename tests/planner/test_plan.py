@@ -146,8 +146,8 @@ def test_host_memory_of_a_nodes_ranks_is_added_up(
     ((both, compared),) = re.findall(r"all ranks of a node of node together: (.+) of host memory at most(.*)", said)
     assert both == "10.7 GiB"
     asked = {"10G": "10 GiB", "11264": "11 GiB", "": ""}[memory]
-    ending = {True: f"; its memory key asks for {asked}", None: ""}
-    assert compared == ending.get(enough, f"; its memory key asks for {asked}, which is not enough")
+    ending = {True: f"; its memory key requests {asked}", None: ""}
+    assert compared == ending.get(enough, f"; its memory key requests {asked}, which is not enough")
     assert "node: controller, trainer, generator, reward; 1 node(s) with 2 GPU(s)" in said
     assert "note: nodes and cost are those of a Slurm job" in said, "the words have no +cluster=slurm"
 
@@ -159,7 +159,7 @@ def test_a_recipes_missing_data_is_noted_and_the_users_refused(
     recipe = ["+cluster=slurm", "+experiment=rlvr_vl_7b"]
     assert main([*recipe, "dry_run=true"]) == ExitCode.DONE
     said = capsys.readouterr().out
-    assert "note: data/geoqa_r1v_train_8k.parquet is not there; a start needs it" in said
+    assert "note: data/geoqa_r1v_train_8k.parquet does not exist; a start needs it" in said
     assert "(qwen2_5_vl, 8.29B parameters), trained in bfloat16, kept in float32, generated in bfloat16\n" in said
     for words in ([*recipe, "data.train=mine.parquet", "dry_run=true"], recipe):
         assert main(words) == ExitCode.BAD_INPUT
@@ -173,7 +173,7 @@ def test_a_run_folder_that_nodes_may_not_see_is_noted(
     there = f"+cluster={cluster} data.train=task:sort_digits reward.default.name=sort_digits dry_run=true".split()
     for folder, noted in (("/tmp/hpcrl_run", cluster == "slurm"), ("/scratch/hpcrl_run", False)):
         assert main([*there, f"run_dir={folder}"]) == ExitCode.DONE
-        assert ("note: /tmp is on most clusters each machine's own" in capsys.readouterr().out) is noted
+        assert ("note: on most clusters /tmp is local to each machine" in capsys.readouterr().out) is noted
 
 
 def test_a_checkpoint_that_the_file_system_cannot_take_is_said(

@@ -122,7 +122,7 @@ def test_jobs_through_their_states_and_forgotten(
     wait_until(lambda: slurm.find_accounted(run.job) is not None, lambda: str(accounted(cluster, run.job, "State")))
     assert accounted(cluster, run.job, "State") == [["FAILED"]], "of its two runs the last"
     assert accounted(cluster, never, "State")[0][0].startswith("CANCELLED by ")
-    says(cluster, run.dir, f"state    lost: attempt 2 said nothing at its end, job {run.job} is failed;")
+    says(cluster, run.dir, f"state    lost: attempt 2 ended without a report, job {run.job} is failed;")
     says(cluster, waiting, f"state    never started: job {never} is cancelled")
     assert job.done(force_check=True) and job.state == "FAILED"
     assert RunJob.of_run(waiting).state == "CANCELLED"

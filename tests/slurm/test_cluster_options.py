@@ -167,7 +167,7 @@ def test_pyxis_words_are_one_argument_each(tmp_path: Path) -> None:
         (["cluster.container=pyxis", "cluster.image=gone.sqsh"], "cluster.image: no file gone.sqsh"),
         (
             ["cluster.container=pyxis", "cluster.image=docker://x", "cluster.mounts=[/gone]"],
-            "cluster.mounts: /gone is no absolute path",
+            "cluster.mounts: /gone is not the absolute path",
         ),
         (["cluster.image=x.sif"], "cluster.image: .*the ranks run in no container"),
     ],

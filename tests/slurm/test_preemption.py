@@ -69,4 +69,4 @@ def test_the_time_limit_is_reached_twice(cluster: Any, tmp_path: Path, tiny: lis
     assert noticed[0] == noticed[1]
     assert unnoticed[0] - unnoticed[1] <= SAVE_EVERY and unnoticed[1] >= noticed[1]
     assert "DUE TO TIME LIMIT" in said
-    assert re.search(r"attempt 1 ended \(requeue\)", said) and re.search(r"attempt 2 ended \(lost\): goes on", said)
+    assert re.search(r"attempt 1 ended \(requeue\)", said) and re.search(r"attempt 2 ended \(lost\): resumes", said)

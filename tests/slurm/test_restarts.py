@@ -38,7 +38,7 @@ def test_crashes_count_only_until_the_next_checkpoint(cluster: Any, tmp_path: Pa
     # A person looks at it, mends it and submits it again.
     saved = committed_step(run.dir)
     again = Run(cluster, tmp_path, *words, pace=0, commits=None)
-    assert f"resumed from {step_name(saved)}" in again.wait_end().split("does not go on")[1]
+    assert f"resumed from {step_name(saved)}" in again.wait_end().split("does not resume")[1]
 
 
 def test_a_hang_is_named_and_the_job_requeued(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_step_that_does_not_start_names_its_cause(cluster: Any, tmp_path: Path
     runtime.unlink()
     again = Run(cluster, tmp_path, *run.words)
     said = again.wait_end(FAILED)[len(said) :]
-    told = r"attempt 3 ended \(bad_input\): .* before any agent began: .*apptainer.*; does not go on by itself"
+    told = r"attempt 3 ended \(bad_input\): .* before any agent began: .*apptainer.*; does not resume by itself"
     assert again.restarts == 0 and re.search(told, said), said
 
 

@@ -85,7 +85,7 @@ def test_progress_and_the_time_limit(tmp_path: Path) -> None:
     assert "step     4 of 10, 3 s ago  reward 0.400  tokens/s 1,000  1 steps/min" in text
     assert "6 min 00 s to go, the job's time limit is in 1 h 00 min" in text and "not enough" not in text
     short = Job(7, "RUNNING", 0, False, "", NOW + 130)
-    assert "not enough, around step 6 it is requeued and goes on" in describe(run, short, NOW)
+    assert "not enough, around step 6 it is requeued and resumes" in describe(run, short, NOW)
     assert "longer than a step" not in describe(run, short, NOW + 300)
     assert "longer than a step" in describe(run, short, NOW + 1000)
     assert "saved    no checkpoint yet" in text
@@ -103,7 +103,7 @@ def test_an_attempt_that_has_done_no_step_yet_is_not_held_against_those_before(t
     again = Job(7, "RUNNING", 1, False, "None", NOW + 3600)
     os.utime(run / "metrics.jsonl", (NOW - 7200, NOW - 7200))
     text = describe(run, again, NOW)
-    assert "step     4 of 10, attempt 2 began 1 min 10 s ago and has done none yet" in text
+    assert "step     4 of 10, attempt 2 began 1 min 10 s ago and has completed none yet" in text
     assert "much longer" not in text
     os.utime(run / "metrics.jsonl", (NOW - 3, NOW - 3))
     assert "step     4 of 10, 3 s ago" in describe(run, again, NOW)
@@ -112,7 +112,7 @@ def test_an_attempt_that_has_done_no_step_yet_is_not_held_against_those_before(t
 def test_a_preemption_is_no_time_limit(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
     text = describe(run, Job(7, "RUNNING", 0, True, "None", NOW + 1), NOW)
-    assert "time     6 min 00 s to go; the job is being preempted: the run saves, it is requeued and goes on\n" in text
+    assert "time     6 min 00 s to go; the job is being preempted: the run saves, it is requeued and resumes\n" in text
     assert "not enough" not in text
 
 
@@ -145,7 +145,7 @@ def test_restarts_and_the_last_error(tmp_path: Path) -> None:
     run = make(tmp_path / "run", a1=first, a2=second, a3={"job": 7, "restarts": 2})
     text = describe(run, Job(7, "RUNNING", 2, False, "", NOW + 60), NOW)
     assert "restarts 2" in text and "attempt 1, job 7, then: requeue: goes on in the next job" in text
-    assert "attempt 2, job 7, then: lost without a word" in text
+    assert "attempt 2, job 7, then: lost without a report" in text
     assert last_error(Folder(run)) == ""
     for attempt, code, message in ((1, 10, "rank 3 failed"), (2, 75, "stopped by SIGUSR1")):
         (run / "world" / f"attempt_{attempt:04d}").mkdir(parents=True)
@@ -186,7 +186,7 @@ def test_a_real_job_through_its_states(cluster: Any, tmp_path: Path, tiny: list[
     said = says(cluster, run.dir, "attempt 2 since", "restarts 1", "attempt 1, job")
     run.tell(pace=0)
     cluster.run("scancel", str(run.job))
-    says(cluster, run.dir, "stopped: attempt 2 ended", "the same command goes on")
+    says(cluster, run.dir, "stopped: attempt 2 ended", "the same command resumes it")
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(cluster: Any, tmp
 def test_what_is_no_run(cluster: Any, tmp_path: Path) -> None:
     done = status(cluster, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "no run in runs/\n")
-    for name, told in (("nothing", "is no run folder"), ("4711", "job 4711 belongs to no run in runs/")):
+    for name, told in (("nothing", "is not a run folder"), ("4711", "job 4711 belongs to no run in runs/")):
         done = status(cluster, name, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -230,7 +230,7 @@ def test_what_is_no_run(cluster: Any, tmp_path: Path) -> None:
     ("owner", "told"),
     [
         ({"pid": 1, "process_start": 0.0, "ended": "then"}, "stopped: attempt 1 ended then"),
-        ({"job": 7, "restarts": 0}, "unknown: job 7: scontrol is not on this machine"),
+        ({"job": 7, "restarts": 0}, "unknown: job 7: scontrol is not installed on this machine"),
     ],
 )
 def test_where_slurm_is_not(tmp_path: Path, owner: dict[str, Any], told: str) -> None:

@@ -116,7 +116,7 @@ FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,contr
         ("cluster.prologue=fi", "cluster.prologue: bash: line 1: syntax error near unexpected token"),
         (
             "cluster.components={all:{roles:[trainer,controller]},spare:{roles:[env]}}",
-            "cluster.components.spare.roles: no rank of this run plays env; leave the component out",
+            "cluster.components.spare.roles: no rank of this run has the role env; remove the component",
         ),
         ("run_dir=/proc/hpcrl", "run folder /proc/hpcrl cannot be written"),
         ("data.system_prompt='\udcff'", "the command line is no UTF-8"),

@@ -45,7 +45,7 @@ def test_points_have_names_and_folders_of_their_own(tmp_path: Path, monkeypatch:
     [
         (["seed=1"], "no key has several values"),
         (["seed=0,0"], "two runs of the sweep would have the same name"),
-        (["trainer.lr=interval(0,1)"], "an interval has no values"),
+        (["trainer.lr=interval(0,1)"], "an interval has no list of values"),
         (["run_name=" + ",".join(f"{c * 300}" for c in "ab")], "a folder's name would have 309 characters"),
     ],
 )
@@ -84,7 +84,7 @@ def test_four_runs_on_slurm_each_with_its_folder(cluster: Any, tmp_path: Path, t
     again = sweep(cluster.environ, tmp_path / "s", *words)  # nothing is left to do
     assert again.returncode == ExitCode.DONE and again.stdout.splitlines()[-4:] == table
     single = sweep(cluster.environ, folders[0], *words)
-    assert single.returncode == ExitCode.BAD_INPUT and f"{folders[0]} is one run" in single.stderr
+    assert single.returncode == ExitCode.BAD_INPUT and f"{folders[0]} is a single run" in single.stderr
 
 
 @pytest.mark.slow
