@@ -217,8 +217,9 @@ def pack(
 
 def _spread(given: Sequence[Sequence[float] | np.ndarray], batch: Batch) -> Tensor:
     """float32 [N]: the rewards of all turns."""
-    rewards = torch.zeros(int(batch.cu_turns[-1]))
-    for row, (start, end) in enumerate(pairwise(batch.cu_turns.tolist())):
+    ends = batch.cu_turns.tolist()
+    rewards = torch.zeros(ends[-1])
+    for row, (start, end) in enumerate(pairwise(ends)):
         if len(given[row]):
             known = torch.tensor(given[row][: end - start], dtype=torch.float32)
             rewards[start : start + len(known)] = known
@@ -230,16 +231,20 @@ def _spread(given: Sequence[Sequence[float] | np.ndarray], batch: Batch) -> Tens
 def _placed(given: Sequence[np.ndarray] | None, batch: Batch) -> Tensor:
     """float32 [T]: the rewards of all tokens."""
     placed = torch.zeros(batch.num_tokens)
-    written, cu_turns = batch.loss_mask.nonzero()[:, 0], batch.cu_turns
-    turns = cu_turns[batch.row_ids[written]] + batch.turn_ids[written].long()
-    starts = torch.searchsorted(written, batch.cu_seqlens[:-1]).tolist()
-    for start, values in zip(starts, given or (), strict=False):
-        if len(values):
-            places = torch.from_numpy(values["position"].astype(np.int64))
-            placed[written[start + places]] = torch.from_numpy(values["reward"].astype(np.float32))
-    sums = torch.zeros(len(batch.turn_rewards), dtype=torch.float64).index_add(0, turns, placed[written].double())
-    last = written.new_full((len(sums),), -1).scatter_reduce(0, turns, written, "amax")
-    placed[last[last >= 0]] += (batch.turn_rewards - sums.float())[last >= 0]
+    written = batch.loss_mask.nonzero()[:, 0]
+    turns = batch.cu_turns[batch.row_ids[written]] + batch.turn_ids[written].long()  # sorted
+    rest = batch.turn_rewards
+    if given is not None:
+        starts = torch.searchsorted(written, batch.cu_seqlens[:-1]).tolist()
+        for start, values in zip(starts, given, strict=True):
+            if len(values):
+                places = torch.from_numpy(values["position"].astype(np.int64))
+                placed[written[start + places]] = torch.from_numpy(values["reward"].astype(np.float32))
+        sums = torch.zeros(len(rest), dtype=torch.float64).index_add(0, turns, placed[written].double())
+        rest = rest - sums.float()
+    ends = torch.ones_like(turns, dtype=torch.bool)
+    ends[:-1] = turns[1:] != turns[:-1]
+    placed[written[ends]] += rest[turns[ends]]
     return placed
 
 
