@@ -176,7 +176,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["model.dtype=bfloat16"], "trainer.param_dtype: float32 has no advantage"),
         (["model.tiny.num_heads=3"], "model.tiny.num_kv_heads: 2 does not divide num_heads"),
         (["model.tiny.hidden_size=20"], "model.tiny.hidden_size: 20 must be a multiple of"),
-        (["model.tiny.architecture=gemma2"], "model.tiny.architecture: the native generator runs qwen2"),
+        (["model.tiny.architecture=gemma2"], "model.tiny.architecture: the native generator supports qwen2"),
         (
             ["env=scripted", "data.max_prompt_tokens=2000"],
             "data.max_prompt_tokens: 2 turns of 2000 + 256 = 4512 tokens",

@@ -79,7 +79,7 @@ def test_help_and_plan_tell_of_the_added_parts(site: Path, tmp_path: Path) -> No
         (["curriculum.enough=0"], "curriculum.enough: 0 is reached at once; use more"),
         (["rollout.group_size=1"], "rollout.group_size: leave_one_out compares the responses of a group"),
         (["reward.default.options.least=1"], "reward.default: options: there is no option 'least' (there are: most)"),
-        (["model.tiny.architecture=llama"], "the counting generator runs qwen2, not llama"),
+        (["model.tiny.architecture=llama"], "the counting generator supports qwen2, not llama"),
         (
             ["trainer.megatron.tensor_parallel=2"],
             "trainer.megatron.tensor_parallel: not read here, the engine is noisy",
