@@ -1,4 +1,4 @@
-"""How a run ends, as the exit code that a script or a scheduler sees. Explained in docs/exit_codes.md."""
+"""Exit codes of a run, for scripts and schedulers. Explained in docs/exit_codes.md."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     """Exit codes of every hpcrl command. Codes from 128 on follow the shell: 128 + signal."""
 
-    DONE = 0  # everything asked for was done; also: the run was finished before
-    FAILED = 1  # an error that none of the others describes; its traceback is in the log
+    DONE = 0  # everything requested was done, now or earlier
+    FAILED = 1  # an error without a code of its own; its traceback is in the log
     BAD_INPUT = 2  # configuration, data, model or run folder; nothing was started
     RANK_FAILED = 10  # a rank raised an exception
-    RANK_KILLED = 11  # a rank ended by a signal, or without a word
+    RANK_KILLED = 11  # a rank ended by a signal, or without a report
     DEADLINE = 12  # a command or the start took longer than its deadline: a hang
-    STORE_LOST = 13  # the control store is gone, or messages in it were lost, reordered or taken
+    STORE_LOST = 13  # the control store is gone, or messages in it were lost, reordered or stolen
     STARVED = 14  # a step could not be filled with valid groups
-    NO_PROGRESS = 15  # the loss or the gradients stopped being finite
-    CHECKPOINT = 16  # there are checkpoints, and none could be read
+    NO_PROGRESS = 15  # loss or gradients are no longer finite
+    CHECKPOINT = 16  # checkpoints exist, but none is readable
     SUPERSEDED = 17  # another attempt owns the run folder
     NOT_SAVED = 18  # a checkpoint, or another file of the run, could not be written
-    REQUEUE = 75  # stopped at a step boundary with everything saved; start again to go on
+    REQUEUE = 75  # stopped at a step boundary with everything saved; start again to resume
     INTERRUPTED = 130  # SIGINT
     TERMINATED = 143  # SIGTERM
 
 
 SIGNAL_CODES: dict[int, ExitCode] = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
-"""Codes of a run that a signal ended; other signals, and the end of the job's time, ask for a requeue."""
+"""Codes of a run ended by a signal; other signals, and the end of the job's time, lead to a requeue."""
 ASKED = (ExitCode.REQUEUE, *SIGNAL_CODES.values())
-"""Ends that somebody asked for: nothing went wrong."""
+"""Requested ends, which are not errors."""

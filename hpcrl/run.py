@@ -1,9 +1,9 @@
-"""What runs on a node: agent -> ranks -> roles -> pipeline -> exit code.
+"""The program of a node: agent -> ranks -> roles -> pipeline -> exit code.
 
     python -m hpcrl.run RUN_DIR      one process per node (the agent starts the ranks), or one per rank (torchrun, MPI)
 
-RUN_DIR holds the config.yaml that `python -m hpcrl.launch` wrote. Time, seeds and environment variables are read here
-and in hpcrl/control.
+RUN_DIR contains the config.yaml that `python -m hpcrl.launch` wrote. Time, seeds and environment variables are read
+here and in hpcrl/control.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run,
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
 
 UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and code is not ExitCode.STORE_LOST)
-"""Codes that rank 0 ends with only after it has left a verdict, unless that cannot be written."""
+"""Codes with which rank 0 ends only after writing a verdict, unless the verdict cannot be written."""
 
 
 def launch_local(config: Config) -> int:
@@ -41,14 +41,15 @@ def launch_local(config: Config) -> int:
         with noted() as signals:
             return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1, signals=signals)
     finally:
-        with contextlib.suppress(SupersededError, OSError):  # as the exit code says; the next start finds it dead
+        # The exit code shows an error here, and the next start finds this process dead.
+        with contextlib.suppress(SupersededError, OSError):
             close_run(opened.run_dir, opened.attempt)
 
 
 def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Sequence[int]) -> int:
-    """The agent of one node: its share of the ranks, their end, one message about what went wrong.
+    """The agent of one node: runs its share of the ranks until they end, with one message about a failure.
 
-    `signals`: gets those that come to this process, from signals.noted.
+    `signals`: receives the signals of this process, from signals.noted.
     """
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
@@ -57,7 +58,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         code = check_nodes(config, run_dir, world, node, num_nodes, signals)
         if code != ExitCode.DONE:
             return code
-        config = stored_config(run_dir)  # what this node read before may have been an older one
+        config = stored_config(run_dir)  # this node may have read an older file before
         layout = RoleLayout.from_config(config)
     ranks = ranks_of_node(config, layout, node, num_nodes)
     environ = {
@@ -65,7 +66,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "MPLCONFIGDIR": str(world / "matplotlib"),  # its list of fonts, which it keeps in the user's home otherwise
+        "MPLCONFIGDIR": str(world / "matplotlib"),  # for its list of fonts, otherwise stored in the user's home
         **os.environ,
         "HPCRL_ATTEMPT": str(attempt),
         "HPCRL_NODE": str(node),
@@ -88,7 +89,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         world_folder=world,
         logs=run_dir / "logs" / f"attempt_{attempt:04d}",
         grace_s=timeouts.grace_s,
-        # Before a command's deadline is over, so that the rank that stopped is named and not those that wait for it.
+        # Before a command's deadline, so that the message names the stopped rank and not the ranks that wait for it.
         silent_s=timeouts.command_s / 2,
         start_s=timeouts.start_s,
         impatient=config.cluster.name == "local",
@@ -108,26 +109,27 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
 
 
 def check_nodes(config: Config, run_dir: Path, world: Path, node: int, num_nodes: int, signals: Sequence[int]) -> int:
-    """Exit code of the preflight of a Slurm job's nodes; called by the agents of all. It ends what hangs."""
+    """Exit code of the preflight of a Slurm job's nodes; called by the agents of all nodes. It ends hanging nodes."""
     judgement = preflight(config, run_dir, meeting_folder(world), node, num_nodes, signals)
     if judgement.message:
         print(f"hpcrl: {judgement.message}", file=sys.stderr, flush=True)
     if node == 0 and judgement.code != ExitCode.DONE:
         _leave_outcome(world, judgement.code)
         if judgement.code == ExitCode.DEADLINE and (own := slurm.own_job(os.environ)) is not None:
-            with contextlib.suppress(slurm.SlurmError):  # some of it may have ended
-                slurm.call("scancel", f"{own[0]}.{os.environ['SLURM_STEP_ID']}")  # the whole step, this process too
+            with contextlib.suppress(slurm.SlurmError):  # parts of the step may have ended
+                # the whole step, including this process
+                slurm.call("scancel", f"{own[0]}.{os.environ['SLURM_STEP_ID']}")
     return judgement.code
 
 
 def gpus_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> dict[int, str]:
-    """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError where GPUs are asked for and too few."""
+    """Rank -> its CUDA_VISIBLE_DEVICES on this node; ValueError if GPUs are requested and there are too few."""
     ranks = ranks_of_node(config, layout, node, num_nodes)
     return bind_gpus(ranks, sorted(layout.ranks_with_model), visible_gpus(os.environ), config.cluster.device)
 
 
 def ranks_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int) -> list[int]:
-    """The ranks that a node holds: as placed in a Slurm job of this run, else in order and as evenly as they go."""
+    """The ranks of a node: as placed in a Slurm job of this run, else in order and as evenly as possible."""
     if config.cluster.name == "slurm":
         return list(Placement.from_config(config, layout).nodes[node])
     return [rank for rank in range(layout.world_size) if rank * num_nodes // layout.world_size == node]
@@ -137,14 +139,14 @@ def run_rank(run_dir: Path, place: Place) -> int:
     """One rank, from joining the world to leaving it; returns its exit code."""
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
-    gc.disable()  # what imports make stays; looking through it again and again takes a sixth of a rank's start
+    gc.disable()  # objects of imports are permanent; collecting them repeatedly takes a sixth of a rank's start
     from hpcrl.control.network import NoInterfaceError
     from hpcrl.control.queues import ControlError
     from hpcrl.control.world import join, pin_threads, seed_generators
     from hpcrl.roles.worker import Reported, Worker, import_engines, leave_default_group
 
     import_engines(config, layout.roles_of(place.index))
-    if place.launcher not in ("agent", "local"):  # else the agent has chosen
+    if place.launcher not in ("agent", "local"):  # otherwise chosen by the agent
         os.environ[VISIBLE] = gpus_of_node(config, layout, place.node, place.num_nodes)[place.index]
     if place.index == 0:
         from hpcrl.rank0 import control
@@ -190,8 +192,8 @@ def run_rank(run_dir: Path, place: Place) -> int:
 
 
 def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int) -> int:
-    """One line for the user where the run did not end well; the exit code."""
-    if verdict.controller_code is None:  # another node's agent speaks for the controller
+    """Prints one line for the user if the run failed; returns the exit code."""
+    if verdict.controller_code is None:  # another node's agent reports for the controller
         return ExitCode.DONE if not verdict.lost else ExitCode.RANK_KILLED
     if verdict.controller_code == 0 and 0 not in verdict.lost:
         return ExitCode.DONE
@@ -215,19 +217,19 @@ def _conclude(verdict: Verdict, layout: RoleLayout, run_dir: Path, attempt: int)
 
 
 def _leave_outcome(world: Path, code: int) -> None:
-    """For the agents of other nodes that still start, and for what runs after the step; both can do without."""
+    """For agents of other nodes that still start, and for the part after the step; both work without it."""
     with contextlib.suppress(OSError):
         write_durably(world / OUTCOME, json.dumps({"code": code}).encode())
 
 
 def _say(text: str) -> None:
-    """One line for the user; lost where it goes to a full disk, so that the exit code stays what it is."""
+    """Print one line for the user; lost on a full disk, so that the exit code is kept."""
     with contextlib.suppress(OSError):
         print(f"hpcrl: {text}", file=sys.stderr, flush=True)
 
 
 def _killed_by(code: int) -> int:
-    """The signal to stop that ended rank 0 while it came up, 0 for other ends: it may come there before the agent."""
+    """The stop signal that ended rank 0 during its start, 0 for other ends: rank 0 may receive it before the agent."""
     return -code if -code in STOPPING else 0
 
 
@@ -238,20 +240,20 @@ def main() -> int:
         return ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     run_dir = Path(sys.argv[1])
     with contextlib.ExitStack() as stack:
-        with held_back():  # an agent loses none, a rank is ended by them until it can do better
+        with held_back():  # an agent loses no signal; a rank is ended by signals until it can handle them
             if unseen := see_run(run_dir):
                 print(f"hpcrl: {unseen}", file=sys.stderr, flush=True)
                 return ExitCode.BAD_INPUT
             config = stored_config(run_dir)
             place = find_place(os.environ, RoleLayout.from_config(config).world_size)
-            # A batch script of hpcrl.launch starts agents, also where one node holds one rank.
+            # A batch script of hpcrl.launch starts agents, even if a node has only one rank.
             is_agent = place.kind == "agent" or (place.launcher == "slurm" and config.cluster.name == "slurm")
             signals = stack.enter_context(noted()) if is_agent else []
         if is_agent:
             attempt = int(os.environ.get("HPCRL_ATTEMPT", "1"))
             return run_node(run_dir, attempt, place.node, place.num_nodes, signals)
     shield_output()
-    if place.launcher == "agent" and place.index != 0:  # the agent and rank 0 decide
+    if place.launcher == "agent" and place.index != 0:  # the agent and rank 0 handle them
         ignore_signals()
     return run_rank(run_dir, place)
 
@@ -260,4 +262,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # process groups and inference engines leave threads that would hold the process
+    os._exit(code)  # process groups and inference engines leave threads that would keep the process alive

@@ -1,5 +1,5 @@
 """Signals that ask a run to stop. A batch system sends them to every process of a step, but only the node agents and
-rank 0 decide what to do: all other processes go on, so that a save can still be made."""
+rank 0 handle them: all other processes continue, so that a save is still possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[int]]:
-    """The signals that come inside, in their order; they do nothing else. Called on the main thread."""
+    """Record the signals received inside, in order, without other effect. Called on the main thread."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOPPING}
     try:
@@ -24,7 +24,7 @@ def noted() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Signals that come inside take effect at the end; processes started inside get none before they call
+    """Signals received inside take effect at the end; processes started inside get none before they call
     ignore_signals or let_signals_pass."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
@@ -34,14 +34,14 @@ def held_back() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """This process and all that it starts go on."""
+    """This process and all processes that it starts ignore the signals."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def let_signals_pass() -> None:
-    """This process goes on; programs that it starts can be ended by them as ever."""
+    """This process ignores the signals; programs that it starts can be ended by them as usual."""
     for number in STOPPING:
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

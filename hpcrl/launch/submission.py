@@ -50,10 +50,8 @@ def submit(config: Config, layout: RoleLayout, argv: Sequence[str]) -> tuple[lis
 def script_of(config: Config, layout: RoleLayout, argv: Sequence[str]) -> str:
     """The batch script of a run with these arguments."""
     words = [word for word in argv if not word.startswith(("run_dir=", "resume="))]
-    words += [
-        f"run_dir={config.run_dir}",
-        *(["resume=auto"] if config.resume == "fresh" else []),
-    ]  # fresh has taken effect
+    # fresh has already taken effect
+    words += [f"run_dir={config.run_dir}", *(["resume=auto"] if config.resume == "fresh" else [])]
     return render(config, Placement.from_config(config, layout), words, shlex.quote(sys.executable))
 
 

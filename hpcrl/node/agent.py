@@ -1,8 +1,9 @@
-"""The node agent: starts this node's ranks, watches them, tells the controller of losses, ends what is left, by pid.
+"""The node agent: starts this node's ranks, watches them, reports losses to the controller, ends remaining ranks by
+pid.
 
-It starts plain processes instead of torch.distributed.elastic's: elastic ends the whole node when one rank fails, where
-a lost reward or env rank must be survived, and importing torch would cost the agent seconds at every start. torch is
-imported only when there is a loss to report.
+It starts plain processes instead of using torch.distributed.elastic: elastic ends the whole node when one rank fails,
+but the loss of a reward or env rank must be survived, and importing torch would cost the agent seconds at every start.
+torch is imported only to report a loss.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 CHECK_EVERY_S = 1.0
-LISTENS_S = 3.0  # a controller that has beaten since then takes messages
-STUCK = 4  # times silent_s that the controller may do one thing
-KILL_S = 10.0  # a process in the kernel's hands (a dead file system) may not die
+LISTENS_S = 3.0  # a controller with a heartbeat since then accepts messages
+STUCK = 4  # multiple of silent_s that the controller may spend on one operation
+KILL_S = 10.0  # a process blocked in the kernel (a dead file system) may not die
 PR_SET_PDEATHSIG = 1
-SIGN_EVERY_S = 10.0  # the most between two signs of life to the batch script
-SIGNS = 8  # at least so many in silent_s
+SIGN_EVERY_S = 10.0  # maximum interval between two updates for the batch script
+SIGNS = 8  # at least this many updates in silent_s
 
 
 @dataclass
 class Verdict:
-    """How the node's ranks ended. lost: rank -> what its process did, for ranks that ended badly; silent: those of them
-    that the agent ended. signal_number: the first signal the agent got, or 0. controller_code: None on a node without
-    rank 0."""
+    """How the node's ranks ended. lost: rank -> cause, for ranks that failed; silent: those of them that the agent
+    ended. signal_number: the first signal that the agent received, or 0. controller_code: None on a node without rank
+    0."""
 
     controller_code: int | None
     lost: dict[int, str] = field(default_factory=dict)
@@ -56,8 +57,8 @@ class Verdict:
 
 class Agent:
     """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; logs/rank_NNNN.log
-    gets what it prints. `signals`: gets those that come to this process, see signals.noted. `impatient`: the same one a
-    second time ends everything."""
+    gets what it prints. `signals`: receives the signals of this process, see signals.noted. `impatient`: the same
+    signal a second time ends everything."""
 
     def __init__(
         self,
@@ -81,13 +82,14 @@ class Agent:
         self._signals = signals
         self._sender: Sender | None = None
         self._earlier_outcome: int | None = None
-        self._clock = AwakeClock(silent_s)  # _watch looks at it all the time
+        self._clock = AwakeClock(silent_s)  # polled by _watch
         self._pages = {rank: new_page() for rank in ranks}
-        self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last beat, and when that was first seen
-        self._got_on = (0.0, 0.0)  # the same for what the controller does
+        self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when it was first seen
+        self._got_on = (0.0, 0.0)  # the same for the controller's current operation
 
     def run(self) -> Verdict:
-        """Start the ranks and stay until all have ended. The controller's end ends the others within grace_s.
+        """Start the ranks and wait until all have ended. After the controller's end, the others are ended within
+        grace_s.
 
         Called on the main thread: Linux kills the ranks when the thread that started them ends.
         """
@@ -112,7 +114,7 @@ class Agent:
                 (self._folder / name).unlink(missing_ok=True)
 
     def _outcome(self) -> int | None:
-        """Tells one record of rank 0's agent about the end of the run from another; None without one."""
+        """Identifies the record of rank 0's agent about the end of the run; None without one."""
         try:
             return (self._folder / OUTCOME).stat().st_mtime_ns
         except FileNotFoundError:
@@ -120,7 +122,7 @@ class Agent:
 
     def _start(self, rank: int) -> None:
         log = open(self._logs / f"rank_{rank:04d}.log", "ab")  # noqa: SIM115
-        # Rank 0 talks to the user; what it and the others say besides goes to the logs.
+        # Rank 0 writes to the user; all other output goes to the logs.
         with contextlib.nullcontext() if rank == 0 else held_back():
             self._processes[rank] = subprocess.Popen(
                 list(self._argv(rank)),
@@ -157,9 +159,9 @@ class Agent:
                     verdict.controller_code = code
                 elif rank in verdict.lost:
                     unreported[rank] = verdict.lost[rank]
-            # The first signal asks the controller to stop at a step boundary, the same one again ends everything.
-            # Another one does not: a batch system sends SIGUSR1 early and SIGTERM late, and a save may still be made.
-            # It also sends SIGTERM two or three times, and SIGKILL when it is tired of waiting.
+            # The first signal asks the controller to stop at a step boundary; the same signal again ends everything. A
+            # different signal does not: a batch system sends SIGUSR1 early and SIGTERM late, and a save may still
+            # succeed. It also sends SIGTERM two or three times, and finally SIGKILL.
             if self._impatient and len(self._signals) > len(set(self._signals)):
                 return
             if self._signals and forwarded is None and 0 in alive:
@@ -169,7 +171,7 @@ class Agent:
             if verdict.controller_code is not None:
                 unreported.clear()
                 deadline = deadline or now + self._grace_s
-            elif not alive:  # the loss of the last is still to be told, to a controller that may be coming up
+            elif not alive:  # the last loss is not reported yet, and the controller may still be starting
                 deadline = deadline or now + self._start_s
             if deadline is not None and now > deadline:
                 return
@@ -178,7 +180,7 @@ class Agent:
                 (self._folder / AGENT).touch()
             if now > next_check:
                 next_check = now + CHECK_EVERY_S
-                # Later the store is there, and its loss tells the ranks.
+                # Later the store exists, and its loss informs the ranks.
                 comes_up = now - started < self._start_s or not alive
                 if comes_up and 0 not in self._ranks and self._outcome() != self._earlier_outcome:
                     unreported.clear()
@@ -192,10 +194,10 @@ class Agent:
     def _check_beats(
         self, alive: Mapping[int, subprocess.Popen[bytes]], now: float, started: float, silent: dict[int, str]
     ) -> None:
-        """End a process that does not come up, or does not beat: it is stopped or stuck in native code.
+        """End a process that does not start or sends no heartbeat: it is stopped or stuck in native code.
 
-        The age of a beat counts from when it was first seen, by this process's own time: after a pause of the whole job
-        the ranks get as long as ever.
+        The age of a heartbeat counts from its first sight, in this process's own time: after a pause of the whole job,
+        the ranks have the full time again.
         """
         for rank, process in alive.items():
             activity = read_trace(self._pages[rank])
@@ -210,13 +212,13 @@ class Agent:
                 self._got_on = activity.since, now
             if now - self._beats[rank][1] > self._silent_s:
                 silent[rank] = f"gave no sign of life for {now - self._beats[rank][1]:.0f} s"
-            elif rank == 0 and now - self._got_on[1] > STUCK * self._silent_s:  # nobody else watches the controller
+            elif rank == 0 and now - self._got_on[1] > STUCK * self._silent_s:  # only the agent watches the controller
                 silent[rank] = f"did not get on for {now - self._got_on[1]:.0f} s"
             if rank in silent:
                 _kill_group(process.pid)
 
     def _ran_away(self, rank: int) -> bool:
-        """Whether a rank that ended with code 0 was not done: user code may have ended its process."""
+        """Whether a rank that ended with code 0 had not finished: user code may have ended its process."""
         activity = read_trace(self._pages[rank])
         return activity is not None and activity.name != LEAVING
 
@@ -228,13 +230,13 @@ class Agent:
         return f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
 
     def _report(self, rank: int, cause: str, silent: bool) -> bool:
-        """Tell the controller; False while it cannot be reached yet. Where it is gone there is nobody to tell: its own
-        end decides."""
+        """Report to the controller; False while it cannot be reached yet. If the controller is gone, no report is
+        needed: its own end decides."""
         endpoint = self._folder / ENDPOINT
-        # One that does not beat would hold up this loop with every attempt, and with it the judgement on that one.
+        # A controller without heartbeats would block this loop at every attempt, and thereby its own detection.
         if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):
             return False
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the agent's stderr is the user's
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the user sees the agent's stderr
         from hpcrl.control.messages import Lost
         from hpcrl.control.queues import ControlError, Sender, connect
 
@@ -251,7 +253,7 @@ class Agent:
         return True
 
     def _end_all(self, verdict: Verdict) -> None:
-        """End what still runs: SIGKILL to the whole group of each rank, which is deaf to the others."""
+        """End all remaining processes: SIGKILL to the process group of each rank, which ignores other signals."""
         alive = {rank: process for rank, process in self._processes.items() if process.returncode is None}
         for process in alive.values():
             _kill_group(process.pid)
@@ -266,20 +268,20 @@ class Agent:
 
 
 def _dying_with(parent: int) -> Callable[[], None]:
-    """What a child does first: ask the kernel to kill it when its parent ends, however that ends."""
+    """First action of a child: ask the kernel to kill it when its parent ends in any way."""
     prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the line above
+        if os.getppid() != parent:  # the parent ended before the line above
             os._exit(1)
 
     return ask
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit code of a rank that has ended, with all it had started killed; None while it runs."""
-    # Until it is reaped its number cannot be given to another process, so the group is still its own.
+    """Exit code of a rank that has ended, after killing all processes it started; None while it runs."""
+    # Until the rank is reaped, its pid cannot be reused, so the process group still belongs to it.
     if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         return None
     _kill_group(process.pid)

@@ -1,4 +1,4 @@
-"""Which GPU a rank gets: one each for the ranks that hold a model, none for the others."""
+"""Assignment of GPUs to ranks: one for each rank that holds a model, none for the others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ HIDDEN = ""
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; without that variable, the node's."""
+    """The GPUs this process may use, from CUDA_VISIBLE_DEVICES; without this variable, all GPUs of the node."""
     if VISIBLE in environ:
         names = [name.strip() for name in environ[VISIBLE].split(",")]
-        # CUDA stops reading at the first entry that names no device.
+        # CUDA stops at the first entry that is not a device.
         return names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))]
     return [str(number) for number in range(sum(path.name[6:].isdigit() for path in devices.glob("nvidia*")))]
 
@@ -24,8 +24,8 @@ def bind_gpus(
 ) -> dict[int, str]:
     """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node.
 
-    auto: the CPU where the node has no GPU. ValueError where it has fewer than ranks with a model, since NCCL takes one
-    rank per GPU, unless device="cpu".
+    auto: the CPU if the node has no GPU. ValueError if the node has fewer GPUs than ranks with a model, since NCCL
+    supports one rank per GPU, unless device="cpu".
     """
     holders = [rank for rank in ranks if rank in with_model]
     if len(gpus) < len(holders) and (device == "cuda" or (device == "auto" and gpus)):

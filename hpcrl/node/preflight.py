@@ -1,13 +1,13 @@
-"""Before the ranks start: every node of a job says what it is, and the first one says which of them will not do.
+"""Preflight: before the ranks start, every node of a job reports its properties, and the first node names unsuitable
+nodes.
 
     python -m hpcrl.node.preflight RUN_DIR      the same by hand, on this machine or with srun on all nodes
 
-The nodes talk through files in the run folder, which is itself what must be shared: the first node writes a nonce and
-the hash of config.yaml, the others answer with a report that holds both, the first judges all reports and leaves a
-verdict. A node that will not do is not worth a requeue, as Slurm would give it again: the run ends, names it, and
-cluster.exclude leaves it out. Free space is what statvfs says; the first node also tries to reserve it in the run
-folder for a moment, which shows a quota where the file system can reserve.
-"""
+The nodes communicate through files in the run folder, which all nodes must share: the first node writes a nonce and the
+hash of config.yaml, the other nodes answer with a report that contains both, and the first node judges all reports and
+writes a verdict. An unsuitable node does not justify a requeue, since Slurm would assign it again: the run ends and
+names the node, which cluster.exclude avoids. Free space is read with statvfs; the first node also tries to reserve it
+in the run folder for a moment, which detects a quota if the file system supports reservations."""
 
 from __future__ import annotations
 
@@ -43,18 +43,17 @@ from hpcrl.rundir import CONFIG, stored_config
 from hpcrl.spec.tables import ROLES
 
 CACHED_S = 10.0
-"""How long a node looks for what the first one has written. Network file systems keep what they once read for longer,
-but ask again where a folder is listed."""
+"""How long a node waits for files of the first node. Network file systems may cache earlier reads for longer, but
+refresh when a folder is listed."""
 FOLDER = "preflight"
 CANARY, VERDICT = "canary.json", "verdict.json"
 PACKAGES = ("hpcrl", "torch", "transformers")
 FILES_OF_A_PROCESS, FILES_OF_A_PEER = 64, 8
-"""Open files of a rank that talks with N others: in worlds of 8 and of 66 ranks the controller, which serves two or
-three sockets to every rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more
-roles. Pairs connect when they first talk."""
+"""Open files of a rank that communicates with N others: in worlds of 8 and of 66 ranks the controller, with two or
+three sockets per rank, has 17 + 3 N, and a generator among 8 has 34. The rest is room for groups between more roles.
+Pairs connect at their first communication."""
 RUN_FREE_BYTES, SCRATCH_FREE_BYTES = 1 << 30, 64 << 20
-"""Least free space of the run folder, which gets the checkpoints, and of the node's own scratch, which gets the files
-of sandboxes."""
+"""Minimum free space of the run folder, for checkpoints, and of the node's scratch folder, for files of sandboxes."""
 
 STALE = (
     "reads another config.yaml than the first node: it still keeps an older one, or run_dir is not on a file system "
@@ -65,8 +64,8 @@ T = TypeVar("T")
 
 
 class Canary(msgspec.Struct, forbid_unknown_fields=True):
-    """What the first node writes and every node must see. config: hash of config.yaml; port: where the first node
-    listens at `address`, 0 where it does not."""
+    """Written by the first node; every node must see it. config: hash of config.yaml; port: port of the first node at
+    `address`, 0 if it does not listen."""
 
     nonce: str
     config: str = ""
@@ -75,8 +74,8 @@ class Canary(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node says of itself. scratch_free_bytes is -1 where nothing can be written; no_network: what is wrong with
-    its interface; unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written."""
+    """The report of a node. scratch_free_bytes is -1 if scratch is not writable; no_network: the error of its
+    interface; unreached: why it cannot connect to the first node; no_room: why RUN_FREE_BYTES cannot be written."""
 
     nonce: str
     node: int
@@ -99,7 +98,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
-    """What the first node makes of all reports: one line, and the exit code of all agents; 0 and nothing if well."""
+    """The first node's verdict on all reports: one line, and the exit code of all agents; 0 and no line on success."""
 
     code: int
     message: str
@@ -107,8 +106,8 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of a node. `gpu_files`: its GPUs must be there, not only be named; `all_or_none`: so many GPUs,
-    or none at all."""
+    """Requirements of a run on a node. `gpu_files`: its GPUs must exist, not only be listed; `all_or_none`: this many
+    GPUs, or none."""
 
     ranks: tuple[int, ...]
     gpus: int
@@ -123,7 +122,7 @@ NOTHING = Needs((), 0, False, 0, 0)
 
 
 class Meeting(NamedTuple):
-    """What a node has to say in its report besides what it is."""
+    """Findings of a node for its report, besides its properties."""
 
     nonce: str = ""
     config: str = ""
@@ -134,18 +133,18 @@ ALONE = Meeting()
 
 
 class _AskedToStopError(Exception):
-    """A signal came while this node waited for others."""
+    """A signal arrived while this node waited for others."""
 
 
 def preflight(
     config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: int, signals: Sequence[int] = ()
 ) -> Judgement:
-    """Report this node and return the judgement on all, within 2 x timeouts.start_s. Called by the agents of all nodes.
+    """Report this node and return the verdict on all nodes, within 2 x timeouts.start_s. Called by the agents of all
+    nodes.
 
-    `meeting`: folder for the files, the same on all nodes and of no earlier start. `signals`: gets those that ask this
-    process to stop, and batch systems send them to all nodes. DEADLINE where a node did not report, BAD_INPUT where
-    one will not do, else the signal's code. Only node 0 and a node that sees no other have a message.
-    """
+    `meeting`: folder for the files, the same on all nodes and unused by earlier starts. `signals`: receives stop
+    signals of this process, which batch systems send to all nodes. DEADLINE if a node did not report, BAD_INPUT if a
+    node is unsuitable, else the signal's code. Only node 0 and a node that sees no other node have a message."""
     try:
         judgement = _meet(config, run_dir, meeting, node, num_nodes, signals)
     except _AskedToStopError:
@@ -158,7 +157,7 @@ def preflight(
 
 
 def _stopped(signals: Sequence[int], node: int) -> Judgement:
-    """That the first of the signals came before the ranks were started; a message on node 0 only."""
+    """Verdict for a signal before the start of the ranks; with a message on node 0 only."""
     name = signal.Signals(signals[0])
     text = f"ended by {name.name} before the ranks were started"
     return Judgement(SIGNAL_CODES.get(name, ExitCode.REQUEUE), text if node == 0 else "")
@@ -171,7 +170,7 @@ def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: in
         if node == 0:
             at = ("", 0)
             if num_nodes > 1:
-                with contextlib.suppress(NoInterfaceError):  # its report says so
+                with contextlib.suppress(NoInterfaceError):  # included in its report
                     listener = stack.enter_context(listen(own_network(config.cluster.network_interface).address))
                     at = listener.getsockname()[:2]
             _write(meeting / CANARY, Canary(secrets.token_hex(16), _hash(run_dir), *at))
@@ -179,7 +178,7 @@ def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: in
         if canary is None:
             text = f"node {node_name()} saw no {meeting / CANARY} within {start_s:g} s: the first node is stuck, or"
             return Judgement(ExitCode.DEADLINE, f"{text} {run_dir} is not on a file system that all nodes share")
-        # What this node has read itself may be an older one, which its network file system still keeps.
+        # This node may have read an older file, cached by its network file system.
         same = _await(lambda: _hash(run_dir) == canary.config or None, min(CACHED_S, start_s / 2), signals)
         needs = needs_of(stored_config(run_dir)) if same else [NOTHING] * num_nodes
         if num_nodes != len(needs):
@@ -199,13 +198,13 @@ def _meet(config: Config, run_dir: Path, meeting: Path, node: int, num_nodes: in
 def _hash(run_dir: Path) -> str:
     """Hash of config.yaml as this node sees it."""
     with contextlib.suppress(OSError):
-        os.listdir(run_dir)  # a network file system asks again whether what it keeps still holds
+        os.listdir(run_dir)  # makes a network file system revalidate its cache
         return hashlib.sha256((run_dir / CONFIG).read_bytes()).hexdigest()
     return ""
 
 
 def needs_of(config: Config) -> list[Needs]:
-    """What each node of a run must have, in the order of nodes."""
+    """Requirements of each node of a run, in the order of nodes."""
     layout = RoleLayout.from_config(config)
     cuda = config.cluster.device == "cuda"
     with_model = layout.ranks_with_model
@@ -226,7 +225,7 @@ def needs_of(config: Config) -> list[Needs]:
 
 
 def _peers(layout: RoleLayout, roles: Sequence[RoleName]) -> int:
-    """How many ranks one with these roles talks with, itself counted where it is among them."""
+    """Number of ranks with which a rank of these roles communicates, including itself if it is among them."""
     if "controller" in roles:
         return layout.world_size
     return len({CONTROLLER, *(rank for role in roles for peer in ROLES[role].peers for rank in layout.ranks[peer])})
@@ -257,7 +256,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         scratch=scratch,
         scratch_free_bytes=shutil.disk_usage(scratch).free if os.access(scratch, os.W_OK) else -1,
         cpus=len(os.sched_getaffinity(0)),
-        machine_cpus=len(os.sched_getaffinity(1)),  # what the node's first process may use: it may be a container
+        machine_cpus=len(os.sched_getaffinity(1)),  # limit of the node's first process, which may be a container's
         config=said.config,
         host=platform.node(),
         address=address,
@@ -268,7 +267,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
 
 
 def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
-    """What is wrong with the nodes, in one line that names them; empty if nothing is. needs[i] is for reports[i]."""
+    """Problems of the nodes, in one line that names them; empty if there are none. needs[i] is for reports[i]."""
     found: dict[str, list[str]] = {}
     usual = {name: _most([report.versions.get(name, "") for report in reports]) for name in ("python", *PACKAGES)}
     hosts = {report.host for report in reports}
@@ -280,33 +279,33 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
 
 
 def read_reports(world: Path) -> list[Report]:
-    """The reports of the newest preflight in a world's folder, by node; none where there was none."""
+    """The reports of the newest preflight in a world's folder, by node; empty without a preflight."""
     newest = _newest_meeting(world)
     paths = sorted(newest.glob("node_*.json")) if newest is not None else []
     return [report for path in paths if (report := _read(path, Report)) is not None]
 
 
 def read_judgement(world: Path) -> Judgement | None:
-    """How the newest preflight in a world's folder ended; None where there was none or it goes on."""
+    """Verdict of the newest preflight in a world's folder; None without one or while it runs."""
     newest = _newest_meeting(world)
     return _read(newest / VERDICT, Judgement) if newest is not None else None
 
 
 def meeting_folder(world: Path) -> Path:
-    """Where the nodes of this start meet: named after the Slurm step, so that no earlier start has left anything."""
+    """Folder for the files of this start: named after the Slurm step, so that it has no files of earlier starts."""
     job, step = slurm.own_job(os.environ), os.environ.get("SLURM_STEP_ID")
     assert job is not None and step is not None, "in a Slurm step"
     return world / FOLDER / f"{job[0]}.{job[1]}.{step}"
 
 
 def node_name() -> str:
-    """What the batch system calls this node, else its host name."""
+    """Name of this node in the batch system, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def see_run(run_dir: Path) -> str:
-    """Empty where this node sees the run folder, else what to tell the user. In a Slurm step it looks for a while: the
-    batch script has only just written it, on another node."""
+    """Empty if this node sees the run folder, else a message for the user. In a Slurm step it retries for a while: the
+    batch script has just written the folder on another node."""
     seconds = CACHED_S if "SLURM_STEP_ID" in os.environ else 0.0
     if _await(lambda: _hash(run_dir) or None, seconds, ()):
         return ""
@@ -314,7 +313,7 @@ def see_run(run_dir: Path) -> str:
 
 
 def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[str]:
-    """What is wrong with one node; the same words where the same is wrong with others."""
+    """Problems of one node, with equal texts for equal problems of other nodes."""
     found = [
         f"has {name} {report.versions.get(name) or '(none)'}, where the others have {version or 'none'}: use one "
         "environment on all nodes"
@@ -349,7 +348,7 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
 
 
 def _unconnected(report: Report, need: Needs, num_hosts: int) -> Iterator[str]:
-    """Why other nodes would not reach this one, or it not them."""
+    """Why other nodes cannot reach this node, or the reverse."""
     if report.no_network and (need.interface is not None or num_hosts > 1):
         yield f"{report.no_network}: cluster.network_interface"
     elif report.unreached:
@@ -366,7 +365,7 @@ def _judge_all(
     reports: dict[int, Report] = {}
 
     def complete() -> bool | None:
-        there = set(os.listdir(meeting))  # one request, where a look for each file would be thousands
+        there = set(os.listdir(meeting))  # one request instead of one per file
         for node in range(len(needs)):
             name = _report_name(node)
             if node not in reports and name in there and (report := _read(meeting / name, Report)) is not None:
@@ -385,7 +384,7 @@ def _judge_all(
 
 
 def _step_hosts() -> list[str]:
-    """Names of the step's nodes in their order, as far as Slurm tells."""
+    """Names of the step's nodes in order, if Slurm gives them."""
     num = int(os.environ.get("SLURM_HET_SIZE", "0"))
     lists = [os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "") for i in range(num)]
     try:
@@ -405,7 +404,7 @@ def _newest_meeting(world: Path) -> Path | None:
 
 
 def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
-    """What `look` finds, None where it finds nothing within that time. _AskedToStopError once there are signals."""
+    """The result of `look`, None if it finds nothing within that time. _AskedToStopError after a signal."""
     began = time.monotonic()
     while (found := look()) is None and (waited_s := time.monotonic() - began) < seconds:
         if signals:
@@ -415,7 +414,7 @@ def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int])
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """The object in a file, None where there is no file. msgspec.ValidationError where it is another."""
+    """The object in a file, None without a file. msgspec.ValidationError if the object has another type."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
