@@ -1,4 +1,4 @@
-"""What a generation engine must do: continuous batching, driven burst by burst.
+"""The protocol of generation engines: continuous batching, driven burst by burst.
 
 One engine serves one replica. Every rank of a replica makes the same calls in the same order and sees the same
 results.
@@ -18,12 +18,11 @@ from hpcrl.rollout.types import FinishReason
 
 @dataclass(frozen=True)
 class ReplicaRanks:
-    """The world ranks of a replica, of which this one is at `index`.
+    """The world ranks of a replica; this rank is at `index`.
 
     group: a dist.ProcessGroupGloo of these ranks for the engine's own collectives, in calls that all of them make; None
-    for a replica of one rank. The process's default group is of the same ranks, in this order, where there are several
-    and none of them trains or is the reference; else it is that of all trainer or reference ranks.
-    """
+    for a replica of one rank. The process's default group has the same ranks in this order if there are several and
+    none of them is a trainer or reference rank; else it is the group of all trainer or reference ranks."""
 
     ranks: tuple[int, ...]
     index: int = 0
@@ -32,7 +31,7 @@ class ReplicaRanks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the truncation off."""
+    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 turn truncation off."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -51,7 +50,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to generate. `prompt_ids` is everything before the next model token (all earlier turns too)."""
+    """One response to generate. `prompt_ids` are all tokens before the next model token, including earlier turns."""
 
     id: int
     prompt_ids: Sequence[int]
@@ -60,7 +59,7 @@ class Request:
 
 
 class PromptRefused(ValueError):
-    """The engine can never serve this prompt, whatever it is asked to do with it; other requests are not concerned."""
+    """The engine can never serve this prompt, with any parameters; other requests are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Output:
 
     A stop token is part of the output. `gen_logprobs` are log-softmax(logits / temperature) without truncation (for
     greedy sampling: at temperature 1); `gen_logprobs_behaviour` the renormalised ones, None without truncation.
-    `columns`: further fields of tokens, which the engine has declared (hpcrl.trajectory), by name.
+    `columns`: additional token fields declared by the engine (hpcrl.trajectory), by name.
     """
 
     id: int
@@ -82,17 +81,17 @@ class Output:
 
 
 class GenEngine(Protocol):
-    """The contract every generation engine passes (tests/contracts/test_gen_engine.py).
+    """The contract that every generation engine passes (tests/contracts/test_gen_engine.py).
 
-    Results are functions of the sequence of calls alone: no clock, no arrival order, no global random state.
+    Results are functions of the sequence of calls only: no clock, no arrival order, no global random state.
     """
 
     version: int  # version of the loaded weights, -1 before the first load
     max_slots: int  # requests decoded at once; more wait in order of add()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. ValueError names the id when it is in use or the parameters make no sense; PromptRefused when
-        the prompt can never be served (length, vocabulary). Then none of them is queued."""
+        """Queue requests. ValueError names the request if its id is in use or its parameters are invalid; PromptRefused
+        if its prompt can never be served (length, vocabulary). After an error, none of them is queued."""
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
         """Stop the requests and return their partial outputs in the order of `ids`; unknown ids are ignored."""
@@ -100,21 +99,21 @@ class GenEngine(Protocol):
     def step(self, num_tokens: int) -> list[Output]:
         """Run `num_tokens` decode iterations (admitting waiting requests into free slots as they appear).
 
-        Returns requests that finished, in order of finishing, then of slot. Ends early only when nothing is left to do.
+        Returns requests that finished, in order of finishing, then of slot. Ends early only if no request is left.
         """
 
     def progress(self) -> dict[int, int]:
         """Request id -> number of tokens generated so far, for every running or waiting request."""
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights by tensors under their HF names. Running requests keep their KV cache and go on.
+        """Replace the weights by tensors under their HF names. Running requests keep their KV cache and continue.
 
-        ValueError on an unknown or missing name or a wrong shape, before anything is changed where that can be known.
-        """
+        ValueError on an unknown or missing name or a wrong shape, before anything is changed, if this can be checked in
+        advance."""
 
     def recompute(self) -> None:
-        """Compute the KV cache of the running requests anew under the loaded weights; their tokens stay. From here on
-        their log-probs are those of one policy."""
+        """Recompute the KV cache of the running requests with the loaded weights; their tokens stay. Later log-probs
+        belong to one policy."""
 
     def sleep(self) -> None:
         """Free KV cache and weights (idempotent); nothing may be running."""

@@ -10,8 +10,8 @@ from hpcrl.engines.gen.base import PromptRefused, Request
 def check_requests(
     requests: Sequence[Request], in_use: Container[int], *, max_length: int, vocab_size: int, has_tokenizer: bool
 ) -> None:
-    """ValueError, naming the request, for the first that can never be served (PromptRefused where it is its prompt's
-    fault); nothing may be queued before."""
+    """ValueError names the first request that can never be served (PromptRefused if the cause is its prompt); call this
+    before anything is queued."""
     seen: set[int] = set()
     for request in requests:
         if request.id in in_use or request.id in seen:

@@ -1,7 +1,7 @@
 """Sampling one token per row: inverse CDF over (truncated) softmax, one uniform number per token.
 
-A row's uniform is a function of its seed and of how many tokens it has drawn, and every row is treated on its own, so
-a response never depends on what its neighbours sample.
+A row's uniform number is a function of its seed and its number of drawn tokens, and rows are independent, so a response
+never depends on the samples of other rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def stream_origin(seed: int, start: int) -> np.uint64:
 
 
 def uniforms(origins: np.ndarray, iteration: int) -> np.ndarray:
-    """float32 [R] in [0, 1): what the streams with these origins (uint64 [R]) give at this iteration.
+    """float32 [R] in [0, 1): the numbers of the streams with these origins (uint64 [R]) at this iteration.
 
-    The n-th number of a stream is a function of (seed, n) alone. The largest is 1 - 2^-22 or so, which keeps
+    The n-th number of a stream is a function of (seed, n) only. The largest is 1 - 2^-22 or so, which keeps
     `uniform * total` below `total` in float32.
     """
     bits = mix64(origins + np.array([iteration + 1], dtype=np.uint64) * GOLDEN) >> np.uint64(40)
@@ -43,7 +43,7 @@ def uniforms(origins: np.ndarray, iteration: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """How to sample R rows; None where no row needs it, so that the common case costs nothing.
+    """Sampling parameters of R rows; a field is None if no row needs it, so that the common case costs nothing.
 
     temperatures: float32 [R, 1]. greedy: bool [R]. truncated: int64 [r], the rows with a truncation, for which top_k
     (int64 [r, 1], vocabulary size = off), top_p (float32 [r, 1], above 1 = off) and min_p (float32 [r, 1]) are given.
@@ -90,8 +90,8 @@ class SamplingPlan:
 
 
 def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids int64 [R], their log-softmax(logits / T) float32 [R], and the same renormalised over what truncation
-    left (the very same tensor where no row truncates).
+    """Token ids int64 [R], their log-softmax(logits / T) float32 [R], and the same renormalised over the tokens that
+    truncation keeps (the same tensor if no row truncates).
 
     logits: float32 [R, vocab], overwritten. uniform: float32 [R] in [0, 1).
     """
@@ -102,11 +102,11 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
     if plan.truncated is not None:
         part = truncate(probs[plan.truncated], plan.top_k, plan.top_p, plan.min_p)
         kept = probs.index_copy(0, plan.truncated, part)
-    # In order of the vocabulary for truncated and other rows alike: a row's token must not depend on its neighbours.
+    # In vocabulary order for all rows, truncated or not: a row's token must not depend on other rows.
     cumulative = kept.cumsum(-1)
     total = cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
-    ids.clamp_(max=logits.shape[1] - 1)  # only a row of NaN needs it; its log-prob tells
+    ids.clamp_(max=logits.shape[1] - 1)  # only needed for a row of NaN, which its log-prob reveals
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], probs.max(-1, keepdim=True).indices, ids)  # faster than argmax
     logprobs = probs.gather(1, ids).log_()[:, 0]
@@ -115,8 +115,8 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
 
 
 def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of what is left, then min-p (arXiv
-    2407.01082) drop a token; the most probable one, and whatever ties with the last one kept, stay. Not renormalised.
+    """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of the rest, then min-p (arXiv
+    2407.01082) drop a token; the most probable token, and ties with the last kept token, stay. Not renormalised.
 
     Parameters as in SamplingPlan.
     """
@@ -132,7 +132,7 @@ def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
 
 
 def _descending(probs: Tensor) -> Tensor:
-    """Each row sorted; on CPU by numpy, which is some twenty times faster than torch at it."""
+    """Each row sorted; on CPU by numpy, which is about twenty times faster than torch here."""
     if probs.device.type != "cpu":
         return probs.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)

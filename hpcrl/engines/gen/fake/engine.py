@@ -1,4 +1,5 @@
-"""A generator without a model: set response lengths and times, tokens from the seed alone; for tests and debug=fake."""
+"""A generator without a model: configured lengths and durations, tokens from the seed only; for tests and
+debug=fake."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from hpcrl.rollout.types import FinishReason
 
 @dataclass(slots=True)
 class _Growing:
-    """A request on its way to its last token, which is known from the beginning."""
+    """A running request, whose last token is known from the beginning."""
 
     request: Request
     token_ids: np.ndarray
@@ -36,8 +37,8 @@ def seeded_length(request: Request) -> int:
 
 
 def long_tailed(median: int | None, tail: float) -> Callable[[Request], int]:
-    """Lengths with a lognormal law, functions of the request's seed: half of them below `median` (None: an eighth of
-    max_new_tokens), `tail` the standard deviation of their logarithms. Never above max_new_tokens."""
+    """Lognormal lengths, functions of the request's seed: median `median` (None: an eighth of max_new_tokens), `tail`
+    is the standard deviation of the logarithm. Never above max_new_tokens."""
 
     def length(request: Request) -> int:
         longest = request.params.max_new_tokens
@@ -66,7 +67,7 @@ class FakeEngine:
     """GenEngine whose n-th token of a request is a function of (seed, n), uniform over the vocabulary.
 
     lengths: the response length of a request; one below max_new_tokens ends with STOP. Stop ids and, unless
-    ignore_eos, `eos_id` stop too; stop strings never appear. shapes: what load_weights accepts, everything if None. The
+    ignore_eos, `eos_id` stop too; stop strings never appear. shapes: accepted by load_weights, None for any shapes. The
     last loaded tensors are in `weights`. step() sleeps decode_s seconds for each decode step and prefill_s for each
     request that gets a slot, load_weights() load_s.
     """
@@ -130,7 +131,7 @@ class FakeEngine:
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         if not isinstance(named, Collection):
-            self.version = -1  # as in the native engine: an iterator that fails leaves no weights
+            self.version = -1  # as in the native engine: after an iterator fails, there are no weights
         weights = {name: tensor.detach().clone() for name, tensor in named}
         if self._shapes is not None:
             for name, tensor in weights.items():
@@ -157,7 +158,7 @@ class FakeEngine:
         self.sleep()
 
     def _foresee(self, request: Request) -> _Growing:
-        """All tokens of a request, and why it will end."""
+        """All tokens of a request, and the reason of its end."""
         params = request.params
         length = min(self._lengths(request), params.max_new_tokens)
         origins = np.array([stream_origin(request.seed, 0)]) + np.arange(length, dtype=np.uint64) * GOLDEN

@@ -1,4 +1,4 @@
-"""What the native generator needs to know of a model: read from an HF folder, refused where it cannot be right."""
+"""The architecture of a model for the native generator, read from an HF folder; unsupported features are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Architecture:
         return self.num_heads + 2 * self.num_kv_heads
 
     def rotations(self, num_positions: int, device: torch.device) -> Tensor:
-        """complex64 [num_positions, head_dim / 2]: what each position multiplies pairs of dimensions by."""
+        """complex64 [num_positions, head_dim / 2]: the factor of each position for pairs of dimensions."""
         angles = torch.outer(torch.arange(num_positions).float(), torch.tensor(self.rope_frequencies))
         return torch.polar(torch.ones_like(angles), angles).to(device)
 
@@ -56,8 +56,8 @@ class Architecture:
 def read_architecture(path: Path) -> Architecture:
     """Architecture of the HF folder `path`.
 
-    ValueError when there is no config.json, the family is not one of FAMILIES or the config asks for a feature that is
-    not implemented (sliding windows, rope scaling other than llama3, quantisation, activations other than silu).
+    ValueError if there is no config.json, the family is not one of FAMILIES or the config needs a feature that is not
+    implemented (sliding windows, rope scaling other than llama3, quantisation, activations other than silu).
     """
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
@@ -100,7 +100,7 @@ def read_architecture(path: Path) -> Architecture:
 
 
 def _unsupported(config: Any) -> list[str]:
-    """The features of a config that a plain forward would silently get wrong."""
+    """The features of a config that a plain forward pass would silently compute wrongly."""
     rope = config.rope_parameters
     sliding = (
         "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -137,7 +137,7 @@ def _rope_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, of config.json where that has none."""
+    """End-of-sequence ids of generation_config.json, else of config.json."""
     file = path / "generation_config.json"
     eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     if eos is None:

@@ -1,6 +1,6 @@
-"""The native generator: continuous batching in plain torch, embedded in the rank's own process.
+"""The native generator: continuous batching in plain torch, embedded in the rank's process.
 
-Live requests stand compact in slots 0..B-1 of a slot-wise KV cache that is sliced to the longest live length. A
+Live requests occupy consecutive slots 0..B-1 of a slot-wise KV cache that is sliced to the longest live length. A
 request is admitted by writing the keys and values of its prompt without the last token; that token is fed by the next
 decode iteration like any other, so all sampling happens in one place.
 """
@@ -32,7 +32,7 @@ ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are 
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> NativeEngine:
-    """The engine of one replica, without weights, which come from the trainer."""
+    """The engine of one replica, without weights: these come from the trainer."""
     return NativeEngine(
         model_path,
         tokenizer=tokenizer,
@@ -49,13 +49,13 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 class NativeEngine:
     """GenEngine for Qwen2, Qwen3, Qwen3-MoE and Llama folders in HF layout.
 
-    tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: most tokens of a prompt
-    and its response together. kv_bucket: the KV cache is read up to a multiple of it. deterministic: always decode
+    tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of
+    prompt and response together. kv_bucket: the KV cache is read up to a multiple of this. deterministic: always decode
     max_slots rows, so that a request's bits do not depend on how many others are live, and start from an empty cache
     whenever nothing is live, so that they do not depend on what ran before. load=False leaves the weights to
     load_weights().
 
-    ValueError when the folder or the sizes cannot work.
+    ValueError if the folder or the sizes are invalid.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class NativeEngine:
         self._cache = KVCache(self._arch, max_slots, kv_bucket, dtype, self._device)
         self._weights: Weights | None = None
         self._model: Transformer | None = None
-        self._plan: SamplingPlan | None = None  # None: the slots have changed since
+        self._plan: SamplingPlan | None = None  # None: the slots have changed
         self._stop_groups: list[tuple[tuple[str, ...], np.ndarray]] = []
         if load:
             self.load_weights(read_safetensors(Path(model_path)), version=0)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. ValueError names the id when a request can never be served; then none is queued."""
+        """Queue requests. ValueError names a request that can never be served; then none is queued."""
         check_requests(
             requests,
             self._waiting.keys() | self._slots.slot_of.keys(),
@@ -119,7 +119,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self, num_tokens: int) -> list[Output]:
-        """Run `num_tokens` decode iterations; see GenEngine.step. ValueError when the weights are not loaded."""
+        """Run `num_tokens` decode iterations; see GenEngine.step. ValueError if the weights are not loaded."""
         if self.version < 0 and (self._slots.num_live or self._waiting):
             raise ValueError("the generator has no weights: call load_weights() before step()")
         finished: list[Output] = []
@@ -140,12 +140,12 @@ class NativeEngine:
 
     @property
     def cache_capacity(self) -> int:
-        """Positions per slot the KV cache has memory for now."""
+        """Positions per slot in the memory of the KV cache."""
         return self._cache.capacity
 
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights by tensors under their HF names; running requests keep their KV cache and go on.
+        """Replace the weights by tensors under their HF names; running requests keep their KV cache and continue.
 
         ValueError on an unknown or missing name or a wrong shape: before anything is changed when `named` is a
         collection. An iterator is consumed tensor by tensor; the engine has no weights (version -1) if that fails.
@@ -163,7 +163,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Compute the KV cache of the running requests anew under the loaded weights; their tokens stay."""
+        """Recompute the KV cache of the running requests with the loaded weights; their tokens stay."""
         if self.version < 0 and self._slots.num_live:
             raise ValueError("the generator has no weights: call load_weights() before recompute()")
         prefixes: dict[bytes, tuple[np.ndarray, list[int]]] = {}
@@ -180,7 +180,7 @@ class NativeEngine:
         self._weights, self._model, self.version = None, None, -1
 
     def wake(self) -> None:
-        """Undo sleep(). Memory comes back when it is needed; weights must be loaded again before the next step."""
+        """Undo sleep(). Memory is allocated when needed; weights must be loaded again before the next step."""
 
     def close(self) -> None:
         """Drop every request and release everything."""
@@ -204,7 +204,7 @@ class NativeEngine:
         self._prefill_all(prefixes)
 
     def _prefill_all(self, prefixes: Mapping[bytes, tuple[np.ndarray, list[int]]]) -> None:
-        """Prefill each prefix once into all its slots, so many tokens at a time."""
+        """Prefill each prefix once into all its slots, a limited number of tokens at a time."""
         # The longest first: neighbours of similar length waste little padding.
         queue = sorted((group for group in prefixes.values() if len(group[0])), key=lambda group: -len(group[0]))
         while queue:
@@ -235,7 +235,7 @@ class NativeEngine:
         plan = self._plan or self._replan(rows)
         length = round_up(int(slots.positions[:live].max()) + 1, self._bucket)
         self._cache.reserve(length)
-        # Left-overs of free slots must not point past what is read.
+        # Old values of free slots must not point past the read range.
         slots.positions[live:rows] = 0
         logits = self._model.decode(
             self._tensor(slots.tokens[:rows]), self._tensor(slots.positions[:rows]), self._cache, length
@@ -286,7 +286,7 @@ class NativeEngine:
         self._plan = None
 
     def _replan(self, rows: int) -> SamplingPlan:
-        """Derive from the slots what stays the same until one of them changes hands."""
+        """Compute values that are constant until a slot gets another request."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for slot, request in enumerate(self._slots.requests):
             if request.params.stop:
@@ -300,7 +300,7 @@ class NativeEngine:
 
 
 def _share(prefixes: dict[bytes, tuple[np.ndarray, list[int]]], tokens: Sequence[int] | np.ndarray, slot: int) -> None:
-    """Note that a slot starts with these tokens."""
+    """Record that a slot starts with these tokens."""
     prefix = np.asarray(tokens, dtype=np.int64)
     prefixes.setdefault(prefix.tobytes(), (prefix, []))[1].append(slot)
 

@@ -1,4 +1,4 @@
-"""The live requests: compact in slots 0..live-1, one numpy column per thing the decode loop needs of them."""
+"""The live requests: compact in slots 0..live-1, one numpy column per value that the decode loop needs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NO_TOKEN = -1
 
 
 class Slots:
-    """Columns over slots; those of free slots hold harmless left-overs."""
+    """Columns over slots; entries of free slots hold harmless old values."""
 
     def __init__(self, num_slots: int):
         self.num_live = 0
         self.requests: list[Request] = []
         self.tracks: list[Track] = []
         self.slot_of: dict[int, int] = {}
-        self.tokens = np.zeros(num_slots, dtype=np.int64)  # to feed next
-        self.positions = np.zeros(num_slots, dtype=np.int64)  # where it goes
-        self.last_iteration = np.zeros(num_slots, dtype=np.int64)  # which yields the last token max_new_tokens allows
+        self.tokens = np.zeros(num_slots, dtype=np.int64)  # next token to feed
+        self.positions = np.zeros(num_slots, dtype=np.int64)  # its position
+        self.last_iteration = np.zeros(num_slots, dtype=np.int64)  # iteration of the last allowed token
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, dtype=np.int64)
         self.origins = np.zeros(num_slots, dtype=np.uint64)
         self.temperature = np.ones(num_slots)
@@ -74,7 +74,7 @@ class Slots:
         return sources, targets
 
     def plan(self, rows: int, vocab_size: int, device: torch.device) -> SamplingPlan:
-        """How to sample the first `rows` slots as they are now."""
+        """Sampling parameters of the first `rows` slots."""
         return SamplingPlan.build(
             temperature=self.temperature[:rows],
             top_k=self.top_k[:rows],

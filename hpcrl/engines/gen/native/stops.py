@@ -1,4 +1,4 @@
-"""Stop strings: found in the decoded tail, looked for only after tokens that can complete one."""
+"""Stop strings: searched in the decoded tail, only after tokens that can complete one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-UNDECODED = "\ufffd"  # what tokenizers put for bytes that are not yet a whole character
+UNDECODED = "\ufffd"  # written by tokenizers for bytes of an incomplete character
 
 
 class StopStrings:
@@ -32,11 +32,12 @@ class StopStrings:
         return self._closers[stop]
 
     def window(self, stop: tuple[str, ...]) -> int:
-        """How many tokens the tail must have: a token has at least a byte, and a few more keep its start out."""
+        """Number of tokens of the tail: a token has at least one byte, plus a few tokens so that its start does not
+        matter."""
         return max(len(text.encode()) for text in stop) + 4
 
     def completes(self, stop: tuple[str, ...], tail: Sequence[int]) -> bool:
-        """Whether one of the strings stands in the text of the tail, which had none before its last token."""
+        """Whether one of the strings is in the text of the tail, which had none before its last token."""
         text = self._decode(tail)
         return any(s in text for s in stop)
 

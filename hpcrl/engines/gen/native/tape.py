@@ -1,6 +1,6 @@
-"""What was sampled, iteration by iteration: one row per decode iteration, one column per slot.
+"""The samples of all iterations: one row per decode iteration, one column per slot.
 
-A request reads its own stretch of a column when it ends, so the decode loop does no work per request.
+A request reads its range of a column when it ends, so the decode loop does no work per request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(slots=True)
 class Track:
-    """Where a request stands on the tape: the iteration of its first token and the slots it has been in."""
+    """Location of a request on the tape: the iteration of its first token and its slots over time."""
 
     start: int
     stretches: list[tuple[int, int]] = field(default_factory=list)  # (slot, first iteration in it)
@@ -44,7 +44,7 @@ class Tape:
         self.end += 1
 
     def read(self, track: Track, name: str, last: int | None = None) -> np.ndarray:
-        """The request's values of one column, all of them or the `last` ones, as an own array."""
+        """The request's values of one column, all of them or the `last` ones, as a separate array."""
         column, start = self._columns[name], track.start
         if last is not None:
             start = max(start, self.end - last)

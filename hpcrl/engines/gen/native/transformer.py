@@ -1,4 +1,4 @@
-"""The native generator's forward: prefill of prompts and decoding of one token per slot, in plain torch."""
+"""The native generator's forward pass: prefill of prompts and decoding of one token per slot, in plain torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Transformer:
         """Write the keys and values of N prompts, right-padded to P tokens, into the cache.
 
         ids: int64 [N, P]. slots, source: int64 [M]; slot slots[j] receives those of prompt source[j], so that the
-        siblings of a group share one forward. What is written past a prompt's end is garbage that decoding overwrites
-        before it reads it. The last layer stops at its keys and values: nothing reads its output.
+        siblings of a group share one forward. Values past a prompt's end are garbage that decoding overwrites
+        before reading. The last layer stops at its keys and values: nothing reads its output.
         """
         a = self._arch
         count, length = ids.shape

@@ -1,10 +1,9 @@
 """The native generator's weights: HF tensors copied straight into fused matrices.
 
 Every HF name has a destination, a view of a fused matrix, so that a weight update is one copy per tensor and never
-holds a second set of weights. Matrices are stored [in, out], the faster layout for a few rows on CPU. The dimensions
-of q and k heads are interleaved so that the rotary embedding is a single complex multiplication; attention scores do
-not change under a permutation that q and k share.
-"""
+needs a second set of weights. Matrices are stored [in, out], the faster layout for a few rows on CPU. The dimensions of
+q and k heads are interleaved so that the rotary embedding is a single complex multiplication; attention scores do not
+change under a permutation that q and k share."""
 
 from __future__ import annotations
 
@@ -51,10 +50,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    view: Tensor  # where the tensor goes; broadcasts from `shape`
+    view: Tensor  # destination of the tensor; broadcasts from `shape`
     shape: tuple[int, ...]
     interleave: bool = False
-    parts: tuple[str, ...] = ()  # the required names this tensor stands for; its own where empty
+    parts: tuple[str, ...] = ()  # the required names that this tensor covers; empty: its own
 
 
 class Weights:
@@ -69,7 +68,7 @@ class Weights:
         self.embedding = self._empty(*vocab)
         self._target("model.embed_tokens.weight", self.embedding)
         self.head = self.embedding if architecture.tied else self._empty(*vocab)
-        # A trainer may hand over a tied matrix under either name, or under both.
+        # A trainer may send a tied matrix under either name, or under both.
         self._target("lm_head.weight", self.head, parts=("model.embed_tokens.weight",) if architecture.tied else ())
         self.norm = self._empty(architecture.hidden_size)
         self._target("model.norm.weight", self.norm)
@@ -79,7 +78,7 @@ class Weights:
     def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """ValueError on an unknown or missing name or a wrong shape in a collection.
 
-        An iterator is left alone: its tensors may not outlive the iteration, so `load` looks at them one by one.
+        An iterator is not checked: its tensors may not outlive the iteration, so `load` checks them one by one.
         """
         if isinstance(named, Collection):
             self._require({part for name, tensor in named for part in self._accept(name, tensor)[1]})
@@ -99,8 +98,8 @@ class Weights:
         self._require(loaded)
 
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
-        """Where the tensor goes and which required names it covers."""
-        if name.endswith("rotary_emb.inv_freq"):  # old Llama checkpoints carry it; it follows from the config
+        """The destination of the tensor and the required names that it covers."""
+        if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; follows from the config
             return None, ()
         target = self._targets.get(name)
         if target is None:
