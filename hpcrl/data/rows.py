@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,20 +263,27 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
     return counts
 
 
-def validate_sources(config: DataConfig, batch_size: int | None = None) -> list[str]:
-    """All errors of data.train and data.val that can be found without a tokenizer, one line each.
-
-    `batch_size` (rollout.num_prompts) also checks that data.domain_interleave_probs draws from every domain.
-    """
+def read_splits(config: DataConfig, seed: int) -> tuple[dict[Split, RowSet], list[str]]:
+    """The rows of data.train and data.val if they are set and valid, and all errors of the others that can be found
+    without a tokenizer, one line each."""
+    found: dict[Split, RowSet] = {}
     problems: list[str] = []
-    for split in ("train", "val"):
-        found = sources(config, split)
-        if not found:
-            continue
-        try:
-            rows = RowSet(config, split, seed=0)
-            if split == "train" and config.domain_interleave_probs and batch_size:
-                domain_shares(rows.domain_names, config.domain_interleave_probs, batch_size)
-        except ValueError as error:
-            problems += str(error).splitlines()
-    return list(dict.fromkeys(problems))
+    splits: tuple[Split, ...] = ("train", "val")
+    for split in splits:
+        if sources(config, split):
+            try:
+                found[split] = RowSet(config, split, seed)
+            except ValueError as error:
+                problems += str(error).splitlines()
+    return found, list(dict.fromkeys(problems))
+
+
+def check_shares(config: DataConfig, rows: Mapping[Split, RowSet], batch_size: int) -> list[str]:
+    """Errors of data.domain_interleave_probs for batches of this many prompts, if the rows are valid."""
+    if not config.domain_interleave_probs or "train" not in rows:
+        return []
+    try:
+        domain_shares(rows["train"].domain_names, config.domain_interleave_probs, batch_size)
+    except ValueError as error:
+        return [str(error)]
+    return []

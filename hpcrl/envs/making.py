@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcrl.config import Config, EnvConfig
@@ -50,18 +50,10 @@ def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
     return made(**(known | config.options))
 
 
-def validate_envs(config: Config) -> list[str]:
-    """One line for every environment whose domain has no prompts."""
+def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """One line for every environment whose domain has no prompts, by the rows that could be read."""
     named = [name for name in config.env if name != "default"]
-    if not named:
-        return []
-    domains: dict[str, None] = {}
-    splits: tuple[Split, ...] = ("train", "val")
-    for split in splits:
-        try:
-            domains |= dict.fromkeys(RowSet(config.data, split, config.seed).domain_names)
-        except ValueError:  # not set, or reported by validate_sources
-            continue
+    domains = dict.fromkeys(name for split in rows.values() for name in split.domain_names)
     there = ", ".join(domains)
     return [
         f"env.{name}: no prompt has this domain; there are: {there}"

@@ -53,17 +53,19 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 def _check_inputs(reading: Reading, config: Config) -> None:
     """Checks prompt files, rewards, stored rollouts and the container."""
-    from hpcrl.data import validate_sources
+    from hpcrl.data import check_shares, read_splits
     from hpcrl.envs.making import validate_envs
     from hpcrl.rewards.router import validate_rewards
 
     if config.debug != "train_only" or config.evaluates:
-        prompts = config.rollout.num_prompts if config.reinforces else None
+        rows, wrong = read_splits(config.data, config.seed)
+        if config.reinforces:
+            wrong += check_shares(config.data, rows, config.rollout.num_prompts)
         lacking = tuple(f"{path}: no such file" for path in _still_to_give(reading, config))
-        lines = [line for line in validate_sources(config.data, prompts) if not line.endswith(lacking or ("\n",))]
+        lines = [line for line in wrong if not line.endswith(lacking or ("\n",))]
         reading.add([Problem((), line, (("data",),)) for line in lines])
-        reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config)])
-        reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config)])
+        reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config, rows)])
+        reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config, rows)])
     reading.add(check_rollouts(config))
     reading.add(check_container(config.cluster))
     reading.add(check_prologue(config.cluster))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
 from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources
-from hpcrl.data.tasks import built_in_reward, is_generated
+from hpcrl.data.tasks import Split, built_in_reward, is_generated
 from hpcrl.rewards.base import make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
 from hpcrl.rewards.protocol import Ready, frame, take_answers
@@ -62,7 +63,7 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
             try:
                 table = open_table(source, config.seed, split)
                 row = parse_row(table.row(0), config.data, source.tag, table.where(0))
-            except ValueError:  # validate_sources tells the user
+            except ValueError:  # read_splits tells the user
                 continue
             answer = row.answer
             if isinstance(answer, str) and (after_marker(answer, "####") or last_boxed(answer)):
@@ -70,8 +71,9 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
     return found
 
 
-def validate_rewards(config: Config) -> list[str]:
-    """All that is wrong with the rewards that can be known before the start; one line each.
+def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """All that is wrong with the rewards that can be known before the start; one line each. rows: those that could be
+    read.
 
     User code is imported in a process of its own.
     """
@@ -86,23 +88,19 @@ def validate_rewards(config: Config) -> list[str]:
         if problem:
             problems.append(f"reward.{name}: {problem}")
     if config.reinforces:
-        problems += _check_domains(config, Router(config))
+        problems += _check_domains(config, Router(config), rows)
     return problems
 
 
-def _check_domains(config: Config, router: Router) -> list[str]:
+def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> list[str]:
     """Domains without a reward, rows without the answer that theirs needs, rewards without a row."""
     problems = []
     domains: dict[str, None] = {}
-    readable = True
-    for split in ("train", "val"):
-        try:
-            rows = RowSet(config.data, split, config.seed) if sources(config.data, split) else None
-        except ValueError:  # validate_sources tells the user
-            readable = False
-            continue
-        domains |= dict.fromkeys(rows.domain_names if rows is not None else [])
-        for domain in rows.domain_names if rows is not None else []:
+    splits: tuple[Split, ...] = ("train", "val")
+    readable = all(split in rows or not sources(config.data, split) for split in splits)
+    for split, found in rows.items():
+        domains |= dict.fromkeys(found.domain_names)
+        for domain in found.domain_names:
             env = config.env_of(domain)
             if env is not None and not env.add_reward:
                 continue
@@ -111,8 +109,8 @@ def _check_domains(config: Config, router: Router) -> list[str]:
             except ValueError as error:
                 problems.append(str(error))
                 continue
-            if rows is not None and domain in rows.unanswered and REWARDS[name].compares_answer:
-                count, where = rows.unanswered[domain]
+            if domain in found.unanswered and REWARDS[name].compares_answer:
+                count, where = found.unanswered[domain]
                 looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
                 problems.append(
                     f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "

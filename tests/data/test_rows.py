@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.config import Config, DataConfig, DataSource
 from hpcrl.control.queues import MAX_MESSAGE_BYTES
-from hpcrl.data import PromptSource, validate_sources
+from hpcrl.data import PromptSource, check_shares, read_splits
 from hpcrl.data.rows import MAX_ROW_BYTES, RowSet, domain_shares
 from hpcrl.data.tasks import GeneratedTask
 from hpcrl.rollout.admission import admissions
@@ -26,6 +26,10 @@ USER = [{"role": "user", "content": "2+2?"}]
 
 def only_row(path: str, **config: Any):
     return RowSet(DataConfig(train=path, **config), "train", seed=0).row(0)
+
+
+def problems_of(config: DataConfig) -> list[str]:
+    return read_splits(config, seed=0)[1]
 
 
 @pytest.mark.parametrize("key", ["prompt", "question", "problem"])
@@ -94,7 +98,7 @@ def test_sources_follow_each_other_and_a_tag_covers_a_source(write_jsonl):
 def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \r\n{"prompt": "b"}\r\n{"prompt": 3}')
-    assert validate_sources(DataConfig(train=str(path))) == [
+    assert problems_of(DataConfig(train=str(path))) == [
         f"{path}:5: prompt must be text or a list of messages, it is int"
     ]
 
@@ -120,7 +124,7 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
 )
 def test_a_bad_row_is_named_by_file_and_line(write_jsonl, line: Any, message: str):
     path = write_jsonl("a.jsonl", {"prompt": "good"}, line, {"prompt": "good"})
-    (problem,) = validate_sources(DataConfig(train=path))
+    (problem,) = problems_of(DataConfig(train=path))
     assert problem.startswith(f"{path}:2: ") and message in problem and "\n" not in problem
 
 
@@ -128,7 +132,7 @@ def test_a_row_at_the_limit_fits_into_the_messages_between_ranks(tokenizer, writ
     """Also where every character has three bytes, with a prompt and a response of a quarter of a MiB each."""
     answer = "数" * (MAX_ROW_BYTES // 6 - 100)
     path = write_jsonl("a.jsonl", json.dumps({"prompt": "p" * (1 << 18), "answer": answer}, ensure_ascii=False))
-    assert validate_sources(DataConfig(train=path)) == []
+    assert problems_of(DataConfig(train=path)) == []
     prompt = PromptSource(DataConfig(train=path, max_prompt_tokens=1 << 20), "train", tokenizer, 0, 1).next()
     (admit,) = admissions([make_sample_id(0, 0, 0)], {0: prompt}, training_sampling(Config()), seed=0)
     assert len(msgspec.msgpack.encode(admit)) + (1 << 18) < MAX_MESSAGE_BYTES
@@ -150,7 +154,7 @@ def test_a_row_that_cannot_be_used_at_run_time_costs_itself(tokenizer, monkeypat
 @pytest.mark.parametrize("magic", [b"\x1f\x8b\x08\0", b"PK\x03\x04", b"PAR1"])
 def test_a_packed_file_is_said_to_be_one(tmp_path: Path, magic: bytes):
     (tmp_path / "rows.jsonl").write_bytes(magic + bytes(100))
-    (problem,) = validate_sources(DataConfig(train=f"{tmp_path}/rows.jsonl"))
+    (problem,) = problems_of(DataConfig(train=f"{tmp_path}/rows.jsonl"))
     kind = {b"\x1f": "gzip", b"P": "zip"}.get(magic[:1], "") if magic != b"PAR1" else "parquet"
     assert problem.startswith(f"data.train: {tmp_path}/rows.jsonl: this is a {kind} file, not lines of JSON")
 
@@ -167,23 +171,23 @@ def test_bytes_in_parquet_are_text_or_refused(tmp_path: Path):
         parquet.write_table(pa.Table.from_pylist(rows[:count]), tmp_path / f"{count}.parquet")
     row = only_row(f"{tmp_path}/1.parquet")
     assert (row.messages, row.answer, row.extra["info"]) == (USER, "vier", {"hints": ["größer"]})
-    assert validate_sources(DataConfig(train=f"{tmp_path}/2.parquet")) == [
+    assert problems_of(DataConfig(train=f"{tmp_path}/2.parquet")) == [
         f"{tmp_path}/2.parquet:row 1: info.hints holds bytes that are no UTF-8; leave the column out, or store text"
     ]
 
 
 def test_a_chosen_answer_key_must_be_there(write_jsonl):
     path = write_jsonl("a.jsonl", {"prompt": "a", "x": 1})
-    (problem,) = validate_sources(DataConfig(train=path, answer_key="gold"))
+    (problem,) = problems_of(DataConfig(train=path, answer_key="gold"))
     assert problem == f"{path}:1: no gold (data.answer_key); the row has prompt, x"
 
 
 def test_problems_are_capped_and_said_to_be_more(write_jsonl):
     path = write_jsonl("a.jsonl", *["broken"] * 50)
-    problems = validate_sources(DataConfig(train=path))
+    problems = problems_of(DataConfig(train=path))
     assert len(problems) == 11 and problems[9].startswith(f"{path}:10: ")
     assert problems[-1] == "data.train: and 40 more rows with problems"
-    problems = validate_sources(DataConfig(train=[f"/nowhere/{n}.jsonl" for n in range(13)]))
+    problems = problems_of(DataConfig(train=[f"/nowhere/{n}.jsonl" for n in range(13)]))
     assert len(problems) == 11 and problems[-1] == "data.train: and 3 more sources with problems"
 
 
@@ -200,7 +204,7 @@ def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
         "x" * 300,
     ]
     sized = DataSource(path=array, size=3)
-    problems = validate_sources(DataConfig(train=[*train, sized], val=array))
+    problems = problems_of(DataConfig(train=[*train, sized], val=array))
     expected = [
         "missing.jsonl: no such file",
         ": a folder; give a jsonl or parquet file",
@@ -220,8 +224,8 @@ def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
 def test_good_data_has_no_problems_and_needs_no_torch(write_jsonl):
     path = write_jsonl("a.jsonl", {"prompt": "a", "answer": "b"})
     code = (
-        "import sys; from hpcrl.data import validate_sources; from hpcrl.config import DataConfig\n"
-        f"assert validate_sources(DataConfig(train=[{path!r}, 'task:add'], val={path!r})) == []\n"
+        "import sys; from hpcrl.data import read_splits; from hpcrl.config import DataConfig\n"
+        f"assert read_splits(DataConfig(train=[{path!r}, 'task:add'], val={path!r}), 0)[1] == []\n"
         "print([m for m in ('torch', 'transformers', 'pyarrow', 'reasoning_gym') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -247,7 +251,9 @@ def test_domain_shares_that_do_not_fit(write_jsonl):
     with pytest.raises(ValueError, match=r"must name the domains x, y; 'z' differs"):
         domain_shares(["x", "y"], {"x": 0.5, "y": 0.2, "z": 0.3}, 10)
     config = DataConfig(train=path, domain_interleave_probs={"x": 0.01, "y": 0.99})
-    assert validate_sources(config, 64) == [
+    rows, problems = read_splits(config, 0)
+    assert problems == []
+    assert check_shares(config, rows, 64) == [
         "data.domain_interleave_probs.x=0.01 of rollout.num_prompts=64 is no prompt"
     ]
-    assert validate_sources(config, 128) == []
+    assert check_shares(config, rows, 128) == []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config, EnvConfig, parse
+from hpcrl.data import read_splits
 from hpcrl.envs.making import env_class, make_env, validate_envs
 
 ROW = {"prompt": "?", "answer": "4", "messages": [], "extra": {"level": 3, "answer": "ignored", "size": 9}}
@@ -48,6 +49,8 @@ def test_an_environment_of_a_domain_that_no_prompt_has_is_named() -> None:
     data = {"train": [{"path": "task:add", "tag": "maze"}, {"path": "task:add", "tag": "plain"}]}
     env = {"maze": {}, "mazes": {}, "default": {}, "plain": None}
     config = parse({"data": data, "env": env})
-    assert validate_envs(config) == ["env.mazes: no prompt has this domain; there are: maze, plain"]
-    assert validate_envs(Config(env={"default": EnvConfig()})) == []
+    rows, problems = read_splits(config.data, config.seed)
+    assert problems == []
+    assert validate_envs(config, rows) == ["env.mazes: no prompt has this domain; there are: maze, plain"]
+    assert validate_envs(Config(env={"default": EnvConfig()}), rows) == []
     assert [config.env_of(domain) is None for domain in ("maze", "plain", "other")] == [False, True, False]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config, DataConfig, DataSource, RewardConfig
-from hpcrl.rewards.router import Router, validate_rewards
+from hpcrl.data import read_splits
+from hpcrl.rewards.router import Router
+from hpcrl.rewards.router import validate_rewards as validate
 
 FILE = Path(__file__).with_name("user_rewards.py")
 MATH, EXACT = RewardConfig(name="math"), RewardConfig(name="exact_match")
@@ -37,6 +39,10 @@ def test_sources_bring_their_rewards(tmp_path: Path):
         "sort_digits": "sort_digits", "sums": "exact_match", "gcd": "reasoning_gym", "default": "math",
         "algebra": "math",
     }  # fmt: skip
+
+
+def validate_rewards(config: Config) -> list[str]:
+    return validate(config, read_splits(config.data, config.seed)[0])
 
 
 def test_nothing_wrong(tmp_path: Path):
