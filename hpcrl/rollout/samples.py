@@ -59,34 +59,37 @@ class Samples:
             case BurstDone():
                 yield from self._burst_done(event)
             case Scored():
-                for sample in self._living_in((event.sample_id,), State.RUNNING, State.SCORING, State.ACTING):
-                    if not self._is_early(sample, event):
-                        self._move(sample, State.DONE)
-                        sample.done = with_score(sample.done, event)
-                        self._tally.count("score_errors", bool(sample.done.error))
-                        sample.group.num_done += 1
-                        yield sample, ""
+                sample = self._find(event.sample_id, State.RUNNING, State.SCORING, State.ACTING)
+                if sample is not None and not self._is_early(sample, event):
+                    self._move(sample, State.DONE)
+                    sample.done = with_score(sample.done, event)
+                    self._tally.count("score_errors", bool(sample.done.error))
+                    sample.group.num_done += 1
+                    yield sample, ""
             case Played():
-                for sample in self._living_in((event.sample_id,), State.RUNNING, State.ACTING):
-                    if not self._is_early(sample, event):
-                        self._move(sample, State.SCORING)
-                        sample.done = replace(sample.done, reward=event.reward, turn_rewards=event.turn_rewards)
-                        self._orders.put(Rescore, sample.replica, sample.id)
+                sample = self._find(event.sample_id, State.RUNNING, State.ACTING)
+                if sample is not None and not self._is_early(sample, event):
+                    self._move(sample, State.SCORING)
+                    sample.done = replace(sample.done, reward=event.reward, turn_rewards=event.turn_rewards)
+                    self._orders.put(Rescore, sample.replica, sample.id)
             case Answered():
-                for sample in self._living_in(event.sample_ids, State.RUNNING, State.ACTING):
-                    if not self._is_early(sample, event):
+                for sample_id in event.sample_ids:
+                    sample = self._find(sample_id, State.RUNNING, State.ACTING)
+                    if sample is not None and not self._is_early(sample, event):
                         self._move(sample, State.ANSWERED)
-                        self.replicas[sample.replica].answered.append(sample.id)
+                        self.replicas[sample.replica].answered.append(sample_id)
             case Aborted():
                 for _, length in event.lengths:
                     if length:  # others were still waiting in the engine
                         self._tally.record("aborted_length", length)
             case Failed():
-                for sample in self._living_in(event.sample_ids, *State):
-                    yield sample, event.cause
+                for sample_id in event.sample_ids:
+                    if (sample := self._find(sample_id, *State)) is not None:
+                        yield sample, event.cause
             case ScorerLost():
-                for sample in self._living_in(event.sample_ids, State.SCORING):
-                    self._orders.put(Rescore, sample.replica, sample.id)
+                for sample_id in event.sample_ids:
+                    if (sample := self._find(sample_id, State.SCORING)) is not None:
+                        self._orders.put(Rescore, sample.replica, sample_id)
             case ReplicaLost():
                 yield from self._replica_lost(event.replica)
             case Paced():
@@ -97,12 +100,13 @@ class Samples:
         ends = [(i, num_tokens, FinishReason(reason), State.SCORING) for i, num_tokens, reason in event.finished]
         ends += [(i, num_tokens, FinishReason.STOP, State.ACTING) for i, num_tokens in event.turns]
         for sample_id, num_tokens, reason, state in ends:
-            for sample in self._living_in((sample_id,), State.RUNNING):
-                self._move(sample, state)
-                sample.done = DoneSample(sample_id, sample.replica, num_tokens, reason, 0.0, 0.0)
-                early, sample.early = sample.early, None
-                if early is not None:
-                    yield from self.observe(early)
+            if (sample := self._find(sample_id, State.RUNNING)) is None:
+                continue
+            self._move(sample, state)
+            sample.done = DoneSample(sample_id, sample.replica, num_tokens, reason, 0.0, 0.0)
+            early, sample.early = sample.early, None
+            if early is not None:
+                yield from self.observe(early)
 
     def _replica_lost(self, name: int) -> Iterator[tuple[LiveSample, str]]:
         if name not in self.replicas:
@@ -119,14 +123,13 @@ class Samples:
             sample.early = event
         return sample.state is State.RUNNING
 
-    def _living_in(self, ids: Iterable[int], *states: State) -> Iterator[LiveSample]:
-        """The samples among `ids` in one of these states; others, dropped or of another scheduler, are counted."""
-        for sample_id in ids:
-            sample = self._living.get(sample_id)
-            if sample is not None and sample.state in states:
-                yield sample
-            else:
-                self._tally.count("stale")
+    def _find(self, sample_id: int, *states: State) -> LiveSample | None:
+        """The sample, where it is in one of these states; others, dropped or of another scheduler, are counted."""
+        sample = self._living.get(sample_id)
+        if sample is not None and sample.state in states:
+            return sample
+        self._tally.count("stale")
+        return None
 
     def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
         """See RolloutScheduler.together()."""
