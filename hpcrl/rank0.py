@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.config import Config
+from hpcrl.control.background import Background
 from hpcrl.control.controller import Controller, RankFailed, RankLost, RankSilent
 from hpcrl.control.messages import BuildRole, Failed
 from hpcrl.control.queues import ControlError
@@ -21,7 +22,9 @@ from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduler import RolloutExhausted
 from hpcrl.rundir import VERDICT, SupersededError, finish_run
-from hpcrl.runtime.context import NoProgress, Run, Stopped
+from hpcrl.runtime.building import build
+from hpcrl.runtime.context import Run
+from hpcrl.runtime.guard import NoProgress, Stopped
 from hpcrl.runtime.saves import CheckpointError, NotSavedError
 from hpcrl.signals import STOPPING
 from hpcrl.spec.tables import PIPELINES, ROLES
@@ -43,15 +46,15 @@ def control(
     world: World, worker: Worker, config: Config, layout: RoleLayout, run_dir: Path, model_path: Path, attempt: int
 ) -> int:
     """Run the pipeline to its end; returns the exit code. Leaves last: the other ranks are told to go before."""
+    background = Background(worker.pump if layout.roles_of(CONTROLLER) != ("controller",) else None)
     controller = Controller(
         world,
         layout.roles_of,
         command_s=config.timeouts.command_s,
         start_s=config.timeouts.start_s,
         survivable=lambda rank, lost: _survivable(config, layout, rank, lost),
+        background=background,
     )
-    if layout.roles_of(CONTROLLER) != ("controller",):
-        controller.pump = worker.pump
     worker.join()
     run = None
     try:
@@ -59,9 +62,10 @@ def control(
             from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
 
             make_tiny_model(config.model.tiny, model_path)
-        run = Run(controller, layout, config, run_dir, model_path, attempt)
+        run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
+        guard = run.guard
         for number in STOPPING:
-            signal.signal(number, lambda n, _: setattr(run, "stop_signal", run.stop_signal or n))
+            signal.signal(number, lambda n, _: guard.stop(n))
         stopped = None
         try:
             PIPELINES[config.pipeline].load()(run)

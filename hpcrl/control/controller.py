@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from hpcrl.control.background import Background, Events
 from hpcrl.control.clock import AwakeClock
 from hpcrl.control.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
 from hpcrl.control.world import World, rank_queue
 
 CHECK_EVERY_S = 10.0  # with nothing to hear
 CHECKS_PER_DEADLINE = 8
-PUMP_EVERY_S = 0.002
+LOCAL_EVERY_S = 0.002  # between two looks at the commands of roles in this process
 MAX_TAKEN = 1024  # messages before events are handed out: in a large world they never stop coming
 CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch before its first report
 
@@ -46,8 +47,7 @@ Started = list[tuple[int, int]]
 
 
 class Controller:
-    """Pushes commands and collects answers. `pump` runs commands of roles that live in this process; `between` is
-    called whenever events are waited for, and must not wait itself."""
+    """Pushes commands and collects answers. `background`: what else goes on in this process while it waits."""
 
     def __init__(
         self,
@@ -57,10 +57,12 @@ class Controller:
         command_s: float,
         start_s: float,
         survivable: Callable[[int, Collection[int]], bool],
+        background: Background | None = None,
     ):
         assert world.events is not None
         self._world, self._inbox, self._roles_of = world, world.events, roles_of
         self.command_s, self._start_s, self._survivable = command_s, start_s, survivable
+        self._background = background or Background()
         self._clock = AwakeClock(command_s)
         self.check_s = min(CHECK_EVERY_S, command_s / CHECKS_PER_DEADLINE)
         self._outstanding: dict[tuple[int, int], _Outstanding] = {}
@@ -71,10 +73,6 @@ class Controller:
         self._hosts: dict[int, str] = {}
         self.lost: set[int] = set()
         self.built = False  # before that no rank may be lost: others may wait for it in the making of a group
-        self.pump: Callable[[], bool] | None = None
-        self.between: Callable[[], None] | None = None
-        # Gets events while answers are awaited.
-        self.background: Callable[[list[tuple[int, Event]]], None] | None = None
 
     def _can_lose(self, rank: int) -> bool:
         return self.built and self._survivable(rank, self.lost | {rank})
@@ -125,18 +123,17 @@ class Controller:
         for key in started:
             while key not in self._answers and key[0] not in self.lost:
                 self._take(self.check_s)
-                if self.background is not None and self._events:
-                    self.background(self._taken())
+                if self._background.listens and self._events:
+                    self._background.hear(self._taken())
         return {rank: self._answers.pop((rank, seq)) for rank, seq in started if (rank, seq) in self._answers}
 
     def answered(self, started: Started) -> bool:
         """Whether finish() would not wait."""
         return all(key in self._answers or key[0] in self.lost for key in started)
 
-    def events(self) -> list[tuple[int, Event]]:
+    def events(self) -> Events:
         """Some of the events other than answers to call(), as (rank, event), in order; waits up to check_s for one."""
-        if self.between is not None:
-            self.between()
+        self._background.look()
         self._world.trace.enter("wait for events")
         if not self._events:
             self._take(self.check_s)
@@ -145,7 +142,7 @@ class Controller:
                 break
         return self._taken()
 
-    def _taken(self) -> list[tuple[int, Event]]:
+    def _taken(self) -> Events:
         events = list(self._events)
         self._events.clear()
         return events
@@ -171,8 +168,8 @@ class Controller:
 
     def _take(self, timeout_s: float) -> bool:
         """Handle one message if there is one within timeout_s, running local commands meanwhile."""
-        if self.pump is not None:
-            timeout_s = 0.0 if self.pump() else min(timeout_s, PUMP_EVERY_S)
+        if self._background.has_local:
+            timeout_s = 0.0 if self._background.run_local() else min(timeout_s, LOCAL_EVERY_S)
         message = self._inbox.get(timeout_s)
         self._check_deadlines()
         if message is None:

@@ -13,7 +13,12 @@ SPEC = PipelineSpec(about="Reinforcement learning from verifiable rewards.", mak
 
 
 def rlvr(run: Run) -> None:
-    """Train the policy of `run` to its last step."""
+    """Train the policy of `run` to its last step.
+
+    In the background: with rollout.max_lag above 0, replicas that do not train generate for the steps to come while
+    other ranks are waited for (RolloutLoop.background); a save that is under way is committed while responses are
+    waited for (Checkpoints.look); roles that live on rank 0 work in every wait (Worker.pump).
+    """
     run.publish(run.first_step)
     if run.first_step == 0:
         run.log(0, run.evaluate(0))

@@ -40,7 +40,11 @@ SPEC = PipelineSpec(
 
 
 def sft(run: Run) -> None:
-    """Train to the last step, or until the sampled held-out score reaches sft.stop_score."""
+    """Train to the last step, or until the sampled held-out score reaches sft.stop_score.
+
+    In the background: a save that is under way is committed while held-out responses are waited for
+    (Checkpoints.look); roles that live on rank 0 work in every wait (Worker.pump).
+    """
     config, stop_score = run.config, run.config.section(SFTConfig).stop_score
     for step in run.steps():
         if stop_score is not None and (score := _score(run.last_logged)) >= stop_score:

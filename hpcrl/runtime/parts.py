@@ -32,6 +32,18 @@ def timed(name: str, start: float) -> Stats:
     return {name: scalar(time.perf_counter() - start)}
 
 
+class Roles:
+    """The ranks of every role, those of installed packages too."""
+
+    def __init__(self, controller: Controller, layout: RoleLayout):
+        self._controller, self._layout = controller, layout
+
+    def ask(self, role: str, question: str, values: dict[str, Any]) -> Stats:
+        """What all ranks of a role that answers questions (hpcrl.roles.base.Answers) say, merged."""
+        ask = messages.Ask(role, question, values)
+        return answers_stats(self._controller.call(dict.fromkeys(self._layout.ranks[role], ask)).values())
+
+
 class Trainer:
     """The trainer ranks: the policy that learns."""
 

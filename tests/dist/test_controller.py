@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.control.background import Background
 from hpcrl.control.controller import MAX_TAKEN, Controller, RankSilent
 from hpcrl.control.messages import Advantages, Burst, Done, Scored, ScoredSample
 from hpcrl.control.world import CONTROLLER_QUEUE
@@ -18,9 +19,14 @@ def controller(threads: Any) -> Controller:
     return make_controller(threads)
 
 
-def make_controller(threads: Any, command_s: float = 20.0) -> Controller:
+def make_controller(threads: Any, command_s: float = 20.0, background: Background | None = None) -> Controller:
     return Controller(
-        threads.worlds[0], lambda rank: (), command_s=command_s, start_s=20.0, survivable=lambda *_: False
+        threads.worlds[0],
+        lambda rank: (),
+        command_s=command_s,
+        start_s=20.0,
+        survivable=lambda *_: False,
+        background=background,
     )
 
 
@@ -103,19 +109,52 @@ def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:
     assert time.monotonic() - activity.since < 1.0, "its agent need not take the controller for stuck"
 
 
-def test_commands_between_events_wait_for_no_rank(threads: Any, controller: Controller) -> None:
+def test_what_is_looked_after_between_events_waits_for_no_rank(threads: Any) -> None:
     asked: list[tuple[int, int]] = []
     known: list[bool] = []
+    background = Background()
+    controller = make_controller(threads, background=background)
 
-    def between() -> None:
+    def look() -> None:
         if not asked:
             asked.extend(controller.start({1: Advantages(7)}))
         known.append(controller.answered(asked))
 
-    controller.between = between
+    background.check(look)
     scored = Scored([ScoredSample(1, 1.0, 1.0)])
     say(threads, scored)
     assert controller.events() == [(1, scored)] and known == [False]
     say(threads, Done(asked[0][1]), scored)
     assert controller.events() == [(1, scored)], "an answer is no event"
     assert controller.answered(asked) and controller.finish(asked) == {1: Done(asked[0][1])}
+
+
+def test_events_that_come_before_an_answer_go_to_the_listener(threads: Any) -> None:
+    """Where there is none, they are kept until they are asked for."""
+    heard: list[tuple[int, Any]] = []
+    scored = Scored([ScoredSample(1, 1.0, 1.0)])
+    for listens in (False, True):
+        background = Background()
+        controller = make_controller(threads, background=background)
+        if listens:
+            background.listen(heard.extend)
+        started = controller.start({1: Advantages(7)})
+        say(threads, scored, Done(started[0][1]))
+        assert controller.finish(started) == {1: Done(started[0][1])}
+        assert heard == ([(1, scored)] if listens else [])
+        if not listens:
+            assert controller.events() == [(1, scored)]
+
+
+def test_roles_in_this_process_work_while_their_answer_is_waited_for(threads: Any) -> None:
+    def run_local() -> bool:
+        if runs:
+            return False
+        runs.append(1)
+        say(threads, Done(started[0][1]))
+        return True
+
+    runs: list[int] = []
+    controller = make_controller(threads, background=Background(run_local))
+    started = controller.start({1: Advantages(7)})
+    assert controller.finish(started) == {1: Done(started[0][1])} and runs == [1]

@@ -1,0 +1,130 @@
+"""What a run is made of, and how it is built: engines of all ranks, groups, data, the newest checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config
+from hpcrl.control import messages
+from hpcrl.control.background import Background
+from hpcrl.control.controller import Controller
+from hpcrl.data import PromptSource
+from hpcrl.rollout.loop import RolloutLoop
+from hpcrl.rundir import check_owner
+from hpcrl.runtime.debug import FixedWeights, IdleTrainer, StoredRollouts
+from hpcrl.runtime.evaluation import Evaluation
+from hpcrl.runtime.generation import replica_capacity
+from hpcrl.runtime.parts import Fabric, Reference, Roles, Trainer, Weights
+from hpcrl.runtime.rollouts import Rollouts
+from hpcrl.runtime.rows import AnswerRows
+from hpcrl.runtime.saves import Checkpoints
+from hpcrl.spec.tables import ROLES
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the steps of a run work with. first_step: that of the checkpoint which was restored, 0 without one.
+    evaluation: None where the layout has no generators."""
+
+    roles: Roles
+    trainer: Trainer
+    reference: Reference
+    weights: Weights
+    data: Rollouts | StoredRollouts | AnswerRows
+    evaluation: Evaluation | None
+    checkpoint: Checkpoints
+    first_step: int
+
+
+def build(
+    controller: Controller,
+    background: Background,
+    layout: RoleLayout,
+    config: Config,
+    run_dir: Path,
+    model_path: Path,
+    attempt: int,
+) -> Parts:
+    """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; generating
+    ahead and the commit of a save go on in it. ValueError for what is wrong with the user's input, other errors as
+    Controller.call() and Checkpoints.restore()."""
+    tokenizer = _load_tokenizer(model_path)
+    trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
+    weights = (Weights if config.learns else FixedWeights)(controller, layout)
+    fabric = Fabric(controller, layout)
+    _build_ranks(controller, layout, weights, fabric)
+    loop = _make_loop(controller, layout, config)
+    if loop is not None and config.rollout.max_lag > 0:
+        background.listen(loop.background)
+    fence = functools.partial(check_owner, run_dir, attempt)
+    data: Rollouts | StoredRollouts | AnswerRows
+    if not config.reinforces:
+        data = AnswerRows(trainer, config, tokenizer)
+    elif not config.generates:
+        data = StoredRollouts(controller, layout, config)
+    else:
+        assert loop is not None, "the layout of a run that generates has generators"
+        data = _make_rollouts(loop, fabric, layout, config, tokenizer, run_dir, fence)
+    evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
+    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data)
+    first_step = checkpoint.restore()
+    background.check(checkpoint.look)
+    roles, reference = Roles(controller, layout), Reference(controller, layout, config)
+    return Parts(roles, trainer, reference, weights, data, evaluation, checkpoint, first_step)
+
+
+def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: Fabric) -> None:
+    """Engines and groups, role by role: what joins a default group must be built on all its ranks together."""
+    controller.await_world()
+    for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
+        ranks = list(layout.ranks[role])
+        if ranks:
+            controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks)))
+    if layout.ranks["generator"] or layout.ranks["reference"]:
+        fabric.build()
+    weights.build_groups()
+    controller.built = True
+
+
+def _make_loop(controller: Controller, layout: RoleLayout, config: Config) -> RolloutLoop | None:
+    if not layout.replicas:
+        return None
+    return RolloutLoop(
+        controller,
+        layout.replicas,
+        layout.ranks["reward"],
+        layout.ranks["env"],
+        seed=config.seed,
+        burst_tokens=config.generator.burst_tokens,
+        deterministic=config.deterministic,
+        free=[replica[0] for replica in layout.free_replicas],
+    )
+
+
+def _make_rollouts(
+    loop: RolloutLoop,
+    fabric: Fabric,
+    layout: RoleLayout,
+    config: Config,
+    tokenizer: Any,
+    run_dir: Path,
+    fence: Callable[[], None],
+) -> Rollouts:
+    source = PromptSource(config.data, "train", tokenizer, config.seed, config.rollout.num_prompts)
+    return Rollouts(loop, fabric, replica_capacity(config, layout), config, source, run_dir, fence)
+
+
+def _load_tokenizer(model_path: Path) -> Any:
+    """The model's tokenizer. ValueError where the folder has none that works."""
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except Exception as error:  # transformers and tokenizers raise all kinds for a damaged file
+        text = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model.path: config and tokenizer of {model_path} cannot be loaded: {text}") from error

@@ -1,0 +1,92 @@
+"""Whether a run goes on: it owns its folder, no signal has come, the job lasts for another step, and it learns."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+
+from hpcrl.metrics.stats import Stats
+from hpcrl.runtime.deadline import Deadline
+
+MAX_FRUITLESS_STEPS = 3
+"""Steps in a row without an update, or with a loss that is not finite, after which a run ends."""
+LOSSES = ("actor/total_loss", "sft/loss")
+
+
+class Stopped(Exception):
+    """The run ends early at a step boundary. signal_number: 0 where the time is over. saved: the step of its newest
+    checkpoint, an earlier one where there was only the time to finish that."""
+
+    def __init__(self, step: int, saved: int, signal_number: int, why: str):
+        self.signal_number = signal_number
+        what = (
+            "everything is saved" if saved == step else f"saved up to step {saved}: there was no time for another save"
+        )
+        super().__init__(f"stopped by {why} after step {step}, {what}")
+
+
+class NoProgress(RuntimeError):
+    """Several steps in a row changed nothing; the message says which."""
+
+
+class Guard:
+    """Asked at the boundaries of steps."""
+
+    def __init__(
+        self,
+        fence: Callable[[], None],
+        expected_save_s: Callable[[], float],
+        signal_lead_s: float,
+        deadline: Deadline,
+    ):
+        """fence: raises SupersededError when another attempt owns the run. expected_save_s: what a save would take."""
+        self.fence = fence
+        self._expected_save_s, self._signal_lead_s, self._deadline = expected_save_s, signal_lead_s, deadline
+        self.stop_signal = 0  # the first that came
+        self._told_notice = False
+        self._num_fruitless = 0
+
+    def stop(self, signal_number: int) -> None:
+        """A signal asks the run to end at the next boundary; safe in a signal handler."""
+        self.stop_signal = self.stop_signal or signal_number
+
+    def before_step(self) -> None:
+        """Say once, as soon as it is known, whether a warning comes early enough. SupersededError as the fence."""
+        notice = self._deadline.notice(self._expected_save_s(), self._signal_lead_s)
+        if notice and not self._told_notice:
+            print(f"hpcrl: {notice}", flush=True)
+            self._told_notice = True
+        self.fence()
+
+    def after_step(self, step_s: float) -> None:
+        """A step took so long, evaluation included."""
+        self._deadline.record(step_s)
+
+    def left_s(self) -> float:
+        """Seconds until the job ends."""
+        return self._deadline.left_s()
+
+    def must_stop(self) -> str:
+        """Why no other step is to begin; empty where one is."""
+        if self.stop_signal:
+            return signal.Signals(self.stop_signal).name
+        save_s = self._expected_save_s()
+        if self._deadline.is_near(save_s):
+            left, needed = self._deadline.left_s(), self._deadline.needed_s(save_s)
+            return f"the end of its job in {left:.0f} s (another step with its save takes up to {needed:.0f} s)"
+        return ""
+
+    def check_progress(self, step: int, stats: Stats) -> None:
+        """NoProgress once the statistics of several steps in a row show that nothing was learnt."""
+        updates = stats.get("actor/skipped_update")
+        losses = {name: stats[name].total / stats[name].count for name in LOSSES if name in stats and stats[name].count}
+        signs = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
+        if updates is not None and updates.total == updates.count:
+            signs.append(f"all {updates.count:g} updates were skipped, their gradients were not finite")
+        self._num_fruitless = self._num_fruitless + 1 if signs else 0
+        if self._num_fruitless == MAX_FRUITLESS_STEPS:
+            raise NoProgress(
+                f"no progress in steps {step - MAX_FRUITLESS_STEPS + 1} to {step}: {'; '.join(signs)}; lower "
+                "trainer.lr or trainer.max_grad_norm and start again from a checkpoint before"
+            )

@@ -1,0 +1,85 @@
+"""What ends a run at the boundary of a step."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import pytest
+
+from hpcrl.metrics.stats import Stat, Stats
+from hpcrl.runtime.deadline import Deadline
+from hpcrl.runtime.guard import Guard, NoProgress
+
+GOOD = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(1.0, 4.0)}
+NAN = {"actor/total_loss": Stat(math.nan, 1.0)}
+SKIPPED = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(4.0, 4.0)}
+
+
+class Superseded(Exception):
+    pass
+
+
+def make_guard(end_s: float = math.inf, save_s: float = 0.0, lead_s: float = 0.0, owned: bool = True) -> Guard:
+    """Of a job that ends `end_s` from now."""
+
+    def fence() -> None:
+        if not owned:
+            raise Superseded
+
+    environ = {"SLURM_JOB_ID": "7", "HPCRL_JOB_END": str(1000.0 + end_s)} if end_s < math.inf else {}
+    return Guard(fence, lambda: save_s, lead_s, Deadline(environ, clock=lambda: 1000.0))
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [
+        ([NAN, NAN], ""),
+        ([NAN, NAN, GOOD, NAN, NAN], ""),
+        ([GOOD] * 5, ""),
+        ([{}] * 5, ""),
+        ([GOOD, NAN, NAN, NAN], "steps 2 to 4: actor/total_loss is nan; lower trainer.lr"),
+        ([NAN, SKIPPED, SKIPPED], "steps 1 to 3: all 4 updates were skipped"),
+    ],
+)
+def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
+    guard, said = make_guard(), ""
+    try:
+        for number, stats in enumerate(steps, 1):
+            guard.check_progress(number, stats)
+    except NoProgress as error:
+        said = str(error)
+    assert ends in said and bool(ends) == bool(said)
+
+
+def test_the_first_signal_is_the_one_that_counts() -> None:
+    guard = make_guard()
+    assert guard.must_stop() == ""
+    guard.stop(signal.SIGUSR1)
+    guard.stop(signal.SIGTERM)
+    assert (guard.must_stop(), guard.stop_signal) == ("SIGUSR1", signal.SIGUSR1)
+
+
+def test_no_step_begins_that_the_job_is_too_short_for() -> None:
+    assert _why(17.5) == ""  # 1.2 x (8 + 2) + 5
+    assert _why(10.0) == "the end of its job in 10 s (another step with its save takes up to 17 s)"
+
+
+def test_whether_a_warning_comes_early_enough_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    guard = make_guard(1000.0, save_s=2.0, lead_s=60.0)
+    guard.before_step()
+    guard.after_step(8.0)
+    guard.before_step()
+    guard.before_step()
+    assert capfd.readouterr().out.count("with 60 s of notice (cluster.signal_lead_s) no step is lost") == 1
+
+
+def test_a_superseded_attempt_begins_no_step() -> None:
+    with pytest.raises(Superseded):
+        make_guard(owned=False).before_step()
+
+
+def _why(end_s: float) -> str:
+    guard = make_guard(end_s, save_s=2.0)
+    guard.after_step(8.0)
+    return guard.must_stop()
