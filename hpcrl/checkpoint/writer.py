@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,15 +71,6 @@ class Written(NamedTuple):
 
     entries: list[FileEntry]
     seconds: float
-
-
-def write_files(folder: Path, files: Mapping[str, bytes | SharedFile]) -> list[FileEntry]:
-    """Write files into a folder, sync them to disk, and return their sizes and hashes."""
-    entries = []
-    for name, content in files.items():
-        entries.append(_write(folder / name, memoryview(content if isinstance(content, bytes) else content.buffer)))
-    fsync_path(folder)
-    return entries
 
 
 def _write(path: Path, content: memoryview, wrote: Callable[[int], None] = lambda _: None) -> FileEntry:

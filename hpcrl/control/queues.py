@@ -27,7 +27,6 @@ from hpcrl.control import network
 MAX_MESSAGE_BYTES = 64 << 20
 PART_BYTES = 1 << 20  # the server drops a client at 8 MiB, and meanwhile serves no other
 MAC_BYTES = 32
-LOOPBACK = "127.0.0.1"
 POLL_BELOW_S = 1.0
 POLL_EVERY_S = 0.0005
 NAMED_REFUSALS = 100  # a flood must not fill the memory or the disk

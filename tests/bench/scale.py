@@ -156,9 +156,9 @@ def over_store(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
     capacities = dict.fromkeys(range(1, num_ranks + 1), capacity)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        store = queues.serve(queues.LOOPBACK, 60.0)
-        inbox = queues.Inbox(queues.connect(queues.LOOPBACK, store.port, 60.0), CONTROLLER_QUEUE, KEY, m.Event)
-        sender = queues.Sender(queues.connect(queues.LOOPBACK, store.port, 60.0), KEY, 0)
+        store = queues.serve("127.0.0.1", 60.0)
+        inbox = queues.Inbox(queues.connect("127.0.0.1", store.port, 60.0), CONTROLLER_QUEUE, KEY, m.Event)
+        sender = queues.Sender(queues.connect("127.0.0.1", store.port, 60.0), KEY, 0)
         controller = make_controller(folder, sender, inbox, num_ranks + 1)
         controller._hosts[0] = "here"
         ranks = [list(capacities)[client::CLIENTS] for client in range(CLIENTS)]

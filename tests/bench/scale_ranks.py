@@ -192,7 +192,7 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
     """Play these ranks until they are told to leave: a thread and a store client each, as its inbox blocks; what they
     send shares one client."""
     threading.stack_size(1 << 18)
-    store = queues.connect(queues.LOOPBACK, port, 60.0)
+    store = queues.connect("127.0.0.1", port, 60.0)
     threads = [threading.Thread(target=_serve, args=(port, store, rank, mean_bursts)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -201,7 +201,7 @@ def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
 
 
 def _serve(port: int, store: Any, rank: int, mean_bursts: int) -> None:
-    inbox = queues.Inbox(queues.connect(queues.LOOPBACK, port, 60.0), rank_queue(rank), KEY, m.Command)
+    inbox = queues.Inbox(queues.connect("127.0.0.1", port, 60.0), rank_queue(rank), KEY, m.Command)
     sender, script = queues.Sender(store, KEY, rank), Script(rank, mean_bursts)
     sender.send(CONTROLLER_QUEUE, m.Joined("here", rank))
     while (message := inbox.get(60.0)) is not None:

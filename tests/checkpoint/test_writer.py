@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.checkpoint.writer import CHUNK_BYTES, SharedFile, Writer, Written, write_files
+from hpcrl.checkpoint.writer import CHUNK_BYTES, SharedFile, Writer, Written
+from tests.checkpoint.writing import write_files
 from tests.children import children
 
 DYING_RANK = """

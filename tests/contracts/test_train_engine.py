@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms.base import Objective, Outputs
-from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.engines.train.fake.engine import FakeTrainEngine
@@ -20,6 +19,7 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.spec.tables import TRAIN_ENGINES
+from tests.checkpoint.writing import write_files
 from tests.engines.worlds import VOCAB, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
 pytestmark = pytest.mark.numerics

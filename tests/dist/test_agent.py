@@ -281,12 +281,12 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     node.start(CONTROLLER, HEAD + "up(); sys.exit(3)")
     node.pid(1)
     time.sleep(1.2)
-    store, world = queues.serve(queues.LOOPBACK, 20), node.folder / "world"
+    store, world = queues.serve("127.0.0.1", 20), node.folder / "world"
     key = make_key_file(world, "name")
-    endpoint = {"host": queues.LOOPBACK, "port": store.port, "key_file": str(key), "world": "name"}
+    endpoint = {"host": "127.0.0.1", "port": store.port, "key_file": str(key), "world": "name"}
     (world / "endpoint.tmp").write_text(json.dumps(endpoint))
     (world / "endpoint.tmp").rename(world / "endpoint.json")
-    inbox = queues.Inbox(queues.connect(queues.LOOPBACK, store.port, 20), CONTROLLER_QUEUE, key.read_bytes(), Event)
+    inbox = queues.Inbox(queues.connect("127.0.0.1", store.port, 20), CONTROLLER_QUEUE, key.read_bytes(), Event)
     message = inbox.get(40)
     assert message is not None
     sender, _, lost = message

@@ -184,8 +184,8 @@ def test_a_store_of_another_world_at_the_same_port_is_not_taken(tmp_path: Path) 
     from hpcrl.control import queues
     from hpcrl.control.bootstrap import WORLD_KEY
 
-    other = queues.serve(queues.LOOPBACK, 10)
-    endpoint = {"host": queues.LOOPBACK, "port": other.port, "key_file": "key", "world": "mine"}
+    other = queues.serve("127.0.0.1", 10)
+    endpoint = {"host": "127.0.0.1", "port": other.port, "key_file": "key", "world": "mine"}
     share_endpoint(place_of(0), tmp_path, endpoint, 1)
     with pytest.raises(TimeoutError, match=rf"no world answers at 127.0.0.1:{other.port}, named by {tmp_path}"):
         share_endpoint(place_of(1), tmp_path, None, 0.3)
@@ -207,7 +207,7 @@ def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
 def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
     from hpcrl.control import queues
 
-    server = queues.serve(queues.LOOPBACK, 20)
+    server = queues.serve("127.0.0.1", 20)
     port = server.port
     if not hosted:  # rank 0 serves on torchrun's port
         del server

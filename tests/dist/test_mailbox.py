@@ -58,7 +58,7 @@ def test_an_item_over_the_limit_is_refused_with_its_size_and_the_next_goes_throu
 
 def test_a_lost_receiver_is_named_and_not_tried_again(worlds: list[World]) -> None:
     store = worlds[1].store
-    sender, receiver = Mailbox(store, KEY, 11, queues.LOOPBACK, 0.5), Mailbox(store, KEY, 12, queues.LOOPBACK, 0.5)
+    sender, receiver = Mailbox(store, KEY, 11, "127.0.0.1", 0.5), Mailbox(store, KEY, 12, "127.0.0.1", 0.5)
     receiver.open()
     sender.send(12, [response(1)])
     assert receiver.receive(Response, 5.0) == [response(1)]
@@ -68,7 +68,7 @@ def test_a_lost_receiver_is_named_and_not_tried_again(worlds: list[World]) -> No
             sender.send(12, [response(2)])
             time.sleep(0.05)
     start = time.monotonic()
-    for late in (sender, Mailbox(store, KEY, 13, queues.LOOPBACK, 0.5)):  # one that never knew it
+    for late in (sender, Mailbox(store, KEY, 13, "127.0.0.1", 0.5)):  # one that never knew it
         for _ in range(3):
             with pytest.raises(StoreLost, match="the mailbox of rank 12 is gone"):
                 late.send(12, [response(3)])
@@ -76,7 +76,7 @@ def test_a_lost_receiver_is_named_and_not_tried_again(worlds: list[World]) -> No
 
 
 def test_a_rank_without_a_mailbox_is_named(worlds: list[World]) -> None:
-    store = queues.connect(queues.LOOPBACK, worlds[0].store.port, 0.3)
-    mailbox = Mailbox(store, KEY, 14, queues.LOOPBACK, 0.3)
+    store = queues.connect("127.0.0.1", worlds[0].store.port, 0.3)
+    mailbox = Mailbox(store, KEY, 14, "127.0.0.1", 0.3)
     with pytest.raises(StoreLost, match="the mailbox of rank 99 is gone"):
         mailbox.send(99, [response(1)])

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.base import Outputs
-from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2 import model
@@ -27,6 +26,7 @@ from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.rollout.batch import Batch
 from hpcrl.runtime.balance import balance, micro_batches
+from tests.checkpoint.writing import write_files
 from tests.engines.worlds import FAMILIES, Weighted, make_batch, make_model_folder, norms_of, run_ranks
 
 pytestmark = pytest.mark.numerics

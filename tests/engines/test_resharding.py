@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hpcrl.checkpoint.writer import write_files
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.runtime.balance import balance
+from tests.checkpoint.writing import write_files
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
 
 LENGTHS = (11, 7, 9, 14, 5, 8, 6, 10)
