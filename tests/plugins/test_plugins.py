@@ -141,5 +141,5 @@ def test_a_broken_package_is_told_of_and_left_out(site: Path, tmp_path: Path) ->
     planned = call(broken, "layout=single", f"run_dir={tmp_path / 'run'}", "dry_run=true")
     assert planned.returncode == 0, planned.stderr
     lines = planned.stderr.splitlines()
-    assert "hpcrl: the pipeline curriculum is left out: " in planned.stderr and "No module named 'nowhere'" in lines[0]
+    assert "hpcrl: the pipeline curriculum is ignored: " in planned.stderr and "No module named 'nowhere'" in lines[0]
     assert len(lines) == len(set(lines)) >= 6, "each entry once"
