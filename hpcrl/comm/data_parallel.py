@@ -1,4 +1,4 @@
-"""What the ranks of a training engine exchange beside the engine: rows within a data-parallel rank, sums across."""
+"""Communication of a training engine's ranks outside the engine: rows within a data-parallel rank, sums across them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class DataParallel:
             self._inside = world.group(f"{role}/inside/{group[0]}", group, epoch)
 
     def pass_on(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that the head gives, in host memory. Called by all ranks of a data-parallel rank of several."""
+        """The tensors of the head, in host memory. Called by all ranks of a data-parallel rank that has several."""
         if self.is_head:
             send_buckets(self._inside, stage(tensors.items(), keep=True), 0)
             return tensors
         return {name: tensor for bucket in receive_buckets(self._inside, 0) for name, tensor in bucket.tensors()}
 
     def outputs(self, values: Tensor | None, num_tokens: int) -> Tensor:
-        """float32 [T]: what the rank that holds the outputs of these rows computed for their tokens; the others may
-        have None. Called by all ranks of a data-parallel rank."""
+        """float32 [T]: the values of these rows' tokens from the rank that holds the outputs; other ranks may pass
+        None. Called by all ranks of a data-parallel rank."""
         if self._inside is None or self.holds_outputs:
             assert values is not None, "this rank holds the outputs"
             given = values
@@ -55,8 +55,8 @@ class DataParallel:
         return total
 
     def all_gather(self, own: Tensor) -> Tensor:
-        """The [n] values of all data-parallel ranks, one after another, of which each may have another number; called
-        by all ranks of the engine."""
+        """The [n] values of all data-parallel ranks, concatenated; n may differ between them. Called by all ranks of
+        the engine."""
         counts = self._gathered(torch.tensor([len(own)]))
         longest = max(int(count) for count in counts)
         columns = self._gathered(torch.cat([own, own.new_zeros(longest - len(own))]))

@@ -20,13 +20,12 @@ PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether a group says by this error that another rank is gone. Gloo and NCCL raise plain RuntimeErrors."""
+    """Whether this error of a group means that another rank is gone. Gloo and NCCL raise plain RuntimeErrors."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
 
 
 class PeerLost(RuntimeError):
-    """What rank `peer` should have sent or taken did not get through; the text has gloo's words. The group is of no use
-    any more."""
+    """A transfer with rank `peer` failed; the text contains gloo's message. The group is unusable afterwards."""
 
     def __init__(self, peer: int, text: str):
         super().__init__(text)
@@ -37,7 +36,7 @@ class PeerLost(RuntimeError):
 class Fabric:
     """A group between roles and the world ranks that are in it, in order."""
 
-    group: Any  # dist.ProcessGroupGloo, whose calls torch's stubs leave out
+    group: Any  # dist.ProcessGroupGloo, whose methods torch's stubs lack
     ranks: Sequence[int]
 
     def exchange(
@@ -49,12 +48,12 @@ class Fabric:
         pick: Pick,
         text: str = "",
     ) -> list[tuple[Move, dict[str, np.ndarray]]]:
-        """Carry out the moves that touch `rank`; returns what it gets, in the order of the moves. text: name of a field
-        of UTF-8 texts, which goes with the moves that have text_bytes.
+        """Carry out the moves that touch `rank`; returns what this rank receives, in the order of the moves. text: name
+        of a field of UTF-8 texts, sent with the moves that have text_bytes.
 
-        pick(sample ids) gives for every field one array per sample; ValueError where they are not as long as the move
-        says. Called by every source and destination of a move with the same list; at most one move per pair. Waits
-        under the group's timeout; PeerLost when that is over or a peer has ended, after everything else got through.
+        pick(sample ids) gives for every field one array per sample; ValueError if their lengths differ from the move's.
+        Called by every source and destination of a move with the same list; at most one move per pair. Waits under the
+        group's timeout; PeerLost after that timeout or the end of a peer, once every other move is done.
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
         parcels = [
@@ -63,8 +62,8 @@ class Fabric:
             else _buffer(move, token_fields, row_fields, text)
             for move in own
         ]
-        # Two ranks that talk for the first time connect here, and one of them waits for the other. Nobody waits for
-        # data before, and all follow the list of moves: no circle of ranks that wait for each other.
+        # Two ranks connect here at their first communication, and one of them waits for the other. No rank waits for
+        # data before, and all ranks follow the list of moves, so ranks cannot wait for each other in a circle.
         works: list[tuple[int, Any]] = []
         errors: list[PeerLost] = []
         for move, (buffer, _) in zip(own, parcels, strict=True):
@@ -108,8 +107,8 @@ def _buffer(
 def _gather(
     move: Move, token_fields: Fields, row_fields: Fields, pick: Pick, text: str
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A move filled on the rank that holds its samples; straight into the buffer, since an array per field in between
-    would cost more than sending it."""
+    """A move filled on the rank that holds its samples, directly in the buffer, since an intermediate array per field
+    would cost more than the transfer."""
     buffer, fields = _buffer(move, token_fields, row_fields, text)
     arrays = pick(move.samples) if move.samples else {}
     for name, field in fields.items() if move.samples else ():
@@ -130,13 +129,13 @@ def ragged(rows: Sequence[Sequence[float]], dtype: str) -> bytes:
 
 
 def ragged_bytes(rows: Sequence[bytes], dtype: np.dtype) -> bytes:
-    """The same of rows that are the bytes of their values."""
+    """As ragged(), for rows given as the bytes of their values."""
     counts = np.array([len(row) // dtype.itemsize for row in rows], dtype=np.uint16)
     return counts.tobytes() + b"".join(rows)
 
 
 def from_ragged(data: bytes, num_rows: int, dtype: str | np.dtype) -> list[np.ndarray]:
-    """What ragged() or ragged_bytes() packed."""
+    """The rows that ragged() or ragged_bytes() packed."""
     counts = np.frombuffer(data, np.uint16, num_rows)
     values = np.frombuffer(data, dtype, offset=counts.nbytes)
     return np.split(values, np.cumsum(counts, dtype=np.int64)[:-1]) if num_rows else []

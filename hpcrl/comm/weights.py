@@ -1,8 +1,8 @@
-"""Named tensors in buckets, from one rank of a group to the others: weights above all, staged once per version and
-pulled by one replica after another.
+"""Named tensors in buckets, from one rank of a group to the others: mainly weights, staged once per version and pulled
+by one replica after another.
 
-They are staged in host memory, since a GPU holds the trainer's state already, and broadcast from there by gloo, or by
-NCCL one bucket on the GPU at a time.
+They are staged in host memory, since the GPU holds the trainer's state, and broadcast from there by gloo, or by NCCL
+with one bucket on the GPU at a time.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def send_buckets(group: Any, buckets: list[Bucket], root: int) -> None:
 
 
 def receive_buckets(group: Any, root: int) -> Iterator[Bucket]:
-    """What send_buckets sends, bucket by bucket as it comes; called, and exhausted, by every other rank of the
-    group."""
+    """The buckets of send_buckets as they arrive; called, and exhausted, by every other rank of the group."""
     size = int(_broadcast(group, torch.zeros(1, dtype=torch.int64), root))
     header = _broadcast(group, torch.empty(size, dtype=torch.uint8), root)
     for entries in msgspec.msgpack.decode(header.cpu().numpy().tobytes(), type=list[list[Entry]]):
@@ -100,7 +99,7 @@ def receive_buckets(group: Any, root: int) -> Iterator[Bucket]:
 
 
 def _broadcast(group: Any, tensor: torch.Tensor, root: int) -> torch.Tensor:
-    """What the root has, on the group's device. NCCL: later work on this rank's current stream waits for it."""
+    """The root's tensor, on the group's device. NCCL: later work on this rank's current stream waits for it."""
     tensor = tensor.to("cpu" if isinstance(group, dist.ProcessGroupGloo) else "cuda")
     options = dist.BroadcastOptions()
     options.rootRank = root

@@ -1,4 +1,5 @@
-"""Who am I: rank and world from the node agent, torchrun, MPI or Slurm; and how all ranks learn where the store is."""
+"""Rank and world of this process from the node agent, torchrun, MPI or Slurm, and how all ranks learn the store's
+address."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ PROBE_S = 2.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands.
+    """Position of this process in the world.
 
-    kind: "rank" is one rank of the world; "agent" starts the ranks of its node. launcher: who started the process.
+    kind: "rank" is one rank of the world; "agent" starts the ranks of its node. launcher: what started the process.
     """
 
     kind: Literal["rank", "agent"]
@@ -34,8 +35,8 @@ class Place:
 
 
 class _Launcher(NamedTuple):
-    """Environment variables of a launcher, first choice first. `local`: processes on this node, where nodes are not
-    numbered."""
+    """Environment variables of a launcher, first choice first. `local`: processes on this node, if nodes have no
+    number."""
 
     name: Literal["torchrun", "mpi", "slurm"]
     marker: str
@@ -46,7 +47,7 @@ class _Launcher(NamedTuple):
     local: tuple[str, ...] = ()
 
 
-# The inner one first: torchrun and MPI may run inside a Slurm step. Slurm's own PMI sets PMI_SIZE, but not
+# The inner launcher first: torchrun and MPI may run inside a Slurm step. Slurm's own PMI sets PMI_SIZE, but not
 # MPI_LOCALNRANKS. Inside a step SLURM_NTASKS may still be the job's.
 _LAUNCHERS = (
     _Launcher("torchrun", "TORCHELASTIC_RUN_ID", ("RANK",), ("WORLD_SIZE",), ("GROUP_RANK",), ("GROUP_WORLD_SIZE",)),
@@ -78,7 +79,7 @@ def _count(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
 
 
 def _whole_step(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """In a step over several components of a heterogeneous job: with the counts of all of them."""
+    """The environment; in a step over several components of a heterogeneous job, with the counts of all components."""
     num = _count(environ, ("SLURM_HET_SIZE",))
     if num is None:
         return environ
@@ -93,7 +94,7 @@ def _whole_step(environ: Mapping[str, str]) -> Mapping[str, str]:
 def find_place(environ: Mapping[str, str], world_size: int) -> Place:
     """Place of this process in a world of `world_size` ranks, from environment variables alone.
 
-    ValueError when a launcher started a number of processes that is neither one per rank nor one per node.
+    ValueError if a launcher started neither one process per rank nor one per node.
     """
     if "HPCRL_RANK" in environ:
         node, nodes = int(environ.get("HPCRL_NODE", "0")), int(environ.get("HPCRL_NUM_NODES", "1"))
@@ -106,8 +107,8 @@ def find_place(environ: Mapping[str, str], world_size: int) -> Place:
         local = _count(environ, launcher.local) or size
         number, nodes = _count(environ, launcher.node), _count(environ, launcher.nodes) or -(-size // local)
         node = rank // local if number is None else number
-        # One process per rank and per node at once: an agent watches its rank. Under MPI a node with fewer processes
-        # than others would count more nodes than they do, so there the number of processes alone decides.
+        # If one process per rank is also one per node, it is an agent that watches its rank. Under MPI a node with
+        # fewer processes than other nodes would count more nodes than they do, so only the number of processes decides.
         if size == world_size and (size > nodes or size == 1 or launcher.name == "mpi"):
             return Place("rank", launcher.name, rank, node, nodes)
         if size == nodes:
@@ -120,11 +121,10 @@ def find_place(environ: Mapping[str, str], world_size: int) -> Place:
 
 
 def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    """Rank 0 gives {host, port, key_file, world}, every rank gets it back. Collective over all ranks.
+    """Rank 0 passes {host, port, key_file, world}; every rank returns it. Collective over all ranks.
 
-    Through torchrun's store, an MPI broadcast, or a file in `folder`. There an earlier start may have left its own, so
-    it counts only if the store it names answers with the same `world`. TimeoutError names where it looked and the
-    seconds.
+    Through torchrun's store, an MPI broadcast, or a file in `folder`. An earlier start may have left its file, so a
+    file counts only if the store in it answers with the same `world`. TimeoutError names the place and the seconds.
     """
     if place.launcher == "mpi":
         return _share_by_mpi(endpoint)
@@ -148,12 +148,12 @@ def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, 
 
 
 def _is_alive(endpoint: dict[str, Any]) -> bool:
-    """Whether the store at the endpoint is the one of that world."""
+    """Whether the store at the endpoint belongs to the endpoint's world."""
     from torch.distributed import DistError, TCPStore
 
     host, port = endpoint["host"], int(endpoint["port"])
     try:
-        # A refused TCPStore client would try again until its timeout.
+        # A refused TCPStore client would retry until its timeout.
         socket.create_connection((host, port), timeout=PROBE_S).close()
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PROBE_S))
         return store.check([WORLD_KEY]) and store.get(WORLD_KEY).decode() == endpoint["world"]
@@ -165,7 +165,7 @@ def _share_by_mpi(endpoint: dict[str, Any] | None) -> dict[str, Any]:
     from mpi4py import MPI
 
     shared = MPI.COMM_WORLD.bcast(endpoint, root=0)
-    # Nothing else is done with MPI, and mpirun takes a process that ends without this for a failed one.
+    # hpcrl makes no other MPI call; without this one mpirun would take the process for a failed one.
     MPI.Finalize()
     return shared
 
@@ -189,7 +189,7 @@ def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dic
             store.set(prefix, json.dumps(endpoint))
         shared = json.loads(store.get(prefix))
         readers = store.add(f"{prefix}/readers", 1)
-        # Where torchrun hosts no store this one must outlive its readers.
+        # If torchrun hosts no store, this store must outlive its readers.
         while endpoint is not None and not hosted and readers < int(os.environ["WORLD_SIZE"]):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{readers} of {os.environ['WORLD_SIZE']} ranks came up within {timeout_s:g} s")
@@ -203,7 +203,7 @@ def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dic
 
 
 def make_key_file(folder: Path, world: str) -> Path:
-    """A new random 32-byte key in a file that only this user can read, and that replaces those of earlier starts."""
+    """Write a new random 32-byte key to a file that only this user can read; replaces the keys of earlier starts."""
     for old in folder.glob("key_*"):
         old.unlink(missing_ok=True)
     path = folder / f"key_{world}"

@@ -1,4 +1,4 @@
-"""Time that a process was let run: where Slurm suspends a job, its deadlines go on when it wakes as they were."""
+"""Running time of a process: deadlines of a job that Slurm suspends continue unchanged when the job resumes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ SHARE = 4
 
 
 class AwakeClock:
-    """Seconds since it was made, for deadlines of `deadline_s` in a process that looks at it several times in that.
+    """Seconds since the clock was made, for deadlines of `deadline_s` in a process that reads it several times in that
+    time.
 
-    What passes between two looks counts for a quarter of the deadline at most: more passes where the process was
-    stopped or held up, and has not listened meanwhile.
+    Time between two reads counts for a quarter of the deadline at most: more time passes only if the process was
+    stopped or blocked, and could not receive.
     """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic):

@@ -1,4 +1,5 @@
-"""Rank 0's side of the control plane: send commands in one total order, wait for answers, judge the silent."""
+"""Rank 0's side of the control plane: send commands in one total order, wait for answers, and handle ranks that do not
+answer."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from hpcrl.control.clock import AwakeClock
 from hpcrl.control.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
 from hpcrl.control.world import World, rank_queue
 
-CHECK_EVERY_S = 10.0  # with nothing to hear
+CHECK_EVERY_S = 10.0  # while no message arrives
 CHECKS_PER_DEADLINE = 8
 LOCAL_EVERY_S = 0.002  # between two looks at the commands of roles in this process
 MAX_TAKEN = 1024  # messages before events are handed out: in a large world they never stop coming
@@ -19,7 +20,7 @@ CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch
 
 
 class RankFailed(RuntimeError):
-    """A command raised on a rank; the message names rank, role, command and cause. `event` is what the rank said."""
+    """A command raised on a rank; the message names rank, role, command and cause. `event`: the rank's report."""
 
     def __init__(self, message: str, event: Failed):
         super().__init__(message)
@@ -27,7 +28,7 @@ class RankFailed(RuntimeError):
 
 
 class RankLost(RuntimeError):
-    """The process of a rank ended; the message names rank, role, command and how."""
+    """The process of a rank ended; the message names rank, role, command and how it ended."""
 
 
 class RankSilent(RuntimeError):
@@ -39,11 +40,11 @@ class _Outstanding:
     name: str
     since: float
     allowed_s: float
-    awaited: bool  # by finish(); of the others it counts only that they come
+    awaited: bool  # by finish(); of other answers only the arrival counts
 
 
 Started = list[tuple[int, int]]
-"""(rank, number) of commands whose answers are waited for."""
+"""(rank, number) of commands whose answers are awaited."""
 
 
 class Controller:
@@ -69,7 +70,7 @@ class Controller:
         self._next_check = 0.0
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: dict[tuple[int, int], Done] = {}
-        self._answered: dict[int, float] = {}  # rank -> when it last answered: what it works on now, it began then
+        self._answered: dict[int, float] = {}  # rank -> time of its last answer: its present command began then
         self._hosts: dict[int, str] = {}
         self.lost: set[int] = set()
         self.built = False  # before that no rank may be lost: others may wait for it in the making of a group
@@ -78,12 +79,12 @@ class Controller:
         return self.built and self._survivable(rank, self.lost | {rank})
 
     def describe(self, rank: int) -> str:
-        """How errors name a rank."""
+        """Name of a rank in errors."""
         roles = ", ".join(self._roles_of(rank)) or "no role"
         return f"rank {rank} ({roles})" + (f" on {self._hosts[rank]}" if rank in self._hosts else "")
 
     def await_world(self) -> None:
-        """Wait until every rank has joined. RankSilent names those that have not within start_s."""
+        """Wait until every rank has joined. RankSilent names the ranks that have not within start_s."""
         deadline = self._clock.now() + self._start_s
         while len(self._hosts) < self._world.size:
             self._take(min(self.check_s, max(0.0, deadline - self._clock.now())))
@@ -92,7 +93,7 @@ class Controller:
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 
     def send(self, rank: int, command: Command) -> int:
-        """Push a command that needs no answer waited for here; returns its number. A lost rank gets nothing (-1)."""
+        """Push a command without waiting for an answer; returns its number, -1 for a lost rank, which gets nothing."""
         return self._push(rank, command, self.command_s, awaited=False)
 
     def _push(self, rank: int, command: Command, allowed_s: float, awaited: bool) -> int:
@@ -105,21 +106,21 @@ class Controller:
         return seq
 
     def call(self, commands: Mapping[int, Command], more_s: float = 0.0) -> dict[int, Done]:
-        """Push one command per rank and wait for all answers, more_s longer than command_s where need be. RankFailed,
-        RankLost or RankSilent name who gave none."""
+        """Push one command per rank and wait for all answers, up to more_s longer than command_s. RankFailed, RankLost
+        or RankSilent name ranks without an answer."""
         return self.finish(self.start(commands, more_s))
 
     def start(self, commands: Mapping[int, Command], more_s: float = 0.0) -> Started:
-        """Push one command per rank; finish() must follow. Several may be started first: ranks work in order.
+        """Push one command per rank; finish() must follow. Several calls may be started first: ranks work in order.
 
-        All of them are pushed before anything else is, so every collective among them sees the same order everywhere.
+        All commands of a call are pushed before any other, so all ranks see the collectives among them in one order.
         """
         self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
         allowed_s = self.command_s + more_s
         return [(r, self._push(r, c, allowed_s, awaited=True)) for r, c in commands.items() if r not in self.lost]
 
     def finish(self, started: Started) -> dict[int, Done]:
-        """Wait for the answers of what start() pushed; errors as call()."""
+        """Wait for the answers to the commands of start(); errors as in call()."""
         for key in started:
             while key not in self._answers and key[0] not in self.lost:
                 self._take(self.check_s)
@@ -148,14 +149,14 @@ class Controller:
         return events
 
     def give_up(self, rank: int, cause: str, silent_s: float) -> None:
-        """Treat a rank that does not answer as lost; RankSilent where the run cannot go on without it."""
+        """Treat a rank that does not answer as lost; RankSilent if the run cannot continue without it."""
         if not self._can_lose(rank):
             raise RankSilent(f"{self.describe(rank)} did not answer within {silent_s:.0f} s: {cause}")
         self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
 
     def lose(self, ranks: Collection[int], cause: str) -> None:
-        """Go on without these ranks, which others could not reach. Their agent may say in a moment what became of
-        them; errors as give_up() where the run cannot go on without them."""
+        """Continue without these ranks, which other ranks could not reach. Their agent may soon report what happened to
+        them; errors as in give_up() if the run needs them."""
         deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         while not self.lost.issuperset(ranks) and self._clock.now() < deadline:
             self._take(min(self.check_s, 1.0))
@@ -163,7 +164,7 @@ class Controller:
             self._lose(Lost(rank, cause, silent=True))
 
     def dismiss(self) -> None:
-        """Tell every other rank to leave and wait for their answers: the store lives here, so this rank leaves last."""
+        """Send Leave to every other rank and wait for the answers: this rank hosts the store, so it leaves last."""
         self.call({rank: Leave() for rank in range(self._world.size) if rank != self._world.rank})
 
     def _take(self, timeout_s: float) -> bool:
@@ -175,7 +176,7 @@ class Controller:
         if message is None:
             return False
         sender, _, event = message
-        if sender in self.lost:  # it was given up and has come back
+        if sender in self.lost:  # given up before, and back now
             return True
         match event:
             case Joined():
@@ -201,12 +202,12 @@ class Controller:
 
     @staticmethod
     def _is_own(event: Failed) -> bool:
-        """Whether the failure is that rank's alone, so that others of its role may do better: not what it was given is
-        the cause, nor a peer."""
+        """Whether the failure concerns that rank alone, so that other ranks of its role may succeed: neither its input
+        nor a peer is the cause."""
         return not event.seq or (event.command == Burst.__name__ and event.kind == "")
 
     def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
-        """What to raise for a failure. Where a peer went away, its own word or its agent's is waited for."""
+        """The error to raise for a failure. If a peer was lost, waits for the report of the peer or of its agent."""
         first = self._failure(sender, event)
         deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         failed = {sender}
@@ -244,14 +245,14 @@ class Controller:
         print(f"hpcrl: {loss}; the run goes on without it", flush=True)
 
     def _lose_late(self, rank: int) -> bool:
-        """Go on without a rank that did not answer in time, where that is possible."""
+        """Continue without a rank that did not answer in time, if possible."""
         if not self._can_lose(rank):
             return False
         self._lose(Lost(rank, "it did not answer in time", silent=True))
         return True
 
     def _check_deadlines(self) -> None:
-        """RankSilent where an answer that the run needs is overdue; looks once per check_s."""
+        """RankSilent if an answer that the run needs is overdue; checks once per check_s."""
         now = self._clock.now()
         if not self._outstanding or now < self._next_check:
             return
@@ -264,10 +265,10 @@ class Controller:
         if not late:
             return
         if lost := [rank for rank in sorted({rank for (rank, _), _ in late}) if self._lose_late(rank)]:
-            # What others did not do may have been to wait for these.
+            # Silent ranks may only have waited for the ranks that are lost now.
             self._outstanding |= {key: replace(o, since=now) for key, o in late if key[0] not in lost}
             return
-        # A rank works in order, so its oldest command is the one it is stuck in; waiting for a peer looks the same.
+        # A rank works in order, so it is stuck in its oldest command; waiting for a peer looks the same.
         first: dict[int, tuple[int, _Outstanding]] = {}
         for (rank, seq), outstanding in sorted(late, key=lambda item: item[0]):
             first.setdefault(rank, (seq, outstanding))

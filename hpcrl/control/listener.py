@@ -1,4 +1,4 @@
-"""Waiting for several queues at once, without asking any of them again and again."""
+"""Wait for several queues at once, without polling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WAIT_S = 60.0
 
 
 class Listener:
-    """Takes messages off an inbox on a thread of its own, which is asleep in the store until one comes.
+    """Takes messages from an inbox on its own thread, which blocks in the store until one arrives.
 
-    `news` is set after every message, so that its owner can wait for several listeners. From here on the inbox belongs
-    to the listener.
+    `news` is set after every message, so that the owner of `news` can wait for several listeners. The inbox belongs to
+    the listener from now on.
     """
 
     def __init__(self, inbox: Inbox, news: threading.Event):
@@ -30,13 +30,13 @@ class Listener:
         except queue.Empty:
             return None
         if isinstance(message, ControlError):
-            self._messages.put(message)  # there will be nothing else
+            self._messages.put(message)  # nothing will follow
             raise message
         return message
 
 
 def _listen(inbox: Inbox, messages: queue.SimpleQueue, news: threading.Event) -> None:
-    """Knows no listener, so that one which nobody needs any more can go, with its store."""
+    """Holds no reference to the listener, so that an unused listener and its store can be freed."""
     message: Any = None
     while not isinstance(message, ControlError):
         try:

@@ -1,6 +1,6 @@
-"""Rank to rank: finished text, turns and observations, past the controller.
+"""Rank to rank, not through the controller: finished text, turns and observations.
 
-The receiving rank hosts the queue, so the load spreads over the ranks that work on it.
+The receiving rank hosts the queue, so the load is spread over the ranks that do the work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mailbox:
         self._store, self._key, self._rank, self._address, self._timeout_s = store, key, rank, address, timeout_s
         self._server: TCPStore | None = None
         self._inbox: Listener | None = None
-        self.news = threading.Event()  # set when a message comes
+        self.news = threading.Event()  # set when a message arrives
         self._senders: dict[int, queues.Sender] = {}
         self._lost: set[int] = set()
         self._arrived: dict[type, list[Item]] = {Response: [], Turn: [], TurnDelta: []}
@@ -45,10 +45,10 @@ class Mailbox:
             self._store.set(f"mailbox/{self._rank}", f"{self._address}:{self._server.port}")
 
     def send(self, rank: int, items: Sequence[Item]) -> None:
-        """Send items in chunks of about 1 MiB; to itself without a detour.
+        """Send items in chunks of about 1 MiB; items to this rank go directly.
 
-        StoreLost when the receiver is gone, from then on without trying. ValueError with the size for an item that is
-        larger than a message may be.
+        StoreLost if the receiver is gone, and on every later call at once. ValueError with the size for an item above
+        the maximum of a message.
         """
         if rank == self._rank:
             self._take_in(items)
@@ -71,7 +71,7 @@ class Mailbox:
     def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
         """All items of a kind that have arrived, in order per sender; waits up to timeout_s for the first message.
 
-        Those of other kinds are kept: roles that share a rank share its mailbox, and each takes what is its own.
+        Items of other kinds are kept: roles that share a rank share its mailbox, and each role takes its own kinds.
         """
         while self._inbox is not None:
             post = self._inbox.get(0.0 if self._arrived[kind] else timeout_s)

@@ -1,7 +1,7 @@
-"""Every message of the control plane, typed. What does not decode into one of these is refused.
+"""All messages of the control plane, typed. Anything else is refused.
 
-Commands go from the controller to one rank's inbox and are executed in order; events go to the controller's inbox.
-A command that is answered gets exactly one `Done` or `Failed`. Bulk (tokens, log-probs, weights) never travels here.
+Commands go from the controller to one rank's inbox and are executed in order; events go to the controller's inbox. A
+command with an answer gets exactly one `Done` or `Failed`. Messages never carry tokens, log-probs or weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BuildRole(Message):
 
 class BuildGroup(Message):
     """Join the explicit group `name` between roles; all of `ranks` get this command. weights: for large tensors, which
-    go from GPU to GPU where every rank has its own."""
+    go from GPU to GPU if every rank has its own GPU."""
 
     name: str
     ranks: list[int]
@@ -54,7 +54,7 @@ class Leave(Message):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the samples of one admission are drawn."""
+    """Sampling parameters of one admission."""
 
     max_new_tokens: int
     temperature: float
@@ -65,7 +65,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def truncates(self) -> bool:
-        """Whether behaviour log-probs come beside gen_logprobs; the engines' SamplingParams have the same rule."""
+        """Whether there are behaviour log-probs besides gen_logprobs; the engines' SamplingParams have the same
+        rule."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -79,8 +80,8 @@ class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admit(Message):
-    """Start samples (id, seed) of the given prompts; a sample that is already held continues with its next turn. One
-    with an environment begins with that: its first prompt is to come."""
+    """Start samples (id, seed) of the given prompts; a sample that is already held continues with its next turn. A
+    sample with an environment starts there: the environment gives its first prompt."""
 
     prompts: list[PromptPayload]
     samples: list[tuple[int, int]]
@@ -88,9 +89,9 @@ class Admit(Message):
 
 
 class Burst(Message):
-    """Decode `num_tokens` iterations; answered by BurstDone, by the other ranks of a replica by Done. Finished samples
-    go to receiver_of() the reward ranks (hpcrl.rollout.types), turns of samples with an environment to that of the env
-    ranks; `receivers` and `envs` are those that are alive."""
+    """Decode `num_tokens` iterations; the first rank of a replica answers with BurstDone, its other ranks with Done.
+    Finished samples go to receiver_of() the reward ranks (hpcrl.rollout.types), turns of samples with an environment to
+    receiver_of() the env ranks; `receivers` and `envs`: the reward and env ranks that are alive."""
 
     num_tokens: int
     receivers: list[int]
@@ -98,26 +99,27 @@ class Burst(Message):
 
 
 class AbortSamples(Message):
-    """Stop these samples and drop what they have; answered as Burst."""
+    """Stop these samples and drop their state; answered as Burst."""
 
     samples: list[int]
 
 
 class Rescore(Message):
-    """Send held, finished samples to a scorer: again, where theirs was lost, or after their environment's end."""
+    """Send held, finished samples to a scorer: after the loss of their first scorer, or after the end of their
+    episode."""
 
     samples: list[int]
     receivers: list[int]
 
 
 class ScoreTogether(Message):
-    """These samples, which the reward rank has said to await siblings, are the group that their reward wants."""
+    """Score these samples as one group; the reward rank has reported them in AwaitSiblings."""
 
     samples: list[int]
 
 
 class Unwanted(Message):
-    """Drop samples that await siblings at this reward rank."""
+    """Drop samples that await siblings on this reward rank."""
 
     samples: list[int]
 
@@ -136,7 +138,7 @@ class SaveHeld(Message):
 
 
 class LoadHeld(Message):
-    """Hold these samples of a checkpoint; `files` are all that belong to it."""
+    """Hold these samples of a checkpoint; `files`: all files of held samples in it."""
 
     folder: str
     files: list[str]
@@ -153,8 +155,8 @@ class Peek(Message):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that rank `source` holds and rank `dest` gets, in this order; lengths in tokens. text_bytes: of their
-    messages, empty where these stay."""
+    """Samples that rank `source` holds and rank `dest` gets, in this order; lengths in tokens. text_bytes: sizes of
+    their messages, empty if the messages stay."""
 
     source: int
     dest: int
@@ -164,12 +166,12 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandOver(Message):
-    """Carry out the moves that touch this rank; `fields`: names of the generator's fields that travel
+    """Carry out the moves that touch this rank; `fields`: names of the generator's fields to transfer
     (hpcrl.trajectory).
 
-    scored: the scorer's fields of the samples that this rank gets, as bytes in the order of its moves; those of turns
-    and tokens with counts (hpcrl.comm.transfer). A large transfer comes in several commands. After the last one, marked
-    `forms`, every destination forms batch `batch`, even if it received nothing.
+    scored: the scorer's fields of the samples that this rank gets, as bytes in the order of its moves; fields of turns
+    and tokens with counts (hpcrl.comm.transfer). A large transfer is split into several commands. After the last one,
+    marked `forms`, every destination forms batch `batch`, even if it received nothing.
     """
 
     batch: int
@@ -206,8 +208,8 @@ class Logprobs(Message):
 
 
 class SendTokens(Message):
-    """Give one token field of a batch to the ranks that train on it, by the moves that touch this rank, or some of
-    them."""
+    """Send one token field of a batch to the ranks that train on it, by all or some of the moves that touch this
+    rank."""
 
     batch: int
     group: str
@@ -216,8 +218,8 @@ class SendTokens(Message):
 
 
 class Advantages(Message):
-    """Fill advantages and returns of the batch; answered with the weights that differ from 1. The trainers
-    exchange all rewards, since group statistics need them."""
+    """Fill advantages and returns of the batch; answered with the weights that differ from 1. The trainers exchange all
+    rewards for the group statistics."""
 
     batch: int
 
@@ -232,7 +234,7 @@ class TrainStep(Message):
 
 
 class PassOn(Message):
-    """The head of a data-parallel rank gives its other ranks the batch, or this token field of it."""
+    """The head of a data-parallel rank sends its other ranks the batch, or this token field of it."""
 
     batch: int
     role: str
@@ -265,8 +267,8 @@ class Stage(Message):
 
 
 class Pull(Message):
-    """Load staged weights into a generator replica, share by share: each source (rank, group) sends its own over the
-    group, or copies them where it is the replica."""
+    """Load staged weights into a generator replica, share by share: each source (rank, group) sends its share over the
+    group, or copies it if the source is the replica."""
 
     version: int
     sources: list[tuple[int, str]]
@@ -274,28 +276,28 @@ class Pull(Message):
 
 
 class SaveState(Message):
-    """Copy this rank's part of the checkpoint, and begin to write it into the folder beside what comes next."""
+    """Copy this rank's part of the checkpoint, and start to write it into the folder while later commands run."""
 
     folder: str
 
 
 class FinishSave(Message):
-    """Answer with the files of SaveState and time/save_write once they are on the disk, for which the rank waits up to
-    wait_s; before that with the progress."""
+    """Answer with the files of SaveState and time/save_write once the files are on disk, else after wait_s with the
+    progress."""
 
     wait_s: float
 
 
 class CheckFiles(Message):
-    """Begin to hold files of a checkpoint, as Done.files has them, against the disk; a check before it is given up."""
+    """Start to compare files of a checkpoint, given as in Done.files, with the disk; an earlier check is stopped."""
 
     folder: str
     files: list[tuple[str, int, str]]
 
 
 class FinishCheck(Message):
-    """Answer with what is wrong with a file of CheckFiles, with nothing where all are whole, for which the rank waits
-    up to wait_s; before that with the progress."""
+    """Answer with the defect of a file of CheckFiles, empty if all are intact; if the check takes longer than wait_s,
+    with the progress."""
 
     wait_s: float
 
@@ -365,9 +367,9 @@ class Joined(Message):
 class Done(Message):
     """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
 
-    progress: where that which the command asks for is not done yet, the file it is at and the bytes done in all.
-    unreached: ranks without which the run may go on, and which did not send or take what the command asks for.
-    weights: (sample, weight in the loss) where it is not 1.
+    progress: if the command's work is unfinished, the current file and the total bytes done. unreached: ranks that did
+    not send or take their part, and without which the run may continue. weights: (sample, weight in the loss) if it is
+    not 1.
     """
 
     seq: int
@@ -380,12 +382,12 @@ class Done(Message):
 
 
 class Failed(Message):
-    """The command `seq` raised, or with seq 0 the work that a role does on its own.
+    """The command `seq` raised; seq 0: a role raised in work outside a command.
 
-    kind: "input" for an exception that bad input causes (ValueError, OSError), "storage" for an OSError of a full or
-    failing file system, "numbers" where the model's are not finite, "peer" where a connection to another rank broke,
-    which is no cause but a consequence, "control" where messages to this rank were lost, reordered or taken by a
-    stranger; else empty.
+    kind: "input" for an exception caused by bad input (ValueError, OSError), "storage" for an OSError of a full or
+    failing file system, "numbers" for values of the model that are not finite, "peer" for a broken connection to
+    another rank, which is a consequence and not a cause, "control" for messages to this rank that were lost, reordered
+    or read by another process; else empty.
     """
 
     seq: int
@@ -395,7 +397,7 @@ class Failed(Message):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """A finished response: its number of tokens with the prompt, of model tokens, the reason, bytes of its messages."""
+    """A finished response: number of tokens with the prompt, number of model tokens, reason, bytes of its messages."""
 
     sample: int
     total_tokens: int
@@ -415,8 +417,8 @@ class BurstDone(Message):
 
 
 class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
-    """Reward and score of a sample; `error` says why it has none. turn_rewards: what its turns were given, which add up
-    to the reward; none: all of it is the last turn's. token_rewards: what tokens were given of that, as the bytes of
+    """Reward and score of a sample; `error`: why there is none. turn_rewards: rewards of its turns, which add up to the
+    reward; empty: the last turn has all of it. token_rewards: rewards of tokens within these, as the bytes of
     hpcrl.rollout.types.TOKEN_REWARD."""
 
     sample: int
@@ -429,7 +431,7 @@ class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Scored(Message):
-    """Samples a reward rank scored."""
+    """Samples that a reward rank scored."""
 
     samples: list[ScoredSample]
 
@@ -453,7 +455,8 @@ class Observed(Message):
 
 
 class Lost(Message):
-    """A rank's process ended or stopped answering, as its node agent saw it. silent: the agent ended it for that."""
+    """A rank's process ended or stopped answering, as its node agent saw it. silent: the agent ended it because it was
+    silent."""
 
     rank: int
     cause: str
@@ -480,11 +483,10 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """What the environment of a sample is to answer: a turn of the model or, with begins, the start of the episode.
+    """Request to the environment of a sample: answer a turn of the model or, with begins, start the episode.
 
-    meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: the tokens that the
-    observation may have so that another turn fits. With reason "abort" the sample was
-    dropped: no answer is wanted any more.
+    meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: maximum tokens of the
+    observation, so that another turn fits. Reason "abort": the sample was dropped and needs no answer.
     """
 
     sample: int
@@ -499,9 +501,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
 
 
 class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """An observation on its way to the first rank of the replica that holds the sample, and from there to the others:
-    int32 token ids, and as JSON the messages in chat form that they stand for. The first one is the whole prompt;
-    without tokens the row's own stays."""
+    """An observation on its way to the first rank of the replica that holds the sample, and from there to the replica's
+    other ranks: int32 token ids, and their messages in chat form as JSON. The first one is the whole prompt; without
+    tokens the row's own prompt stays."""
 
     sample: int
     token_ids: bytes

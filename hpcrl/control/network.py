@@ -1,4 +1,4 @@
-"""Which address of this node the others reach it at, for everything that listens: stores, mailboxes, gloo."""
+"""The address of this node for other nodes, used by everything that listens: stores, mailboxes, gloo."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ import psutil
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address that is reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, and tells which of
-the own addresses traffic to other networks would leave from."""
+"""An address that is reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, and gives the own
+address from which traffic to other networks leaves."""
 
 CONNECT_S = 10.0
 
 
 class NoInterfaceError(ValueError):
-    """This node has no such interface, or no address on it; the message lists those that it has."""
+    """This node has no such interface, or no address on it; the message lists the interfaces that have one."""
 
 
 class Network(NamedTuple):
-    """An interface of this node and the address on it that others connect to."""
+    """An interface of this node and its address for other nodes."""
 
     interface: str
     address: str
 
 
 def loopback() -> Network:
-    """Where a world on one node listens: no other host reaches it."""
+    """The loopback interface, for a world on one node: no other host reaches it."""
     names = [name for name, found in interfaces().items() if "127.0.0.1" in found]
     return Network(names[0] if names else "lo", "127.0.0.1")
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Interface -> its addresses, IPv4 first, of those that are up and have any; without link-local ones."""
+    """Interfaces that are up -> their addresses, IPv4 first, without link-local ones; without interfaces that have
+    none."""
     up = psutil.net_if_stats()
     found: dict[str, list[str]] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -52,7 +53,7 @@ def own_network(wanted: str | None) -> Network:
     """The interface `wanted` (the first of several with commas between), else the one that GLOO_SOCKET_IFNAME names,
     else that of this node's own address.
 
-    NoInterfaceError where one that is named does not exist, is down or has no address.
+    NoInterfaceError if a named interface does not exist, is down or has no address.
     """
     found, wanted = interfaces(), wanted or os.environ.get(GLOO_INTERFACE)
     if not wanted:
@@ -66,8 +67,8 @@ def own_network(wanted: str | None) -> Network:
 
 
 def choose(found: Mapping[str, Sequence[str]], resolved: Sequence[str], routed: str | None) -> Network:
-    """Of the interfaces `found`: the one that the host name stands for, if another host can reach it. Many systems have
-    the host name stand for 127.0.1.1: then the one whose address is `routed`, else any that is no loopback."""
+    """One of the interfaces `found`: that of the host name's address, if other hosts can reach it. On many systems the
+    host name resolves to 127.0.1.1: then the interface with the address `routed`, else any that is not loopback."""
     at = {address: name for name, addresses in found.items() for address in addresses}
     there = [address for address in (*resolved, routed, *at) if address in at]
     reachable = [address for address in there if not ipaddress.ip_address(address).is_loopback]
@@ -76,26 +77,26 @@ def choose(found: Mapping[str, Sequence[str]], resolved: Sequence[str], routed: 
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other host reaches it."""
+    """Whether no other host reaches this address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def use(network: Network, wanted: str | None) -> None:
-    """Have the groups that torch makes itself, over gloo, use this interface; NCCL too where one was asked for. Called
-    before the first group is made."""
+    """Make torch's own gloo groups use this interface; NCCL too if the configuration names one. Called before the first
+    group is made."""
     os.environ[GLOO_INTERFACE] = wanted or os.environ.get(GLOO_INTERFACE) or network.interface
     if wanted:
         os.environ.setdefault(NCCL_INTERFACE, wanted)
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens on a free port of this address alone."""
+    """A socket that listens on a free port of this address only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=1024)
 
 
 def unreachable(address: str, port: int) -> str:
-    """The address and why nothing there can be connected to; empty where it can."""
+    """The address and the reason why a connection to it fails; empty if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_S).close()
     except OSError as error:

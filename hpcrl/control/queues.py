@@ -1,12 +1,12 @@
 """Signed, ordered, schema-checked messages over the queues of a TCPStore.
 
-A message goes in frames of up to 1 MiB of its msgpack. What is pushed is HMAC-SHA256 over (queue name, frame), then the
-frame: msgpack of (sender, seq, body, more). The per-job key is never sent. This gives integrity and order, not secrecy:
-any process that reaches the port can list and read the queues. See docs/control_plane.md.
+A message is split into frames of up to 1 MiB of its msgpack. An entry of the queue is HMAC-SHA256 over (queue name,
+frame), then the frame: msgpack of (sender, seq, body, more). The per-job key is never sent. This gives integrity and
+order, not secrecy: any process that reaches the port can list and read the queues. See docs/control_plane.md.
 
-Per queue and sender the sequence number rises by one with each frame. What is forged (wrong MAC), replayed (old
-number), malformed or too large is refused and named in `Inbox.refused` and on stderr; a gap means that a message was
-stolen or lost and raises `ControlError`, because commands may then be missing.
+Per queue and sender the sequence number rises by one with each frame. Frames that are forged (wrong MAC), replayed (old
+number), malformed or too large are refused and named in `Inbox.refused` and on stderr; a gap means that a message was
+stolen or lost and raises `ControlError`, because a command may be missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError, Queue
 from hpcrl.control import network
 
 MAX_MESSAGE_BYTES = 64 << 20
-PART_BYTES = 1 << 20  # the server drops a client at 8 MiB, and meanwhile serves no other
+PART_BYTES = 1 << 20  # the server drops a client at 8 MiB, and serves no other during a push
 MAC_BYTES = 32
 POLL_BELOW_S = 1.0
 POLL_EVERY_S = 0.0005
@@ -33,15 +33,15 @@ NAMED_REFUSALS = 100  # a flood must not fill the memory or the disk
 
 
 class ControlError(RuntimeError):
-    """The control plane cannot be trusted or used any more; the message says which part and why."""
+    """The control plane is unusable or not trustworthy; the message names the part and the cause."""
 
 
 class StoreLost(ControlError):
-    """The store does not answer: its process ended or the network is gone."""
+    """The store does not answer: its process ended or the network failed."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is signed next to the queue's name. more: the body goes on in the sender's next frame."""
+    """Signed together with the queue's name. more: the body continues in the sender's next frame."""
 
     sender: int
     seq: int
@@ -50,7 +50,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A new client of the store at host:port. StoreLost names the address when it does not answer in time."""
+    """A new client of the store at host:port. StoreLost names the address if the store does not answer in time."""
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (DistError, RuntimeError) as error:
@@ -58,8 +58,8 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def serve(address: str, timeout_s: float) -> TCPStore:
-    """A new store on a free port of this process, with a client to it. It listens on `address` alone, not on this
-    host's other ones."""
+    """A new store on a free port of this process, with a client to it. It listens on `address` only, not on other
+    addresses of this host."""
     listener = network.listen(address)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
@@ -68,7 +68,7 @@ def serve(address: str, timeout_s: float) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=descriptor,  # the store's from here on
+        master_listen_fd=descriptor,  # owned by the store from now on
     )
 
 
@@ -86,10 +86,9 @@ class Sender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, name: str, message: Any) -> int:
-        """Push `message` to queue `name`; returns its sequence number, that of its last frame, counted from 1 per
-        queue.
+        """Push `message` to queue `name`; returns the sequence number of its last frame, counted from 1 per queue.
 
-        ValueError with the size when it is larger than 64 MiB; StoreLost when the store is gone.
+        ValueError with the size above 64 MiB; StoreLost if the store is gone.
         """
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
@@ -112,7 +111,8 @@ class Sender:
 
 
 class Inbox:
-    """The one reader of a queue. It owns its store client: a blocked pop would block every other call on it."""
+    """The only reader of a queue. It has its own store client: a blocked pop would block every other call of that
+    client."""
 
     def __init__(self, store: TCPStore, name: str, key: bytes, types: Any):
         self.name, self._key, self._store = name, key, store
@@ -121,12 +121,12 @@ class Inbox:
         self._decoder = msgspec.msgpack.Decoder(types)
         self._frames = msgspec.msgpack.Decoder(Frame)
         self._last: dict[int, int] = defaultdict(int)
-        self._begun: dict[int, bytearray] = defaultdict(bytearray)  # sender -> what came of a message in parts
+        self._begun: dict[int, bytearray] = defaultdict(bytearray)  # sender -> frames received of an incomplete message
 
     def get(self, timeout_s: float = 0.0) -> tuple[int, int, Any] | None:
-        """The next good message as (sender, seq, message), None when there is none within timeout_s.
+        """The next valid message as (sender, seq, message), None if there is none within timeout_s.
 
-        StoreLost when the store is gone, ControlError on a gap in a sender's sequence.
+        StoreLost if the store is gone, ControlError on a gap in a sender's sequence.
         """
         deadline = time.monotonic() + timeout_s
         while (raw := self._pop(deadline)) is not None:
@@ -136,7 +136,7 @@ class Inbox:
             if not isinstance(opened, str):
                 return opened
             self._refuse(opened)
-            if time.monotonic() > deadline:  # refused ones may come without end
+            if time.monotonic() > deadline:  # refused messages may never stop
                 return None
         return None
 
@@ -155,12 +155,12 @@ class Inbox:
                 time.sleep(min(wait, POLL_EVERY_S))
             except DistNetworkError as error:
                 raise StoreLost(f"the control store is gone (queue {self.name})") from error
-            except DistStoreError:  # a blocked pop's time was over, up to a millisecond early
+            except DistStoreError:  # timeout of a blocked pop, up to a millisecond early
                 if wait <= POLL_BELOW_S:
                     raise
 
     def _open(self, raw: bytes) -> tuple[int, int, Any] | str | None:
-        """The message that ends with this frame, None where it goes on, or why it is refused."""
+        """The message that ends with this frame, None if it continues, or why the frame is refused."""
         mac, frame = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if len(raw) > PART_BYTES + 256:
             return f"a message of {len(raw)} bytes, over the limit"

@@ -1,7 +1,8 @@
-"""Every rank leaves when the control store is gone, whatever it is doing or waiting for.
+"""Every rank exits when the control store is gone, whatever it does or waits for.
 
-A store call on a host that went silent does not return (torch 2.13 has no timeout on reading an answer), and a rank in
-a long command makes none. So a thread with a store client of its own asks all the time, and another one judges.
+A store call to a host that stopped answering does not return (torch 2.13 has no timeout on reading an answer), and a
+rank in a long command makes no calls. So one thread with its own store client polls the store, and another thread
+checks the answers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUNDS = 8  # questions in a deadline
 class StoreWatch:
     """Ends this process with ExitCode.STORE_LOST and a line on stderr when `store` breaks or is silent for deadline_s.
 
-    `store` is used by nothing else. `doing` says for the message what the rank does.
+    `store` is used by nothing else. `doing`: the rank's activity, for the message.
     """
 
     def __init__(self, store: TCPStore, who: str, doing: Callable[[], str], deadline_s: float):
@@ -33,7 +34,7 @@ class StoreWatch:
             threading.Thread(target=target, name="store watch", daemon=True).start()
 
     def stop(self) -> None:
-        """From now on the store may end."""
+        """The store may end from now on."""
         self._stopped.set()
 
     def _ask(self) -> None:
@@ -45,8 +46,8 @@ class StoreWatch:
             self._answers += 1
 
     def _judge(self) -> None:
-        # Its own rounds are counted, not seconds: a process that was suspended, or held up by native code that keeps
-        # the interpreter, has not listened.
+        # Counts its own rounds, not seconds: a process that was suspended, or blocked by native code that holds the
+        # interpreter lock, could not receive.
         heard, silent = 0, 0
         while not self._stopped.wait(self._deadline_s / ROUNDS):
             heard, silent = self._answers, silent + 1 if self._answers == heard else 0

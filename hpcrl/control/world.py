@@ -1,7 +1,7 @@
 """The world: a store and a rank table, not one process group.
 
-Every rank has an inbox, a sender and a mailbox. Process groups are made when a command asks for them, over exactly
-the ranks named: an engine's default group, or an explicit group between roles.
+Every rank has an inbox, a sender and a mailbox. Process groups are made by commands, over exactly the named ranks: an
+engine's default group, or an explicit group between roles.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hpcrl.control.watch import StoreWatch
 
 CONTROLLER_QUEUE = "controller"
 PEER_SHARE = 0.8
-"""Of the time that a command has, how long a rank waits for another one: then there is time to tell which it was."""
+"""Share of a command's time that a rank waits for another rank: the rest is time to report which rank it was."""
 UNCOUNTED = timedelta(days=30)
-"""How long a collective of an engine waits. The controller's deadline for the command ends it long before; gloo's own
-would count the time in which the whole job is suspended, and fail when it wakes."""
+"""Timeout of an engine's collectives. The controller's deadline for the command ends the wait long before; gloo's own
+timeout would count the time in which the whole job is suspended, and fail after it."""
 
 
 def rank_queue(rank: int) -> str:
@@ -42,8 +42,8 @@ def rank_queue(rank: int) -> str:
 
 @dataclass
 class World:
-    """What a rank process has of the world. Rank 0 has the controller's inbox `events`, the others a `watch`. host: the
-    node's name; address: where other ranks connect to this one."""
+    """A rank's view of the world. Rank 0 has the controller's inbox `events`, other ranks a `watch`. host: the node's
+    name; address: for connections from other ranks."""
 
     rank: int
     size: int
@@ -61,7 +61,7 @@ class World:
     timeout_s: float
 
     def leave(self) -> None:
-        """From now on this process and the store may end: called before the last answer."""
+        """This process and the store may end from now on; called before the last answer."""
         self.trace.enter(LEAVING)
         if self.watch is not None:
             self.watch.stop()
@@ -69,7 +69,7 @@ class World:
     def group(self, name: str, ranks: Sequence[int], epoch: int, *, of_engine: bool = False) -> Any:
         """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
 
-        Pairs connect when they first talk, so a large group is no full mesh. A higher epoch makes a fresh group.
+        Pairs connect at their first communication, so a large group is no full mesh. A higher epoch makes a new group.
         of_engine: its collectives may last as long as the controller allows the command; a pause of the job is not
         counted.
         """
@@ -81,7 +81,7 @@ class World:
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
     def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
-        """A group for large tensors: ProcessGroupNCCL where each of `ranks` has a GPU of its own, else as `group`.
+        """A group for large tensors: ProcessGroupNCCL if each of `ranks` has its own GPU, else as `group`.
 
         Collective over `ranks`, which learn of each other's GPU through the store.
         """
@@ -119,14 +119,14 @@ def join(
     command_s: float,
     interface: str | None = None,
 ) -> World:
-    """Join the world of `size` ranks whose attempt lives in `folder`. Called by every rank; waits for rank 0's store.
+    """Join the world of `size` ranks of the attempt in `folder`. Called by every rank; waits for rank 0's store.
 
     `interface`: of this node, on which a world of several nodes listens and connects; None: see network.own_network.
-    StoreLost or TimeoutError when rank 0 is not there within start_s; NoInterfaceError without that interface.
+    StoreLost or TimeoutError if rank 0 is not up within start_s; NoInterfaceError without that interface.
     """
-    # torch asks for the name of every peer's address. Where name servers are missing or lossy that costs 5 s a try.
+    # torch resolves the name of every peer's address, at 5 s an attempt if name servers are missing or lossy.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
-    # Default groups are made by torch, whose pairs connect when they first talk only if it is told so: no full mesh.
+    # torch makes default groups; with this setting their pairs connect at their first communication: no full mesh.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     rank = place.index
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,13 +170,13 @@ def join(
 
 
 def pin_threads(threads: int) -> None:
-    """Threads of this process; one per rank is fastest where ranks fill the cores."""
+    """Set the threads of this process; one per rank is fastest if the ranks use all cores."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Seed the global generators of this process: a start over draws what the first start drew."""
+    """Seed the global generators of this process: a new start repeats the draws of the first."""
     random.seed(f"{seed}/{rank}")
     np.random.seed(random.getrandbits(32))
     torch.manual_seed(random.getrandbits(63))

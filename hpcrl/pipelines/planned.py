@@ -1,4 +1,4 @@
-"""Pipelines that are planned and checked, and that this version cannot run yet."""
+"""Pipelines that can be planned and checked, but not yet run."""
 
 from __future__ import annotations
 

@@ -62,6 +62,6 @@ def sft(run: Run) -> None:
 
 
 def _score(logged: Mapping[str, float | None]) -> float:
-    """The sampled held-out score that was logged last, as a resumed run finds it too; -1 without one."""
+    """The last logged sampled held-out score, the same in a resumed run; -1 without one."""
     score = logged.get("val/sampled/score/mean", logged.get("val/score/mean"))
     return -1.0 if score is None else score

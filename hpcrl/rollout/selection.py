@@ -53,7 +53,8 @@ class Selection:
         self.version, self.need, self.is_closed = version, need, False
 
     def too_old(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
-        """The groups, valid or only started, that no batch may take from now on."""
+        """The groups, valid or only started, that no batch may take from now on; with on_stale=wait, redundant ones
+        alone."""
         return self._fresh.too_old(self._all(started), self.version, self.need)
 
     def find_due(self, started: Mapping[int, LiveGroup]) -> None:
