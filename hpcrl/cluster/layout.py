@@ -137,6 +137,8 @@ def _check_ranks(
         ROLES[role].division(config, len(mine))
     except DivisionError as error:
         yield from error.problems
+    except ValueError as error:  # the specification contradicts itself
+        yield Problem(at, f"layout.{role}: trainer.engine={config.train_engine}: {error}", (("trainer", "engine"),))
     if spec.min_ranks > len(mine):
         text = f"layout.{role}.min_ranks: {spec.min_ranks} is more than the {len(mine)} ranks of {role}"
         yield Problem((*at, "min_ranks"), text, ((*at, "num_ranks"),))

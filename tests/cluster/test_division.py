@@ -9,6 +9,7 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.spec.division import Division
+from hpcrl.spec.kinds import TrainEngineSpec
 
 PAIRS = Division(((0, 1), (2, 3)), (1, 3), ((0, 2), (1, 3)))
 
@@ -67,6 +68,21 @@ def test_megatron_divides_as_megatron_core_does(num_ranks: int, tensor: int, pip
     stages = sorted(map(sorted, order.get_ranks("tp-cp-dp")))
     assert [list(owners) for owners in division.weights] == stages
     assert set(division.outputs) <= set(stages[-1]) and set(division.heads) <= set(stages[0])
+
+
+TWISTED = TrainEngineSpec(
+    about="An engine whose ranks are in two groups at once.",
+    make="nowhere:make",
+    division=lambda config, num_ranks: Division(((0, 1), (1, 2)), (0, 1), ((0,),)),
+)
+
+
+def test_a_division_of_an_installed_engine_that_contradicts_itself_is_one_line() -> None:
+    name = "tests.cluster.test_division:TWISTED"
+    with pytest.raises(ConfigError) as told:
+        RoleLayout.from_config(parse({"trainer": {"engine": name}}))
+    (text,) = told.value.problems
+    assert text.startswith(f"layout.trainer: trainer.engine={name}: the groups of a division are disjoint"), text
 
 
 def test_the_ranks_of_every_role_must_divide() -> None:
