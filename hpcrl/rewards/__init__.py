@@ -1,1 +1,1 @@
-"""Rewards, a file each; `specs` lists the built-in ones."""
+"""Rewards, one file each; `specs` lists the built-in rewards."""

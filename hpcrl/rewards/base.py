@@ -1,4 +1,4 @@
-"""What a reward is: scores for responses. A reward imports neither torch.distributed nor engines."""
+"""The interface of rewards, which score responses. A reward imports neither torch.distributed nor engines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from hpcrl.config import RewardConfig
 from hpcrl.spec.tables import REWARDS
 
 MAX_TOKEN_REWARDS = 256
-"""Most rewards of tokens that one response may be given: they travel through the controller."""
+"""Maximum token rewards of one response: they are sent through the controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """What the model wrote in one turn: the text, and the tokens as they were generated (empty where there are none, as
-    in hpcrl.score)."""
+    """One turn of the model: the text, and the tokens as generated (empty without tokens, as in hpcrl.score)."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -26,8 +25,8 @@ class ModelTurn:
 class RewardItem:
     """One response to score: the last turn of the model, `response` as text and `token_ids` as it was generated.
 
-    `prompt` is text, `answer` and `extra` are what the data row held; after an episode `extra["messages"]` has all that
-    was said, in chat form. `earlier`: the turns of the model before the last.
+    `prompt` is text, `answer` and `extra` come from the data row; after an episode `extra["messages"]` has all messages
+    in chat form. `earlier`: the model's turns before the last.
     """
 
     sample_id: int
@@ -42,21 +41,21 @@ class RewardItem:
 
     @property
     def turns(self) -> tuple[ModelTurn, ...]:
-        """All turns of the model in order, at least one."""
+        """All turns of the model in order; at least one."""
         return (*self.earlier, ModelTurn(self.response, self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`reward` goes into the advantage, `score` (usually 0 or 1) into accuracy metrics and filters.
+    """`reward` is used for the advantage, `score` (usually 0 or 1) for accuracy metrics and filters.
 
-    A reward that failed is data: reward 0 and the cause in `error`. `given` and `gold` are what the reward compared,
-    where it compares: the part of the response that it took as the answer, and that of the row's answer. They are for
-    `python -m hpcrl.score`, and stay where the reward is.
+    A reward that failed is data: reward 0 and the cause in `error`. `given` and `gold`, if the reward compares: the
+    part of the response that it took as the answer, and that of the row's answer. Both are for `python -m hpcrl.score`
+    and are not sent to other ranks.
 
-    How the reward is divided, in one of two ways; without either all of it is the last turn's. `turn_rewards`: one for
-    each of the item's turns. `token_rewards`: for some tokens, by their position among those that the model wrote in
-    all of its turns, from 0; at most MAX_TOKEN_REWARDS. Either adds up to `reward`, or the response has an error.
+    The reward may be divided in one of two ways; otherwise the last turn has all of it. `turn_rewards`: one for each of
+    the item's turns. `token_rewards`: for some tokens, by position from 0 among the model's tokens of all turns; at
+    most MAX_TOKEN_REWARDS. Either must add up to `reward`, else the response has an error.
     """
 
     reward: float
@@ -70,17 +69,17 @@ class Score:
 
 
 class Reward(Protocol):
-    """Scores come back in the order of the items. May raise or hang: the pool that calls it turns both into data.
+    """Scores come back in the order of the items. A reward may raise or hang: the pool turns both into data.
 
-    A reward says as class attributes how it wants to be called; a subclass of this class inherits the usual answers.
+    Class attributes of a reward define how it is called; a subclass of this class inherits the usual values.
     """
 
     inline: bool = False
-    """Cheap and harmless: called in the rank itself, not in a worker process."""
+    """Cheap and safe: called in the rank itself, not in a worker process."""
     batched: bool = False
-    """Wants many items per call; others get one item at a time."""
+    """Many items per call; other rewards get one item per call."""
     scores: Literal["samples", "groups"] = "samples"
-    """groups: a call has all siblings of one prompt, and nothing else."""
+    """groups: a call has exactly the siblings of one prompt."""
     pool: Literal["process", "async"] = "process"
     """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
 
@@ -88,6 +87,6 @@ class Reward(Protocol):
 
 
 def make_reward(config: RewardConfig) -> Reward:
-    """The reward of a section of the configuration. ValueError when its options or its function do not fit."""
+    """The reward of a section of the configuration. ValueError if its options or its function are invalid."""
     made: Reward = REWARDS[config.name].load()(config)
     return made

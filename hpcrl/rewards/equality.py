@@ -1,7 +1,7 @@
 """Whether two answers are mathematically equal: text, numbers and the parts of lists first, math-verify for the rest.
 
 math-verify multiplies the letters of words, takes the last side of a chain of equations and factors for units, merges
-tuples with numbers and can be kept busy for ever; hence the steps before it, and the limit.
+tuples with numbers and may never return; hence the steps before it, and the limit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from hpcrl.rewards.notation import close, has_other_words, names, normalise, plain, quantity, unit_apart
 
 T = TypeVar("T")
-LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends what no signal reaches
+LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends code that no signal interrupts
 MAX_DEPTH = 20
-MAX_ELEMENTS = 20  # of a list that is compared element by element
+MAX_ELEMENTS = 20  # of lists compared element by element
 _EXPLOSIVE = re.compile(r"\^\{?\s*-?\d{5}|\d\s*\}?\s*\^\s*\{*\s*\d+\s*\}*\^|\d{4,}\s*\)*!|!\s*\)*!")
 _OPEN, _CLOSE = "([{", ")]}"
 _CHOICE = re.compile(r"\(?([A-Z])[).:]?")
@@ -40,7 +40,7 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 def equivalent(gold: str, given: str) -> bool:
-    """Whether two answers are equal. TimeoutError after LIMIT_S of CPU time. Main thread only: the limit is a
+    """Whether two answers are equal. TimeoutError after LIMIT_S of CPU time. Main thread only: the limit uses a
     signal."""
     gold, given = _normalise_gold(gold), normalise(given)
     if not given or not gold:
@@ -50,12 +50,13 @@ def equivalent(gold: str, given: str) -> bool:
 
 
 def is_explosive(text: str) -> bool:
-    """Whether evaluating `text` could take for ever: towers of powers, huge factorials and exponents, deep nesting."""
+    """Whether evaluating `text` could take unlimited time: towers of powers, huge factorials and exponents, deep
+    nesting."""
     return _depths(text)[0] > MAX_DEPTH or bool(_EXPLOSIVE.search(text))
 
 
 def _depths(text: str) -> tuple[int, int]:
-    """The greatest depth of brackets, and the depth at the end; that is -1 where one closes that was not opened."""
+    """The greatest depth of brackets, and the depth at the end, -1 if a closing bracket was not opened."""
     depth = deepest = lowest = 0
     for char in text:
         depth += (char in _OPEN) - (char in _CLOSE)
@@ -84,7 +85,7 @@ def _equal(gold: str, given: str) -> bool:
 
 
 def _equal_at_sight(gold: str, given: str) -> bool | None:
-    """Equality as text or as numbers; None where it takes more to tell."""
+    """Equality as text or as numbers; None if neither decides."""
     if gold == given or plain(gold) == plain(given) != "":
         return True
     a = quantity(gold)
@@ -93,14 +94,14 @@ def _equal_at_sight(gold: str, given: str) -> bool | None:
 
 
 def _is_malformed(text: str) -> bool:
-    """Whether math-verify would read the part of `text` that makes sense to it and leave the rest out."""
+    """Whether math-verify would parse a part of `text` and ignore the rest."""
     if not text.isascii() or _depths(text)[1] != 0 or _MALFORMED.search(text):
         return True
     return "\\\\" in text and "\\begin" not in text
 
 
 def _choices_equal(gold: str, given: str) -> bool | None:
-    """Whether the letters of two choices, "B", "(B)" or "(B) 42", are the same; None where one is no choice."""
+    """Whether the letters of two choices, "B", "(B)" or "(B) 42", are the same; None if one is no choice."""
     for one, other in ((gold, given), (given, gold)):
         letter, choice = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other) or _CHOICE_WITH_TEXT.fullmatch(other)
         if letter and choice:
@@ -119,7 +120,8 @@ def _with_decimal_point(text: str, other: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The elements between the outer brackets of an answer; one element, without brackets, of what is no list."""
+    """The elements between the outer brackets of an answer; an answer that is no list has one element and no
+    brackets."""
 
     brackets: str
     elements: tuple[str, ...]
@@ -130,7 +132,7 @@ class _Parts:
 
 
 def _parts_equal(gold: str, given: str) -> bool | None:
-    """Equality element by element; None of what are no lists, and where math-verify knows more."""
+    """Equality element by element; None if neither is a list, or if math-verify decides better."""
     a, b = _split(gold), _split(given)
     counts = len(a.elements), len(b.elements)
     if max(counts) == 1 or max(counts) > MAX_ELEMENTS:
@@ -149,8 +151,8 @@ def _parts_equal(gold: str, given: str) -> bool | None:
 
 
 def _matched(golds: list[str], givens: list[str]) -> bool:
-    """Whether each element has its equal on the other side, in any order."""
-    for equal in (_equal_at_sight, _equal):  # the slow one sees what the fast one left
+    """Whether each element has an equal on the other side, in any order."""
+    for equal in (_equal_at_sight, _equal):  # the slow test gets the remainder of the fast one
         for gold in list(golds):
             found = next((given for given in givens if equal(gold, given)), None)
             if found is not None:
@@ -162,7 +164,7 @@ def _matched(golds: list[str], givens: list[str]) -> bool:
 
 
 def _assigned(parts: _Parts) -> set[str]:
-    """The names that elements give values to."""
+    """The names to which elements assign values."""
     return {plain(element.partition("=")[0]) for element in parts.elements if "=" in element}
 
 
@@ -191,7 +193,7 @@ def _once(elements: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _outside(text: str, separators: str = ",;") -> list[str]:
-    """The parts of `text` between separators outside all brackets; `text` alone where brackets do not match."""
+    """The parts of `text` between separators outside all brackets; `text` alone if brackets do not match."""
     parts, depth, start = [], 0, 0
     for place, char in enumerate(text):
         depth += (char in _OPEN) - (char in _CLOSE)
@@ -207,8 +209,8 @@ def _outside(text: str, separators: str = ",;") -> list[str]:
 
 
 def _sides_equal(gold: str, given: str) -> bool | None:
-    """Equality where one answer is an equation, "x = 5" or "6*7 = 42": every side that is no name has to be equal.
-    None without one, and of two equations that are no assignments."""
+    """Equality if one answer is an equation, "x = 5" or "6*7 = 42": every side that is no name must be equal. None
+    without an equation, and for two equations that are no assignments."""
     a, b = _outside(gold, "="), _outside(given, "=")
     if max(len(a), len(b)) == 1 or _RELATION.search(gold) or _RELATION.search(given):
         return None
@@ -225,7 +227,8 @@ def _sides_equal(gold: str, given: str) -> bool | None:
 
 
 def _assignment(sides: list[str]) -> tuple[str, list[str]]:
-    """(label, values) of the sides of an equation; no label, and all sides, where the first and the last are none."""
+    """(label, values) of the sides of an equation; no label, and all sides, if neither the first nor the last is a
+    label."""
     sides = [side.strip() for side in sides if side.strip()]
     if len(sides) > 1 and _is_label(sides[0]):
         return sides[0], [side for side in sides[1:-1] if not _is_label(side)] + sides[-1:]
@@ -235,7 +238,7 @@ def _assignment(sides: list[str]) -> tuple[str, list[str]]:
 
 
 def _is_label(text: str) -> bool:
-    """Whether a side of an equation is what gets a value: x, x_1, f(2), \\angle ABC, (p, q), total cost."""
+    """Whether a side of an equation is the name that gets a value: x, x_1, f(2), \\angle ABC, (p, q), total cost."""
     if text in ("e", "i") or not re.search("[A-Za-z]", text):
         return False
     return not _NOT_IN_LABELS.search(_INDEX.sub("", text))
@@ -249,7 +252,7 @@ def _words_equal(gold: str, given: str) -> bool | None:
 
 
 def _misread(gold: str, given: str) -> bool:
-    """Whether math-verify would read something else than what stands there."""
+    """Whether math-verify would misread one of the answers."""
     if names(gold) != names(given):
         return True
     for text, other in ((gold, given), (given, gold)):
@@ -262,14 +265,14 @@ def _misread(gold: str, given: str) -> bool:
 
 
 class _TooLong(BaseException):
-    """No Exception: libraries catch those and go on."""
+    """Not an Exception, since libraries catch exceptions and continue."""
 
 
 def within_limit(action: Callable[[], T]) -> T:
-    """What `action` returns. TimeoutError when it takes more than LIMIT_S of CPU time.
+    """The result of `action`. TimeoutError after LIMIT_S of CPU time.
 
-    CPU time, so that a loaded machine changes no score. The alarm rings again: sympy catches it in places and would
-    compute on for ever, and what it returns after that is no result.
+    CPU time, so that the load of the machine changes no score. The alarm repeats, since sympy catches it in places and
+    would continue without end; a result returned after the alarm is discarded.
     """
     armed, rung = True, False
 
@@ -293,7 +296,7 @@ def within_limit(action: Callable[[], T]) -> T:
     if rung:
         from sympy.core.cache import clear_cache
 
-        clear_cache()  # it may hold what was cut short
+        clear_cache()  # it may hold interrupted results
         raise TimeoutError(f"comparing it with the answer takes more than {LIMIT_S:g} s of CPU time")
     return result
 
@@ -314,14 +317,15 @@ def _verify(gold: str, given: str) -> bool:
 
 
 def _parse(text: str) -> list[Any]:
-    from math_verify import ExprExtractionConfig, parse  # pulls in sympy
+    from math_verify import ExprExtractionConfig, parse  # imports sympy
 
     return parse(f"${_spaced(text)}$", [_latex(), ExprExtractionConfig()], parsing_timeout=None)
 
 
 @lru_cache(maxsize=1)
 def _latex() -> Any:
-    """math-verify's reading of LaTeX, without its units: it takes 2ab for 2 and the letters c, d, g, t for units."""
+    """math-verify's LaTeX configuration, without units: with them it reads 2ab as 2, and the letters c, d, g, t as
+    units."""
     from math_verify import LatexExtractionConfig
 
     usual = LatexExtractionConfig()
@@ -329,7 +333,7 @@ def _latex() -> Any:
 
 
 def _spaced(text: str) -> str:
-    return re.sub(r",(?=\d)", ", ", text)  # else it reads (12,102) as 12102
+    return re.sub(r",(?=\d)", ", ", text)  # else math-verify reads (12,102) as 12102
 
 
 _normalise_gold = lru_cache(maxsize=4096)(normalise)  # siblings share their gold answer

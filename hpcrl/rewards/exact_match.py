@@ -15,15 +15,15 @@ from hpcrl.spec.options import read_options
 
 
 class ExactMatch(Reward):
-    """1 where the response equals the answer, or one of the answers if it is a list; else 0.
+    """1 if the response equals the answer, or one of the answers if the answer is a list; else 0.
 
-    Compared after NFKC, with white space collapsed, without a final full stop and by default without case.
+    Compared after NFKC, with white space collapsed, without a final full stop and by default ignoring case.
     """
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(ExactMatchOptions, config.options)
         self._pattern = re.compile(self.options.pattern) if self.options.pattern else None
-        self.inline = self._pattern is None  # a user's pattern may backtrack for ever
+        self.inline = self._pattern is None  # a user's pattern may backtrack without end
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self._score(item) for item in items]

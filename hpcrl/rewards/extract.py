@@ -1,4 +1,4 @@
-"""What a response gives as its answer: the text after the thinking, tags, boxes, markers and closing phrases."""
+"""Extraction of the answer from a response: text after the thinking, tags, boxes, markers and closing phrases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-MAX_LINE_CHARS = 1000  # an answer without a box is looked for in lines up to this length
+MAX_LINE_CHARS = 1000  # maximum length of a line that is searched for an answer without a box
 MAX_BETWEEN_CHARS = 60
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
@@ -29,7 +29,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 
 def after_thinking(response: str) -> str:
-    """The text after the last `</think>`; empty while a `<think>` is still open; all of it without thinking."""
+    """The text after the last `</think>`; empty if a `<think>` is still open; the whole response without thinking."""
     _, closed, rest = response.rpartition(THINK_CLOSE)
     if THINK_OPEN in rest:
         return rest[: rest.index(THINK_OPEN)] if closed else ""
@@ -37,11 +37,11 @@ def after_thinking(response: str) -> str:
 
 
 def final_answer(response: str, require_boxed: bool = False) -> str | None:
-    """The final answer that a response gives; None without one.
+    """The final answer of a response; None without one.
 
-    After the thinking, the first of these that is there: the last `<answer>` tag (and a box in it), the last boxes,
-    the line after the last "####", what follows the last "answer is", the last line. In a last line that is a
-    sentence it is what follows its last verb ("the total is $18") or else its last formula.
+    After the thinking, the first of these that exists: the last `<answer>` tag (and a box in it), the last boxes, the
+    rest of the line after the last "####", the text after the last "answer is", the last line. If the last line is a
+    sentence, the answer is the text after its last verb ("the total is $18"), else its last formula.
     """
     text = after_thinking(response)
     if require_boxed:
@@ -59,7 +59,7 @@ def final_answer(response: str, require_boxed: bool = False) -> str | None:
 
 
 def gold_answer(answer: str) -> str:
-    """The final part of a gold answer or solution: what follows "####", or its last boxes, or all of it."""
+    """The final part of a gold answer or solution: the text after "####", or its last boxes, or all of it."""
     return after_marker(answer, "####") or boxed_answer(answer) or answer.strip()
 
 
@@ -69,8 +69,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box, with those directly before it: boxes with nothing but commas, "and" or "or" between them are one
-    list. None without a box."""
+    """The last box and the boxes directly before it: boxes separated only by commas, "and" or "or" are one list. None
+    without a box."""
     contents: list[str] = []
     next_start = None
     for start, end, content in _boxes(text):
@@ -111,7 +111,7 @@ def after_marker(text: str, marker: str) -> str | None:
 
 
 def without_markup(text: str) -> str:
-    """Text without Markdown's emphasis and the delimiters of formulas, where these are closed."""
+    """Text without Markdown emphasis and without closed formula delimiters."""
     text = text.strip()
     if text.isalnum() or len(text) > MAX_LINE_CHARS:
         return text
@@ -132,7 +132,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """What follows the last "answer is", up to the end of the sentence; None without it."""
+    """The text after the last "answer is", up to the end of the sentence; None without it."""
     phrases = list(_ANSWER_IS.finditer(text))
     if not phrases:
         return None
@@ -159,7 +159,7 @@ def _last_line(text: str) -> str | None:
 
 
 def _conclusion(line: str) -> str | None:
-    """The answer in a sentence: what follows its last verb, or its last formula, or all of it."""
+    """The answer in a sentence: the text after its last verb, or its last formula, or all of it."""
     plain = without_markup(line)
     if connective := _CONNECTIVE.match(plain):
         plain = plain[connective.end() :]

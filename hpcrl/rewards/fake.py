@@ -1,4 +1,4 @@
-"""A reward by lot, for runs whose responses are worth none (debug=fake) and for trials of what drives rewards."""
+"""A random reward, for runs with meaningless responses (debug=fake) and for tests of the code around rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrl.spec.options import read_options
 
 
 class FakeReward(Reward):
-    """1 or 0, a function of the sample's id alone."""
+    """1 or 0, a function of the sample id only."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(FakeOptions, config.options)

@@ -1,4 +1,4 @@
-"""A user's reward function, called the way verl, TRL, OpenRLHF or hpcrl would call it."""
+"""A user's reward function, called with the signature of verl, TRL, OpenRLHF or hpcrl."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
 
-# signature -> the sets of parameter names, each of which it is recognised by
+# signature -> sets of parameter names, any of which identifies it
 SIGNATURES: dict[str, list[tuple[str, ...]]] = {
     "verl": [("solution_str", "ground_truth")],
     "trl": [("completions",), ("completion_ids",)],
     "openrlhf": [("queries", "prompts", "labels")],
     "hpcrl": [("items",)],
 }
-# signature -> the parameters that a call has besides options; trl: the columns of the rows too
+# signature -> parameters of a call besides options; trl: the columns of the rows too
 GIVEN = {
     "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
     "openrlhf": {"queries", "prompts", "labels"},
     "hpcrl": {"items"},
 }
-# What a function made for messages says when it gets text, and the other way round.
+# Errors of a function for messages that gets text, and the reverse.
 _WANTS_MESSAGES = re.compile(r"string indices must be integers|'str' object has no attribute")
 _WANTS_TEXT = re.compile(r"'(?:list|dict)' object has no attribute|expected string|must be str|not list|not dict")
 
@@ -41,14 +41,16 @@ class FunctionReward(Reward):
     trl:      f(prompts, completions, completion_ids, **columns) -> list of float or None
     openrlhf: f(queries, prompts, labels, **kw) -> dict with "rewards", maybe "scores" and "extra_logs", or the rewards
     hpcrl:    f(items: list[RewardItem]) -> list of Score or float
-    It gets the parameters of these that it has. `options` are passed on as keyword arguments; `conversational` is ours:
-    under trl, whether a prompt and a completion are a list of one message instead of text. Without it text is tried,
-    and messages where the function takes text for one. A class is made an object first, without arguments. Attributes
-    `scores = "groups"` and `pool = "async"` of the function or class mean what they mean for hpcrl.rewards.base.Reward.
+
+    The function gets those of these parameters that it has. `options` are passed as keyword arguments; `conversational`
+    is an option of hpcrl: under trl, whether a prompt and a completion are a list of one message instead of text.
+    Without it hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first,
+    without arguments. Attributes `scores = "groups"` and `pool = "async"` of the function or class have the meaning of
+    hpcrl.rewards.base.Reward.
     """
 
     def __init__(self, config: RewardConfig):
-        """ValueError says why the function cannot be loaded or how its parameters differ from the known ones."""
+        """ValueError: the function cannot be loaded, or its parameters fit no known signature."""
         if not config.function:
             raise ValueError("name=function needs a function, package.module:callable or file.py:callable")
         self._path = config.function
@@ -120,7 +122,7 @@ class FunctionReward(Reward):
         return [Score(0.0, 0.0) if value is None else as_score(value) for value in _list(result, len(items))]
 
     async def _call_trl(self, items: Sequence[RewardItem], columns: dict[str, Any]) -> Any:
-        """The result with prompts and completions as text or as messages, whichever the function takes."""
+        """The result with prompts and completions as text or as messages, whichever the function accepts."""
 
         async def call(as_messages: bool) -> Any:
             turn = _message if as_messages else lambda role, text: text
@@ -180,7 +182,7 @@ async def _result_of(awaitable: Awaitable[Any]) -> Any:
 
 
 def _result_without_waiting(coroutine: Coroutine[Any, Any, list[Score]]) -> list[Score]:
-    """What a coroutine returns that waits for nothing, without the price of an event loop."""
+    """The result of a coroutine that never waits, without the cost of an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -189,7 +191,7 @@ def _result_without_waiting(coroutine: Coroutine[Any, Any, list[Score]]) -> list
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The callable of an import path or `file.py:name`. ValueError says what is missing."""
+    """The callable of an import path or `file.py:name`. ValueError names what is missing."""
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
         raise ValueError(f"{path}: an import path is package.module:callable or file.py:callable")
@@ -217,15 +219,15 @@ def _load_file(name: str, path: str) -> Any:
     try:
         file = Path(name).expanduser()
         there = file.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long; the home folder of nobody
+    except (OSError, RuntimeError) as error:  # a name that is too long; an unknown user's home folder
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not there:
         raise ValueError(f"{path}: no such file (looked in {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(file.resolve().parent))  # its neighbours can be imported, as when it is run
+    sys.modules[spec.name] = module  # dataclasses look up their module
+    sys.path.insert(0, str(file.resolve().parent))  # files beside it can be imported, as when it is run
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -234,7 +236,7 @@ def _load_file(name: str, path: str) -> Any:
 
 
 def recognise(function: Callable[..., Any], signature: str, path: str) -> str:
-    """The signature's name, from the configuration or from the parameter names. ValueError names the parameters."""
+    """The signature's name, from the configuration or the parameter names. ValueError names the parameters."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError) as error:
@@ -251,7 +253,7 @@ def recognise(function: Callable[..., Any], signature: str, path: str) -> str:
 
 
 def as_score(value: Any) -> Score:
-    """A function's result as a Score. TypeError when it is neither a Score nor a number."""
+    """A function's result as a Score. TypeError if it is neither a Score nor a number."""
     if isinstance(value, Score):
         return value
     number = _number(value, "the result")
@@ -276,7 +278,7 @@ def _list(value: Any, count: int) -> list[Any]:
 
 
 def _spread(value: Any, count: int) -> list[Any]:
-    """A value per response; one number, of any kind, is the same for all of the call."""
+    """A value per response; a single number applies to all responses of the call."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return _list(value, count) if isinstance(value, list | tuple) else [value] * count

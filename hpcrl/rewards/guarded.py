@@ -1,4 +1,4 @@
-"""Calling a reward so that whatever it does wrong is in its scores."""
+"""Calls of a reward that turn every failure into its scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUM_TOLERANCE = 1e-6
 
 
 def describe(error: BaseException) -> str:
-    """One line that says what was raised."""
+    """One line that describes the exception."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARS]
 
 
@@ -26,7 +26,7 @@ def failed(error: str) -> Score:
 
 
 def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | None:
-    """A score per item. None when the call failed for several items as a whole: call again with each alone."""
+    """A score per item. None if the call failed for several items as a whole: call again with each alone."""
     try:
         scores = reward.score(items)
         return _one_each(items, asyncio.run(_awaited(scores)) if inspect.isawaitable(scores) else scores)
@@ -35,7 +35,7 @@ def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | Non
 
 
 async def score_each_async(reward: Reward, items: Sequence[RewardItem], timeout_s: float) -> list[Score] | None:
-    """The same of a reward whose score() is a coroutine, which is cancelled after the timeout."""
+    """As score_each(), for a reward whose score() is a coroutine, which is cancelled after the timeout."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -58,7 +58,7 @@ def _one_each(items: Sequence[RewardItem], scores: Sequence[Score]) -> list[Scor
 
 
 def _failure(reward: Reward, items: Sequence[RewardItem], error: str) -> list[Score] | None:
-    whole = len(items) == 1 or reward.scores == "groups"  # siblings make no sense one by one
+    whole = len(items) == 1 or reward.scores == "groups"  # siblings are not scored one by one
     return [failed(error)] * len(items) if whole else None
 
 
@@ -82,7 +82,7 @@ def _checked(item: RewardItem, score: Any) -> Score:
 
 
 def _problem_of_parts(item: RewardItem, reward: float, turns: Sequence[float], tokens: Mapping[int, float]) -> str:
-    """Why these cannot be the rewards of the item's turns or tokens; empty where they can."""
+    """Why these cannot be the rewards of the item's turns or tokens; empty if they can."""
     if not (turns or tokens):
         return ""
     name, count = ("turn_rewards", len(item.turns)) if turns else ("token_rewards", _lengths(item)[-1])
@@ -103,7 +103,7 @@ def _problem_of_parts(item: RewardItem, reward: float, turns: Sequence[float], t
 
 
 def _of_turns(item: RewardItem, tokens: Mapping[int, float]) -> tuple[float, ...]:
-    """What rewards of tokens make the rewards of the turns; none without them."""
+    """The rewards of the turns as sums of their token rewards; empty without token rewards."""
     ends = _lengths(item) if tokens else []
     return tuple(
         math.fsum(number for place, number in tokens.items() if start <= place < end)
@@ -112,5 +112,5 @@ def _of_turns(item: RewardItem, tokens: Mapping[int, float]) -> tuple[float, ...
 
 
 def _lengths(item: RewardItem) -> list[int]:
-    """Tokens that the model wrote up to the end of each turn."""
+    """Number of the model's tokens up to the end of each turn."""
     return list(accumulate(len(turn.token_ids) for turn in item.turns))

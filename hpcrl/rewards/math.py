@@ -15,14 +15,14 @@ from hpcrl.spec.options import read_options
 
 
 class MathReward(Reward):
-    """1 where the final answer equals the gold answer, else 0. A comparison that takes too long is an error.
+    """1 if the final answer equals the gold answer, else 0. A comparison over the time limit is an error.
 
-    docs/rewards.md has a table of what counts as equal, and says where the answer is looked for.
+    docs/rewards.md lists which answers are equal and how the answer is extracted.
     """
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(MathOptions, config.options)
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # one line of log per answer it cannot read
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a line per unreadable answer
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self._score(item) for item in items]

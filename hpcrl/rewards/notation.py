@@ -1,4 +1,4 @@
-"""Answers in one notation: LaTeX in ASCII without layout; and the numbers, percentages and units in them."""
+"""Normal form of answers: LaTeX in ASCII without layout; numbers, percentages and units in answers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _MATHEMATICAL = """
 LENGTHS = frozenset(["mm", "cm", "dm", "km", "ft"])
 SHORT_UNITS, LETTER_UNITS = frozenset(_SHORT_UNITS.split()), frozenset(_LETTER_UNITS.split())
 PRODUCTS = frozenset({"abc", "xyz"})
-"""No units, and no words either: products of letters."""
+"""Neither units nor words: products of letters."""
 NO_UNITS = frozenset((_CHANGE_A_NUMBER + _TAKE_IT_BACK_OR_GO_ON + _MATHEMATICAL).split())
 
 
@@ -110,7 +110,7 @@ class Quantity:
     unit: str = ""
 
     def equals(self, other: Quantity) -> bool:
-        """The same number, to 6 digits; a unit may be missing on one side, and 75% is 75 and .75."""
+        """Equal numbers, to 6 digits; a unit may be missing on one side, and 75% equals 75 and .75."""
         if self.unit and other.unit and self.unit != other.unit:
             return False
         if close(self.value, other.value):
@@ -131,7 +131,7 @@ def close(a: Fraction | int, b: Fraction | int) -> bool:
 
 
 def normalise(text: str) -> str:
-    """The same answer without layout, currency signs and separators of thousands, in ASCII LaTeX where there is one."""
+    """The answer without layout, currency signs and thousands separators, in ASCII LaTeX where possible."""
     text = text.strip()
     if text.isdigit() and text.isascii():
         return text
@@ -159,7 +159,7 @@ def normalise(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Normal form for comparison as text: without spaces that separate nothing, and without percent signs."""
+    """Normal form for comparison as text: without redundant spaces and percent signs."""
     if text.isalnum():
         return text
     text = re.sub(r"(?<=[\d}])\s*\\?%", "", text)
@@ -167,7 +167,7 @@ def plain(text: str) -> str:
 
 
 def quantity(text: str) -> Quantity | None:
-    """The number that an answer in normal form is, with its unit; None where it is anything else."""
+    """The number and unit of an answer in normal form; None if the answer is no number."""
     if text.isascii() and text.isdigit():
         return Quantity(int(text))
     match = _LITERAL.match(text)
@@ -184,8 +184,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def unit_apart(text: str) -> tuple[str, str]:
-    """An expression in normal form and the unit behind it ("" without one). One letter needs a space before it, else
-    it is a factor; so do most letters behind a name: 2\\pi hr is a product."""
+    """An expression in normal form and the unit after it ("" without one). A unit of one letter needs a space before
+    it, else it is a factor; so do most letters after a name: 2\\pi hr is a product."""
     match = _EXPRESSION_WITH_UNIT.fullmatch(text)
     if match is None:
         return text, ""
@@ -197,7 +197,7 @@ def unit_apart(text: str) -> tuple[str, str]:
 
 
 def has_other_words(text: str) -> bool:
-    """Whether `text` has words that mathematics does not: such an answer is compared as text."""
+    """Whether `text` has words that are not mathematical: such an answer is compared as text."""
     for run in _letters(text):
         if len(run) >= 4 or run.lower() in NO_UNITS - PRODUCTS:
             return True
@@ -206,7 +206,7 @@ def has_other_words(text: str) -> bool:
 
 
 def names(text: str) -> list[str]:
-    """The runs of capital letters in an answer: points and sets, whose letters stand in an order."""
+    """The runs of capital letters in an answer: points and sets, whose letters have an order."""
     return sorted(run for run in _letters(text) if len(run) > 1 and run.isupper())
 
 
@@ -223,8 +223,8 @@ def _ascii(text: str) -> str:
 
 
 def _join_thousands(text: str) -> str:
-    """Without separators of thousands, where a comma or space cannot be anything else: in the whole answer, and
-    outside brackets where no other comma is. `(12,102)` is a pair."""
+    """Remove thousands separators where a comma or space cannot be anything else: in a whole answer, and outside
+    brackets without other commas. `(12,102)` is a pair."""
     if match := _SPACED_THOUSANDS.fullmatch(text):
         return match[1].replace(" ", "") + match[2]
     if "," not in text or re.search(r"[(\[{].*,.*[)\]}]", text):
@@ -258,7 +258,7 @@ def _value(match: re.Match[str]) -> Fraction | int | None:
 
 @lru_cache(maxsize=4096)
 def _unit(text: str) -> str | None:
-    """The unit after a number, in a form to compare ("" without one); None where the words may change the number."""
+    """The unit after a number, in comparable form ("" without one); None if the words may change the number."""
     if not text:
         return ""
     attached, text = not text[0].isspace(), text.strip()

@@ -1,6 +1,7 @@
-"""Scores without waiting: cheap rewards at once, others in worker processes that are killed when they hang.
+"""Scoring without blocking: cheap rewards at once, others in worker processes that are killed when they hang.
 
-One response that raises, hangs, kills its process or gives no number costs that one sample: Score(0, 0, error=...).
+A response whose reward raises, hangs, kills its process or gives no number costs only that sample: Score(0, 0,
+error=...).
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from hpcrl.rewards.router import Router
 from hpcrl.signals import held_back
 from hpcrl.spec.tables import REWARDS
 
-CHUNK = 128  # most responses in one message, so that a worker has work while its rank is busy elsewhere
-BATCH = 16  # most responses in one call of a batched reward
+CHUNK = 128  # maximum responses in a message, so that a worker has work while its rank is busy
+BATCH = 16  # maximum responses in a call of a batched reward
 START_TIMEOUT_S = 120.0
-MAX_STARTS = 3  # in a row without one that works
+MAX_STARTS = 3  # consecutive failed starts
 READ_BYTES = 1 << 16
 
 Clock = Callable[[], float]
 
 
 class RewardPool:
-    """The scores of a rank's responses. No call waits for a reward. Make it on the main thread: Linux kills the
+    """The scores of a rank's responses. No call waits for a reward. Create the pool on the main thread: Linux kills the
     workers when the thread that started them ends."""
 
     def __init__(self, config: Config, clock: Clock = time.monotonic):
-        """ValueError when a built-in reward cannot be made of its section; workers start in the background."""
+        """ValueError if a built-in reward cannot be made from its section; workers start in the background."""
         self._router = Router(config)
         self._inline: dict[str, Reward] = {}
         self._crews: dict[str, _Crew] = {}
-        self._keys: dict[str, str] = {}  # domain -> its reward's section, which rewards and crews go by
+        self._keys: dict[str, str] = {}  # domain -> section of its reward, the key of rewards and crews
         self._done: list[tuple[RewardItem, Score]] = []
         self._counts: Counter[str] = Counter()
         for name, section in self._router.sections.items():
@@ -56,17 +57,18 @@ class RewardPool:
                 self._crews[key] = _Crew(name, section, clock)
 
     def scores(self, domain: str) -> Literal["samples", "groups"] | None:
-        """What the domain's reward scores; None while it is being loaded. ValueError names a domain without one."""
+        """What the domain's reward scores; None while the reward is being loaded. ValueError names a domain without
+        one."""
         key = self._key(domain)
         return self._inline[key].scores if key in self._inline else self._crews[key].scores
 
     def submit(self, items: Sequence[RewardItem]) -> None:
-        """Take responses to score, each by itself. ValueError names a domain that has no reward."""
+        """Accept responses to score individually. ValueError names a domain that has no reward."""
         for item in items:
             self.submit_group([item])
 
     def submit_group(self, items: Sequence[RewardItem]) -> None:
-        """Take the siblings of one prompt, for a reward that scores groups."""
+        """Accept the siblings of one prompt, for a reward that scores groups."""
         key = self._key(items[0].domain)
         if key in self._inline:
             scores = score_each(self._inline[key], items)
@@ -82,7 +84,7 @@ class RewardPool:
         return key
 
     def poll(self) -> list[tuple[int, Score]]:
-        """(sample id, score) of what was scored since the last call. RuntimeError when a worker does not start."""
+        """(sample id, score) of responses scored since the last call. RuntimeError if a worker does not start."""
         done, self._done = self._done, []
         for crew in self._crews.values():
             done += crew.pump()
@@ -91,7 +93,7 @@ class RewardPool:
         return [(item.sample_id, self._with_its_place(item, score)) for item, score in done]
 
     def _with_its_place(self, item: RewardItem, score: Score) -> Score:
-        """The score whose error, if it is one, also says what failed."""
+        """The score; an error also names domain and reward."""
         if not score.error:
             return score
         section = self._router.of(item.domain)
@@ -110,18 +112,18 @@ class RewardPool:
         return {name: total[name] for name in ("scored", "errors", "timeouts", "restarts")}
 
     def close(self) -> None:
-        """Kill the workers and reap them (idempotent); what is pending is lost."""
+        """Kill the workers and reap them (idempotent); pending responses are lost."""
         for crew in self._crews.values():
             crew.close()
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What one call is made for: a response, or the siblings of a prompt."""
+    """The unit of one call: a response, or the siblings of a prompt."""
 
     items: Sequence[RewardItem]
     messages: list[bytes]
-    alone: bool = False  # it was with others in a call, or in a process, that failed
+    alone: bool = False  # to be called alone, after a call or process with several jobs failed
 
 
 class _Crew:
@@ -149,7 +151,7 @@ class _Crew:
     def add(self, items: Sequence[RewardItem]) -> None:
         try:
             messages = [to_message(item) for item in items]
-        except Exception as error:  # a value of the row that no message can hold
+        except Exception as error:  # a value of the row that msgpack cannot encode
             self._charge(items, describe(error))
             return
         self._waiting.append(_Job(items, messages))
@@ -194,7 +196,7 @@ class _Crew:
         return chunk
 
     def _replace(self, worker: _Worker, problem: str) -> _Worker:
-        """Kill a worker; the call it was at is charged, the others go back to the head of the queue."""
+        """Kill a worker; its current call gets the error, other calls return to the head of the queue."""
         worker.kill()
         self.counts["restarts"] += 1
         if not worker.started:
@@ -202,7 +204,7 @@ class _Crew:
             if self._failed_starts == MAX_STARTS:
                 raise RuntimeError(f"reward {self._name}: no worker came up in {MAX_STARTS} attempts: {problem}")
         jobs = worker.take_jobs()
-        if (worker.batched or worker.several) and len(jobs) > 1:  # which one it was shows when each is alone
+        if (worker.batched or worker.several) and len(jobs) > 1:  # calling each alone shows which one failed
             charged = [(job, left) for job, left in jobs if len(left) < len(job.items)]
             self._retry(job for job, left in jobs if len(left) == len(job.items))
         else:
@@ -225,7 +227,7 @@ class _Crew:
 
 
 class _Worker:
-    """One process, its pipes, and the responses it has: number -> response and what was sent with it."""
+    """One process, its pipes, and its responses: number -> response and the others sent with it."""
 
     def __init__(self, section: RewardConfig, now: float):
         self._timeout_s = section.timeout_s
@@ -236,7 +238,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                start_new_session=True,  # a group of its own, so that a kill takes the children of user code along
+                start_new_session=True,  # a group of its own, so that a kill includes child processes of user code
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -262,7 +264,7 @@ class _Worker:
 
     @property
     def several(self) -> bool:
-        """It waits for several calls at once."""
+        """Whether it runs several calls at once."""
         return self.ready is not None and self.ready.pool == "async"
 
     @property
@@ -273,8 +275,8 @@ class _Worker:
         return len(jobs) < self._concurrency and not any(job.alone for job in jobs.values())
 
     def heard(self, now: float) -> None:
-        """It has done something: the time for the next response begins. Calls that wait end each by its own clock in
-        the process; nothing from any of them for twice the time means that it is stuck."""
+        """Record progress: the time for the next response begins. Concurrent calls have their own timeouts in the
+        process; no answer from any of them for twice the timeout means that the process is stuck."""
         self._deadline = now + self._timeout_s * (2 if self.several else 1)
 
     def send(self, chunk: list[_Job], now: float) -> None:
@@ -287,7 +289,7 @@ class _Worker:
         self._out += pack([msgspec.Raw(message) for job in chunk for message in job.messages])
 
     def take_jobs(self) -> list[tuple[_Job, list[RewardItem]]]:
-        """What it was sent and has not answered, in order: (job, its responses without a score)."""
+        """Jobs that were sent and not answered, in order: (job, its responses without a score)."""
         left: dict[int, tuple[_Job, list[RewardItem]]] = {}
         for item, job in self.at_work.values():
             left.setdefault(id(job), (job, []))[1].append(item)
@@ -295,21 +297,21 @@ class _Worker:
         return list(left.values())
 
     def flush(self, now: float) -> None:
-        """Write what the pipe takes. The time for a response begins when the worker has it."""
+        """Write as much as the pipe accepts. The time for a response begins when the worker has received it."""
         while self._out:
             try:
                 del self._out[: os.write(self._stdin, self._out)]
             except BlockingIOError:
                 return
-            except BrokenPipeError:  # it has ended, which receive() finds out
+            except BrokenPipeError:  # the process has ended; receive() detects it
                 self._out.clear()
             if self.started and not self.several:
                 self.heard(now)
 
     def receive(self) -> list[Answer]:
         """The answers that have arrived."""
-        # Asked before the last read, so that what it wrote before its end is not lost; left unreaped, so that its
-        # process id stays its own until kill().
+        # Checked before the last read, so that output before the end is not lost; not reaped, so that the process id is
+        # not reused before kill().
         self._gone = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         try:
             while block := os.read(self._stdout, READ_BYTES):

@@ -1,4 +1,4 @@
-"""What a rank and its reward workers say to each other: msgpack behind a length of four bytes."""
+"""Messages between a rank and its reward workers: msgpack after a length of four bytes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Item(msgspec.Struct, array_like=True):
 
 
 def to_message(item: RewardItem) -> bytes:
-    """TypeError when a value of the row is something that msgpack does not know."""
+    """The message of an item. TypeError if msgpack does not support a value of the row."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
     earlier = [(turn.text, array("i", turn.token_ids).tobytes()) for turn in item.earlier]
     return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes(), earlier))
 
 
 def from_message(item: Item) -> RewardItem:
-    """The item that to_message() was given."""
+    """The inverse of to_message()."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
     return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier))
 
 
 def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:
-    """Turns of the model from their texts and int32 token ids."""
+    """The model's turns from their texts and int32 token ids."""
     return tuple(ModelTurn(text, array("i", token_ids)) for text, token_ids in messages)
 
 
@@ -56,7 +56,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Scored(msgspec.Struct, tag="scored"):
-    """The score of the `place`-th item that the worker was sent; None: the call failed for all that it has."""
+    """The score of the `place`-th item sent to the worker; None: the call failed for all of its items."""
 
     place: int | None
     reward: float = 0.0
@@ -72,17 +72,17 @@ _decoder = msgspec.msgpack.Decoder(Answer)
 
 
 def frame(body: bytes) -> bytes:
-    """A message's bytes as they go through the pipe."""
+    """A message's bytes with their length, as written to the pipe."""
     return LENGTH.pack(len(body)) + body
 
 
 def pack(message: Any) -> bytes:
-    """A message as it goes through the pipe. TypeError when it holds something msgpack does not know."""
+    """A message as written to the pipe. TypeError if msgpack does not support a value."""
     return frame(msgspec.msgpack.encode(message))
 
 
 def take_answers(buffer: bytearray) -> list[Answer]:
-    """The whole messages at the front of `buffer`, which they leave. msgspec.DecodeError when it is something else."""
+    """Remove the complete messages at the front of `buffer` and return them. msgspec.DecodeError if they are none."""
     answers: list[Answer] = []
     start = 0
     while len(buffer) - start >= LENGTH.size:

@@ -16,10 +16,11 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(Reward):
-    """The answer is the last <answer> tag after the thinking, or all of that text. A verifier that raises scores 0.
+    """The answer is the last <answer> tag after the thinking, or the whole text after it. A verifier that raises scores
+    0.
 
-    `extra["reasoning_gym"]` says how to make the entry again ({name, size, seed, index, options}); rows of a file that
-    hold reasoning-gym entries have `extra["metadata"]["source_dataset"]` instead.
+    `extra["reasoning_gym"]` holds what recreates the entry ({name, size, seed, index, options}); rows of a file with
+    reasoning-gym entries have `extra["metadata"]["source_dataset"]` instead.
     """
 
     def __init__(self, config: RewardConfig):
@@ -36,7 +37,7 @@ class ReasoningGym(Reward):
         answer = (tagged[-1] if tagged else text).strip()
         try:
             value = float(dataset.score_answer(answer, entry))
-        except Exception:  # the verifiers raise on answers they cannot read: such an answer is wrong
+        except Exception:  # verifiers raise on unreadable answers, which are wrong
             return Score(0.0, 0.0, metrics={"unreadable": 1.0}, given=answer)
         right = float(value >= (1.0 if self.options.threshold is None else self.options.threshold))
         return Score(value if self.options.threshold is None else right, right, given=answer)
@@ -44,7 +45,7 @@ class ReasoningGym(Reward):
     def _entry(self, item: RewardItem) -> tuple[Any, dict[str, Any]]:
         recipe = item.extra.get("reasoning_gym")
         if recipe is not None:
-            # Made again from its seed: tuples become lists on the way here, and some verifiers tell them apart.
+            # Recreated from its seed: messages turn tuples into lists, and some verifiers distinguish them.
             index = recipe["index"]
             recipe = {key: value for key, value in recipe.items() if key != "index"}
             dataset = self._dataset(recipe)

@@ -1,4 +1,4 @@
-"""Which reward scores a row: by its domain, with the rewards the built-in sources bring along."""
+"""Choice of the reward of a row by its domain, including the rewards of built-in sources."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHECK_TIMEOUT_S = 60.0
 
 
 class Router:
-    """Domain -> RewardConfig: its own section, else `default`, else the only one; without any section the built-in
-    reward of the source."""
+    """Domain -> RewardConfig: the domain's own section, else `default`, else the only section; without sections the
+    built-in reward of the source."""
 
     def __init__(self, config: Config):
         self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
@@ -35,7 +35,7 @@ class Router:
         return dict(self._sections)
 
     def of(self, domain: str) -> RewardConfig:
-        """The reward of a domain. ValueError names the sections there are."""
+        """The reward of a domain. ValueError names the existing sections."""
         found = self._sections.get(domain, self._fallback)
         if found is None:
             there = ", ".join(self._sections) or "none"
@@ -45,14 +45,14 @@ class Router:
 
 
 def _drawn(config: Config) -> dict[str, RewardConfig]:
-    """Rewards by lot for every domain: what fake engines write has no worth of its own."""
+    """Random rewards for every domain, since responses of fake engines are meaningless."""
     fake = config.fake
     return {DEFAULT: RewardConfig(name="fake", options={"pass_rate": fake.pass_rate, "latency_s": fake.reward_s})}
 
 
 def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
     """The rewards that come with the sources: those of the tasks, and maths for files whose first gold answer has
-    "####" or a box (under its domain)."""
+    "####" or a box (for that row's domain)."""
     found: dict[str, RewardConfig] = {}
     for split in ("train", "val"):
         for source in sources(config.data, split):
@@ -72,10 +72,9 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
 
 
 def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """All that is wrong with the rewards that can be known before the start; one line each. rows: those that could be
-    read.
+    """Problems with the rewards that can be found before the start; one line each. rows: those that could be read.
 
-    User code is imported in a process of its own.
+    User code is imported in a separate process.
     """
     problems = []
     for name, section in config.reward.items():
@@ -84,7 +83,7 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
         elif section.function:
             problem = _check_function(section)
         else:
-            problem = None  # hpcrl.config tells the user
+            problem = None  # hpcrl.config reports it
         if problem:
             problems.append(f"reward.{name}: {problem}")
     if config.reinforces:
@@ -93,7 +92,7 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 
 def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Domains without a reward, rows without the answer that theirs needs, rewards without a row."""
+    """Domains without a reward, rows without the answer that their reward needs, rewards without a row."""
     problems = []
     domains: dict[str, None] = {}
     splits: tuple[Split, ...] = ("train", "val")
@@ -116,7 +115,7 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
                     f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "
                     f"with; {count} rows of domain {domain} in data.{split} have none"
                 )
-    # The only one scores every row, whatever its name.
+    # A single reward scores every row, whatever its name.
     for section in config.reward if readable and len(config.reward) > 1 else ():
         if section not in (*domains, DEFAULT):
             there = ", ".join(domains)
@@ -135,7 +134,7 @@ def _check_options(section: RewardConfig) -> str | None:
 
 
 def _check_function(section: RewardConfig) -> str | None:
-    """Start a worker with the function and end it."""
+    """Start a worker with the function and end it; returns the problem, if any."""
     command = [sys.executable, "-m", "hpcrl.rewards.worker", str(os.getpid())]
     try:
         done = subprocess.run(

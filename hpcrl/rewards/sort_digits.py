@@ -11,7 +11,7 @@ from hpcrl.spec.options import read_options
 
 
 class SortDigits(Reward):
-    """Score 1 when the response is the sorted line and nothing else; reward the same, or partial credit."""
+    """Score 1 if the response is exactly the sorted line; the reward is the score, or partial credit."""
 
     inline = True
 

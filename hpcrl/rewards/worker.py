@@ -1,7 +1,8 @@
 """A reward's worker process, `python -m hpcrl.rewards.worker PARENT_PID`.
 
-It reads its RewardConfig (JSON), then chunks of responses from a pipe, and writes scores to another. It imports neither
-torch nor anything of a rank, what user code prints goes to the rank's log, and it dies with its parent.
+The worker reads its RewardConfig (JSON), then chunks of responses from a pipe, and writes scores to another pipe. It
+imports neither torch nor code of ranks, it sends the output of user code to the rank's log, and it dies with its
+parent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Serve until the pipe ends."""
+    """Serve until the end of the pipe."""
     _die_with(int(sys.argv[1]))
     let_signals_pass()
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -56,7 +57,7 @@ def _serve(reward: Reward, source: BinaryIO, sink: BinaryIO) -> None:
 
 
 async def _serve_async(reward: Reward, timeout_s: float, source: BinaryIO, sink: BinaryIO) -> None:
-    """Every message is a call, and the calls wait at the same time; the rank bounds their number."""
+    """Every message is a call, and calls run concurrently; the rank limits their number."""
     calls: set[asyncio.Task[None]] = set()
 
     async def call(items: list[RewardItem], place: int) -> None:
@@ -88,7 +89,7 @@ def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         sys.exit(1)
 
 
