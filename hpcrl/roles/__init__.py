@@ -1,1 +1,1 @@
-"""What a rank does in each role; built by a BuildRole command (hpcrl.roles.worker)."""
+"""The work of a rank in each role, built by a BuildRole command (hpcrl.roles.worker)."""

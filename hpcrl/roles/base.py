@@ -1,4 +1,4 @@
-"""What a role is, and what it sees of the rank that plays it."""
+"""The interface of roles, and a role's view of its rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hpcrl.rollout.batch import Batch
 
 
 class Role(Protocol):
-    """What a rank does in one role. A handler answers a command with Done, another event, or None for no answer."""
+    """The work of a rank in one role. A handler answers a command with Done, another event, or None for no answer."""
 
     @property
     def busy(self) -> bool:
-        """Whether it has work that can get on without a message coming."""
+        """Whether the role has work that can proceed without a message."""
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         """Command type -> handler(command, seq)."""
 
     def look_after(self) -> bool:
-        """Advance asynchronous work without blocking; whether anything happened."""
+        """Advance asynchronous work without blocking; returns whether anything happened."""
 
     def close(self) -> None:
         """End what the role started."""
@@ -33,11 +33,10 @@ class Role(Protocol):
 
 @runtime_checkable
 class Answers(Protocol):
-    """A role that pipelines may ask something with run.ask()."""
+    """A role that answers questions of pipelines (run.ask())."""
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
-        """Statistics of this rank, which are merged with those of the role's other ranks, all of which are asked. May
-        fill fields of batches that lie on the rank."""
+        """Statistics of this rank, merged over all ranks of the role. May fill fields of batches on the rank."""
 
 
 class Rank(Protocol):

@@ -1,4 +1,4 @@
-"""What an environment says as tokens: the first prompt, and what stands between two turns of the model."""
+"""Tokens of an environment's observations: the first prompt, and the tokens between two turns of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcrl.data.chat import encode, render
 from hpcrl.data.rows import Messages
 
 CONTENT = "0CONTENT0"
-"""Stands for what the model said; letters and digits, which no template trims or escapes."""
+"""Placeholder for the model's text; letters and digits, which no template trims or escapes."""
 
 
 def as_messages(observation: Any) -> Messages:
@@ -28,8 +28,8 @@ def as_messages(observation: Any) -> Messages:
 
 
 def first_prompt(tokenizer: Any, row: dict[str, Any], observation: Any) -> tuple[Messages, np.ndarray]:
-    """(messages, int32 token ids) of the prompt that an episode begins with; no tokens where the observation is empty
-    and the row's own prompt stays. row: {messages, tools, ...}. TypeError as in as_messages()."""
+    """(messages, int32 token ids) of the first prompt of an episode; no tokens if the observation is empty and the
+    row's own prompt stays. row: {messages, tools, ...}. TypeError as in as_messages()."""
     said = as_messages(observation)
     if not observation:
         return row["messages"], np.empty(0, dtype=np.int32)
@@ -38,11 +38,11 @@ def first_prompt(tokenizer: Any, row: dict[str, Any], observation: Any) -> tuple
 
 
 def observation_ids(tokenizer: Any, observation: Messages, last_token: int) -> np.ndarray:
-    """int32 [n]: what follows a model turn that ends with `last_token`, up to where the model goes on.
+    """int32 [n]: the tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
 
-    Exactly what the chat template puts between the content of a model turn and that of the next, the messages of the
-    observation being in between; the token that ends a model turn is left out where the model has generated it. Without
-    a template: their contents alone. ValueError where the template shows no model turn.
+    Exactly the chat template's text between the contents of two model turns around the observation's messages, without
+    the token that ends a model turn if the model has generated it. Without a template: only the contents of the
+    messages. ValueError if the template renders no model turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         text = render(tokenizer, observation, None)

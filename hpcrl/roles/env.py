@@ -35,7 +35,7 @@ class _Episode:
 
 @dataclass
 class _Played:
-    """What came of a turn: the observation as the environment gave it, the result so far, whether that is all."""
+    """Result of a turn: the environment's observation, the result so far, whether the episode is over."""
 
     observation: Any
     result: ScoredSample
@@ -47,14 +47,14 @@ class _TooLate(Exception):
 
 
 class _Playing:
-    """A turn that an environment plays, in a thread of its own."""
+    """A turn that an environment plays, in its own thread."""
 
     def __init__(self, turn: Turn, section: str, timeout_s: float):
         self.turn, self.section, self._timeout_s, self._began = turn, section, timeout_s, time.monotonic()
         self.played: Future[_Played] = Future()
 
     def is_over(self, now: float) -> bool:
-        """Whether it has ended; one that takes longer than its time does now, with _TooLate."""
+        """Whether the turn has ended; ends it with _TooLate after its timeout."""
         if not self.played.done() and now - self._began > self._timeout_s:
             call = "reset()" if self.turn.begins else "step()"
             text = f"{call} did not return within {self._timeout_s:g} s (env.{self.section}.timeout_s)"
@@ -62,7 +62,7 @@ class _Playing:
         return self.played.done()
 
     def end(self, result: _Played | BaseException) -> bool:
-        """Set what came of it, unless it has ended before; whether it had not."""
+        """Set the result unless the turn has ended; returns whether it was set."""
         try:
             if isinstance(result, BaseException):
                 self.played.set_exception(result)
@@ -74,18 +74,17 @@ class _Playing:
 
 
 class EnvRole:
-    """Has no commands of its own: a turn comes by mail, the observation goes back to the sample's generator rank. The
-    first turn of an episode has no text and is answered with the first prompt.
+    """The role has no commands: turns arrive by mail, observations return to the sample's generator rank. The first
+    turn of an episode has no text and is answered with the first prompt.
 
-    Of each environment of the configuration num_threads turns are played at once, so that environments that wait for
-    something do not wait for each other. Siblings of a group get the same seed. An environment that raises, or gives
-    what is no number or no text, costs its sample reward 0 and ends the episode; an observation that leaves no room for
-    another turn ends it with the reward so far. Both are errors of the sample. A generator rank says which samples it
-    has dropped.
+    Each configured environment plays num_threads turns at once, so that waiting environments do not delay others.
+    Siblings of a group get the same seed. An environment that raises, or returns an invalid number or text, ends the
+    episode with reward 0; an observation that leaves no room for another turn ends it with the reward so far. Both are
+    errors of the sample. Generator ranks report the samples that they have dropped.
     """
 
     def __init__(self, worker: Rank):
-        """ValueError when a section leads to no environment."""
+        """ValueError if a section names no valid environment."""
         self._config = worker.config
         for section, config in self._config.envs.items():
             env_class(config, section)
@@ -93,9 +92,9 @@ class EnvRole:
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[Turn] = deque()  # turns without a thread, in order
         self._playing: dict[int, _Playing] = {}
-        self._at_work: set[int] = set()  # samples that wait or play
-        self._hanging: set[int] = set()  # samples that were given up and whose environment is at work
-        self._dropped: set[int] = set()  # of these, the ones whose episode nobody wants any more
+        self._at_work: set[int] = set()  # samples with a waiting or running turn
+        self._hanging: set[int] = set()  # samples that were given up while their environment still runs
+        self._dropped: set[int] = set()  # those of them whose episode is no longer wanted
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -135,7 +134,7 @@ class EnvRole:
         return config
 
     def _begin_waiting(self) -> None:
-        """Begin the turns that wait, in order, as far as their environments have threads."""
+        """Start waiting turns in order, as far as their environments have threads."""
         at_once = Counter(playing.section for playing in self._playing.values())
         later: deque[Turn] = deque()
         for turn in self._waiting:
@@ -149,7 +148,8 @@ class EnvRole:
             playing = _Playing(turn, section, self._config.turn_timeout_s(config))
             self._playing[turn.sample] = playing
             playing.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
-            # A daemon, and one of its own: an environment that hangs keeps it for ever, and no other may wait behind.
+            # A daemon thread per turn: an environment that hangs keeps its thread, and no other may wait for that
+            # thread.
             threading.Thread(target=self._run, args=(playing,), name="environment", daemon=True).start()
         self._waiting = later
 
@@ -157,13 +157,13 @@ class EnvRole:
         result: _Played | BaseException
         try:
             result = self._play(playing.turn)
-        except BaseException as error:  # told by _answer; a user's code may call sys.exit
+        except BaseException as error:  # reported by _answer; user code may call sys.exit
             result = error
-        if not playing.end(result):  # it was given up
+        if not playing.end(result):  # given up before
             self._end(playing.turn.sample)
 
     def _answer(self, turn: Turn, future: Future[_Played]) -> None:
-        """Tell what came of a turn: its observation to the generator rank, what became of the sample to the
+        """Report the result of a turn: the observation to the generator rank, the state of the sample to the
         controller."""
         worker, config = self._worker, self._env(turn)
         reply = TurnDelta(turn.sample, b"")
@@ -182,11 +182,11 @@ class EnvRole:
         self._dropped.discard(turn.sample)
         self._at_work.discard(turn.sample)
         if isinstance(future.exception(), _TooLate):
-            self._hanging.add(turn.sample)  # its thread closes the environment, should that ever return
+            self._hanging.add(turn.sample)  # its thread closes the environment if the call ever returns
         elif ended or dropped:
             self._end(turn.sample)
         else:
-            # A generator that is gone: the controller learns of it from its agent and starts the sample anew.
+            # The generator is gone: the controller learns it from the agent and restarts the sample.
             with contextlib.suppress(StoreLost):
                 worker.world.mailbox.send(turn.reply_to, [reply])
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error))
@@ -211,7 +211,7 @@ class EnvRole:
             return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
         episode = self._episodes[turn.sample]
         observation, gained, terminated, truncated, info = episode.env.step(turn.text)
-        # float and str, since numpy's and torch's numbers do not travel
+        # float and str, since msgpack has no numbers of numpy and torch
         episode.rewards.append(float(gained))
         metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
         total = sum(episode.rewards)
@@ -221,14 +221,14 @@ class EnvRole:
         return _Played(observation, result, over or turn.reason == FinishReason.LENGTH)
 
     def _end(self, sample: int) -> None:
-        """Forget an episode; its environment may have something to close."""
+        """Forget an episode and close its environment."""
         episode = self._episodes.pop(sample, None)
         if episode is not None and hasattr(episode.env, "close"):
-            with contextlib.suppress(Exception, SystemExit):  # the sample has its result
+            with contextlib.suppress(Exception, SystemExit):  # the sample has its result already
                 episode.env.close()
 
 
 def _text(name: str, problem: str) -> str:
-    """An error message that can travel, whatever a user's code put into it."""
+    """An error message that can be sent, whatever user code put into it."""
     text = problem[:ERROR_CHARS].encode(errors="replace").decode()
     return f"environment {name}: {text}"

@@ -1,4 +1,4 @@
-"""Commands that move bulk between ranks: rollouts to trainers, log-probs back, weights to generators."""
+"""Commands that transfer bulk data between ranks: rollouts to trainers, log-probs back, weights to generators."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _FLOAT = np.dtype(np.float32)
 
 @dataclass
 class _Share:
-    """What this rank has of a batch that is being handed over."""
+    """This rank's part of a batch during its hand-over."""
 
     received: list[tuple[Move, dict[str, np.ndarray]]] = field(default_factory=list)
-    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of rows in parts, of others row by row
+    scored: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of ROW fields in chunks, of others by row
 
     def add(self, received: list[tuple[Move, dict[str, np.ndarray]]], scored: Mapping[str, bytes]) -> None:
-        """Take in what came with one command."""
+        """Add the data of one command."""
         self.received += received
         count = sum(len(move.samples) for move, _ in received)
         for name, data in scored.items():
@@ -43,7 +43,7 @@ class _Share:
 
 
 class Exchange:
-    """Every rank has it; which of its roles take part follows from the command."""
+    """Exists on every rank; the command determines which of the rank's roles take part."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
@@ -77,7 +77,7 @@ class Exchange:
         if not command.forms:
             return Done(seq)
         batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
-        if worker.config.debug != "rollout_only":  # which keeps the weights that it starts with
+        if worker.config.debug != "rollout_only":  # which keeps its initial weights
             oldest = command.batch - 1 - math.ceil(worker.config.rollout.max_lag)
             versions = batch.versions[batch.loss_mask]
             if bool((versions < oldest).any()):
@@ -104,7 +104,7 @@ class Exchange:
         received = worker.fabrics[command.group].exchange(
             worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
         )
-        if "trainer" in worker.roles:  # also one without rows: what the batch has is the same on all of them
+        if "trainer" in worker.roles:  # also without rows: the filled fields of a batch are the same on all of them
             values = getattr(batch, command.field)
             if values is None:
                 values = torch.zeros(batch.num_tokens)
@@ -132,7 +132,7 @@ class Exchange:
         return Done(seq)
 
     def _buckets(self, command: Pull) -> Iterator[Bucket]:
-        """The weights that come to this rank, share by share as they come; sends those that it has meanwhile."""
+        """The weights for this rank, share by share as they arrive; sends this rank's own shares in between."""
         rank, fabrics = self._worker.world.rank, self._worker.fabrics
         for source, group in command.sources:
             fabric = fabrics.get(group)
@@ -145,7 +145,7 @@ class Exchange:
                 yield from receive_buckets(fabric.group, fabric.ranks.index(source))
 
     def _without(self, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
-        """What to answer where ranks did not take part; raises the error where the run cannot do without them."""
+        """The answer if ranks did not take part; raises the error if the run needs them."""
         disposable = {rank for replica in self._worker.layout.free_replicas for rank in replica}
         if not blames_peer(error) or not disposable.issuperset(ranks):
             raise error
@@ -153,8 +153,8 @@ class Exchange:
 
 
 def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:
-    """Those of the named fields that have this level, and the dtypes in which they travel. ValueError for a field that
-    this rank does not know."""
+    """The named fields of this level with their dtypes of transfer. ValueError for a field that is unknown on this
+    rank."""
     if unknown := sorted(set(names) - FIELDS.keys()):
         text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
         raise ValueError(f"{text}: declare them (hpcrl.trajectory) in a module that every rank imports")

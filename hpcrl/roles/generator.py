@@ -1,4 +1,4 @@
-"""The generator role: one replica's engine, the responses it holds, their way to rewards and environments."""
+"""The generator role: one replica's engine, its responses, and their transfer to rewards and environments."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from hpcrl.trajectory import TEXT
 
 
 class GeneratorRole:
-    """`samples` are those that were admitted and neither forgotten nor handed over.
+    """`samples`: admitted samples that were neither forgotten nor handed over.
 
-    All ranks of a replica carry out the same commands in the same order, so that they make the same calls of the engine
-    and have the same samples. The first one speaks for them: it answers bursts, sends mail and hands samples over; the
-    observations that come to it by mail it passes on when the turns that follow them are admitted.
+    All ranks of a replica execute the same commands in the same order, so they make the same engine calls and have the
+    same samples. The first rank answers bursts, sends mail and hands samples over; it receives observations by mail and
+    passes them on when the turns after them are admitted.
     """
 
     busy = False
@@ -64,10 +64,10 @@ class GeneratorRole:
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
         self.samples: dict[int, HeldSample] = {}
-        self._prompts: WeakValueDictionary[int, HeldPrompt] = WeakValueDictionary()  # as long as one of its samples
-        self._beginning: list[HeldSample] = []  # their environments are to be told in the next burst
-        self._refused: list[Ended] = []  # samples that end in the next burst without another token
-        self._observations: dict[int, TurnDelta] = {}  # by sample, of turns that have not been admitted yet
+        self._prompts: WeakValueDictionary[int, HeldPrompt] = WeakValueDictionary()  # alive with any of its samples
+        self._beginning: list[HeldSample] = []  # their environments start in the next burst
+        self._refused: list[Ended] = []  # samples that end in the next burst without a new token
+        self._observations: dict[int, TurnDelta] = {}  # by sample, of turns not yet admitted
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -102,7 +102,7 @@ class GeneratorRole:
         known = [self.samples[sample] for sample, _ in command.samples if sample in self.samples]
         if going_on := [sample for sample in known if sample.rollout is not None]:
             self._extend(going_on)
-        shared: dict[int, list[int]] = {}  # siblings get the same list: the engine prefills it once
+        shared: dict[int, list[int]] = {}  # siblings get the same list, which the engine prefills once
         requests = []
         for sample_id, seed in command.samples:
             uid = split_sample_id(sample_id)[0]
@@ -121,7 +121,7 @@ class GeneratorRole:
             requests.append(Request(sample_id, ids, params, seed + turn))
         try:
             self.engine.add(requests)
-        except PromptRefused:  # then none was taken
+        except PromptRefused:  # in that case none was accepted
             for request in requests:
                 try:
                     self.engine.add([request])
@@ -136,7 +136,7 @@ class GeneratorRole:
         return prompt
 
     def _refuse(self, request: Request, error: str) -> None:
-        """End a sample that the engine does not take, with an error and without the observation it came with."""
+        """End a sample that the engine refuses, with an error and without its last observation."""
         sample = self.samples[request.id]
         if sample.rollout is None:
             ended = Ended(request.id, len(request.prompt_ids), 0, str(FinishReason.STOP))
@@ -148,15 +148,16 @@ class GeneratorRole:
             self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
     def _extend(self, samples: Sequence[HeldSample]) -> None:
-        """Add their observations to samples that go on, and pass them on to the other ranks. They are on their way: the
-        controller continues only what was answered."""
+        """Add observations to samples that continue, and pass the observations on to the other ranks. The observations
+        have been sent: the controller only continues answered samples."""
         deadline = self._worker.world.timeout_s
         clock = AwakeClock(deadline)
         while missing := [sample.id for sample in samples if sample.id not in self._observations]:
             if clock.now() > deadline:
                 raise TimeoutError(f"no observation for samples {sorted(missing)[:4]} within the deadline")
             for item in self._worker.world.mailbox.receive(TurnDelta, 1.0):
-                # One that the first rank does not know was dropped meanwhile. What it passes on may come early.
+                # A sample unknown to the first rank was dropped meanwhile. Observations that it passes on may arrive
+                # early.
                 if item.sample in self.samples or not self._speaks:
                     self._observations[item.sample] = item
         observations = [self._observations.pop(sample.id) for sample in samples]
@@ -175,7 +176,7 @@ class GeneratorRole:
             outputs = self.engine.step(command.num_tokens)
         progress = self.engine.progress()
         decoded = sum(progress.values()) + sum(len(o.token_ids) for o in outputs) - before
-        decode = self._worker.tokenizer.batch_decode  # makes one text of no sequences
+        decode = self._worker.tokenizer.batch_decode  # returns one text for zero sequences
         texts = decode([o.token_ids for o in outputs], skip_special_tokens=True) if outputs else []
         samples = [self.samples[output.id] for output in outputs]
         for sample, output, text in zip(samples, outputs, texts, strict=True):
@@ -200,7 +201,8 @@ class GeneratorRole:
         return sample.ended(with_text=self._worker.config.rollout.save_rollouts)
 
     def _play(self, samples: Sequence[HeldSample]) -> None:
-        """Send the last turn of each sample to its environment; of one without a turn, that the episode begins."""
+        """Send the last turn of each sample to its environment; for a sample without a turn, the start of the
+        episode."""
         posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in samples:
             prompt, held = sample.prompt, sample.held
@@ -252,7 +254,7 @@ class GeneratorRole:
         for rank, items in posts.items() if self._speaks else ():
             try:
                 self._worker.world.mailbox.send(rank, items)
-            except StoreLost as error:  # the controller learns of the loss from the agent and has them sent elsewhere
+            except StoreLost as error:  # the controller learns of the loss from the agent and has them re-sent
                 print(f"hpcrl: {len(items)} items did not reach rank {rank}: {error}", file=sys.stderr, flush=True)
 
     def _rescore(self, command: Rescore, seq: int) -> None:
@@ -262,11 +264,11 @@ class GeneratorRole:
         outputs = self.engine.abort(command.samples)
         samples = {i: self.samples[i] for i in command.samples if i in self.samples}
         outside = {*(sample.id for sample in self._beginning), *(end.sample for end in self._refused)}
-        counts = {o.id: samples[o.id].num_model_tokens + len(o.token_ids) for o in outputs}  # earlier turns with it
+        counts = {o.id: samples[o.id].num_model_tokens + len(o.token_ids) for o in outputs}  # with earlier turns
         counts |= {i: sample.num_model_tokens for i, sample in samples.items() if i in outside}
         posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in samples.values():
-            if sample.env is not None:  # it keeps an environment for this one
+            if sample.env is not None:  # it keeps this sample's environment
                 abort = Turn(sample.id, "", "", b"", str(FinishReason.ABORT), self._worker.world.rank)
                 posts[sample.env].append(abort)
         self._mail(posts)

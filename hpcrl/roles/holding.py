@@ -1,4 +1,4 @@
-"""What a generator rank has of a sample, from its admission until it is forgotten."""
+"""State of a sample on a generator rank, from its admission until it is forgotten."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class HeldPrompt:
 class HeldSample:
     """A sample.
 
-    rollout: what there is of it after its first turn, or from the beginning of its episode. max_new_tokens: of a turn.
-    env: the rank of its environment.
+    rollout: its content after its first turn, or from the start of its episode. max_new_tokens: of a turn. env: the
+    rank of its environment.
     """
 
     id: int
@@ -39,13 +39,13 @@ class HeldSample:
 
     @property
     def prompt(self) -> HeldPrompt:
-        """Its prompt. Not there for a finished sample that comes from a checkpoint."""
+        """Its prompt; missing for a finished sample from a checkpoint."""
         assert self.known_prompt is not None, f"sample {self.id} was finished before this start"
         return self.known_prompt
 
     @property
     def held(self) -> Sample:
-        """Its rollout, which is there."""
+        """Its rollout, which must exist."""
         assert self.rollout is not None, f"sample {self.id} has neither ended a turn nor begun an episode"
         return self.rollout
 
@@ -60,7 +60,7 @@ class HeldSample:
         token_ids: np.ndarray | None = None,
         messages: list[dict[str, Any]] | None = None,
     ) -> Sample:
-        """Hold a prompt alone, the row's own where no other is given. truncated: with the optional fields."""
+        """Hold only a prompt, by default the row's own. truncated: with the optional fields."""
         if token_ids is None or messages is None:
             token_ids, messages = self.prompt.token_ids, self.prompt.messages
         columns = {
@@ -79,7 +79,7 @@ class HeldSample:
         sample.finish_reason = output.finish_reason
 
     def observe(self, observation: TurnDelta) -> None:
-        """Add what the environment said; at the beginning of an episode in place of the row's prompt."""
+        """Add an observation; at the start of an episode it replaces the row's prompt."""
         token_ids, messages = np.frombuffer(observation.token_ids, dtype=np.int32), json.loads(observation.messages)
         if self.held.turn_ids[-1] >= 0:
             _append(self.held, token_ids, None)
@@ -88,7 +88,7 @@ class HeldSample:
             self.begin("gen_logprobs_behaviour" in self.held.columns, token_ids, messages)
 
     def take_back(self) -> None:
-        """End with the last turn of the model, without the observation that came after it."""
+        """Remove the observation after the last turn of the model."""
         sample = self.held
         written = sample.loss_mask.nonzero()[0]
         total = int(written[-1]) + 1 if len(written) else len(sample.token_ids)
@@ -121,5 +121,5 @@ def _append(sample: Sample, token_ids: np.ndarray, output: Output | None) -> Non
 
 
 def _token_fields(sample: Sample) -> list[Field]:
-    """The fields of tokens that a sample has."""
+    """The token fields of a sample."""
     return [field for field in fields_of(Origin.GENERATOR, Level.TOKEN) if field.name in sample.columns]

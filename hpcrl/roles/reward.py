@@ -1,4 +1,4 @@
-"""The reward role: responses come by mail, scores go to the controller; scoring happens in the pool's processes."""
+"""The reward role: responses arrive by mail, scores go to the controller; the pool's processes compute them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hpcrl.roles.base import Rank
 from hpcrl.rollout.types import TOKEN_REWARD
 
 SCORES = 512
-"""Most scores in one message, which has to stay below its limit with all the rewards of tokens that they may have."""
+"""Maximum scores in a message, which must stay below its size limit with all possible token rewards."""
 
 
 class RewardRole:
-    """Scores each response when it comes. Where the reward scores groups the responses wait until the controller, which
-    knows which attempts at a prompt count, says which of them belong together."""
+    """Scores each response on arrival. If the reward scores groups, responses wait until the controller, which knows
+    the valid attempts at a prompt, names the group."""
 
     def __init__(self, worker: Rank):
         self._worker = worker
         self._pool = RewardPool(worker.config)
-        self._arrived: list[RewardItem] = []  # while their reward is being loaded
-        self._held: dict[int, RewardItem] = {}  # these await their siblings
+        self._arrived: list[RewardItem] = []  # until their reward is loaded
+        self._held: dict[int, RewardItem] = {}  # waiting for their siblings
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:

@@ -1,4 +1,4 @@
-"""The trainer and reference roles: an engine each, and the commands on batches."""
+"""The trainer and reference roles: their engines, and the commands on batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from hpcrl.spec.tables import TRAIN_ENGINES
 
 
 class _EngineRole:
-    """What trainer and reference share."""
+    """Common parts of trainer and reference."""
 
     name: str
     busy = False
@@ -114,10 +114,10 @@ class TrainerRole(_EngineRole):
         self._rows: Any = None
         self._staged: list[Bucket] = []
         self._staged_version = -1
-        self._num_pulls = 0  # of the staged version, still to come
+        self._num_pulls = 0  # outstanding, of the staged version
         self._writer = Writer()
         self._check: Check | None = None
-        self.engine.snapshot()  # lays the files out: lacking memory shows now, and the first save waits for a copy only
+        self.engine.snapshot()  # lays out the files: a lack of memory shows now, and the first save only copies
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
@@ -179,8 +179,7 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
     def staged(self, version: int) -> list[Bucket]:
-        """The staged weights for one replica; with the last one the role lets go of them: they are as large as the
-        model."""
+        """The staged weights for one replica; freed with the last replica, since they are as large as the model."""
         assert version == self._staged_version and self._num_pulls, f"{version} is not staged, or pulled too often"
         buckets = self._staged
         self._num_pulls -= 1
@@ -221,7 +220,7 @@ class TrainerRole(_EngineRole):
 
 
 def _gather_rewards(batch: Batch, ranks: DataParallel) -> RewardTable:
-    """Rewards of the samples of all trainer ranks, which all of them call: each knows those of its own rows."""
+    """Rewards of the samples of all trainer ranks. Collective over them: each rank knows the rewards of its rows."""
     ids = ranks.all_gather(batch.sample_ids)
     order = torch.argsort(ids)
     ids, rewards = ids[order], ranks.all_gather(batch.rewards)[order]

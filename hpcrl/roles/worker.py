@@ -1,4 +1,4 @@
-"""A rank's loop: execute the inbox in order, look after asynchronous work in between."""
+"""A rank's loop: execute the inbox in order, and advance asynchronous work in between."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
 
 IDLE_FIRST_S = 0.0005
-BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two looks, where a role has work of its own and where none has
+BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two polls, if a role has own work and if none has
 WAIT_S = 60.0
 
 
 class Reported(Exception):
-    """A command or the work of a role raised; the controller has been told."""
+    """A command or the work of a role raised; the controller has been informed."""
 
 
 class Worker:
@@ -57,25 +57,25 @@ class Worker:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """Loaded when a role needs it: rank 0 may still be making the model folder when this rank joins."""
-        from transformers import AutoTokenizer  # takes seconds; a reward rank goes without
+        """Loaded when a role needs it: rank 0 may still be writing the model folder when this rank joins."""
+        from transformers import AutoTokenizer  # takes seconds; a reward rank does not need it
 
         return AutoTokenizer.from_pretrained(self.model_path)
 
     def serve(self) -> None:
-        """Join and execute commands until Leave. Reported when something raised, which ends the rank."""
+        """Join and execute commands until Leave. Reported if anything raised, which ends the rank."""
         self.join()
         idle_s = IDLE_FIRST_S
         while not self._left:
             if self._commands is None:
                 self.execute_one(WAIT_S)
                 self._look_after()
-                if any(ROLES[name].gets_mail for name in self.roles):  # from now on commands are not all that may come
+                if any(ROLES[name].gets_mail for name in self.roles):  # from now on mail may arrive as well as commands
                     self._commands = Listener(self.world.commands, self.world.mailbox.news)
                 continue
             news = self.world.mailbox.news
             news.clear()
-            # Both, always: commands queue up, and what a role can do now must not wait until they have run.
+            # Always both: commands queue up, and the own work of a role must not wait for them.
             if self.execute_one(0.0) | self._look_after():
                 idle_s = IDLE_FIRST_S
             elif not self._left:
@@ -88,7 +88,8 @@ class Worker:
         self.emit(Joined(self.world.host, os.getpid()))
 
     def pump(self) -> bool:
-        """One round of the loop without waiting, for the controller, which hears of a failure here like of others."""
+        """One round of the loop without waiting, for the controller, which receives failures of this rank as of
+        others."""
         try:
             return self.execute_one(0.0) | self._look_after()
         except Reported:
@@ -99,12 +100,12 @@ class Worker:
         self.world.sender.send(CONTROLLER_QUEUE, event)
 
     def execute_one(self, timeout_s: float) -> bool:
-        """Execute the next command if one comes within timeout_s. Reported when it raises."""
+        """Execute the next command if one arrives within timeout_s. Reported if it raises."""
         try:
             message = (self._commands or self.world.commands).get(timeout_s)
         except StoreLost:
             raise
-        except ControlError as error:  # commands may be missing: nobody else knows of it
+        except ControlError as error:  # commands may be missing, and only this rank knows
             self.emit(Failed(0, "reading its commands", str(error), "control"))
             raise Reported from error
         if message is None:
@@ -182,14 +183,14 @@ class Worker:
 
 
 def import_engines(config: Config, roles: Collection[str]) -> None:
-    """Import what these roles will need, so that ranks do it side by side before they meet and wait for each other."""
+    """Import the modules of these roles, so that ranks import in parallel before they wait for each other."""
     for name in roles:
         if name in ROLES and (module := ROLES[name].imports(config)):
             importlib.import_module(module)
 
 
 def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "peer", "control"]:
-    """What an exception says about its cause (hpcrl.control.messages.Failed)."""
+    """The kind of an exception's cause (hpcrl.control.messages.Failed)."""
     if is_storage_error(error):
         return "storage"
     if isinstance(error, ValueError | OSError):
@@ -202,6 +203,6 @@ def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "p
 
 
 def leave_default_group() -> None:
-    """Destroy the default group where there is one."""
+    """Destroy the default group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

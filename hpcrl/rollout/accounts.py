@@ -1,4 +1,4 @@
-"""The scheduler's accounts: how prompts ended, and the counts and values of a step."""
+"""Accounts of the scheduler: the ends of prompts, and the counts and values of a step."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ COUNTS = (
 
 
 class Accounts:
-    """What was told is forgotten here. `tally`: counts and values since metrics() told them last."""
+    """Reported values are dropped. `tally`: counts and values since the last metrics()."""
 
     def __init__(self) -> None:
         self.tally = Tally(COUNTS)
         self._settled: list[Settled] = []
-        self._taken: list[LiveGroup] = []  # the last batch, which may be given back yet
+        self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
         self._lag_from = -1  # its version
         self._before: dict[str, int] = {}  # counts when the step was opened
 
     def open_step(self, replicas: Replicas) -> None:
-        """A step begins: the batch before it is not given back any more."""
+        """Start a step: the previous batch can no longer be given back."""
         self._count_batch(replicas)
         self._before = self.tally.counts()
 
     def settle(self, group: LiveGroup, disposition: Disposition, reason: str = "") -> None:
-        """The group's prompt has ended."""
+        """Record the end of the group's prompt."""
         scored = [] if disposition is Disposition.FAILED else group.samples
         rewards = tuple(sample.done.reward for sample in scored)
         self._settled.append(Settled(group.uid, group.attempt, disposition, reason, rewards))
 
     def take(self, batch: list[LiveGroup], version: int) -> None:
-        """The batch is taken, to train this version: its prompts are settled as trained."""
+        """Take the batch for training this version: its prompts are settled as trained."""
         self._taken, self._lag_from = batch, version
         for group in batch:
             self.settle(group, Disposition.TRAINED)
@@ -65,28 +65,28 @@ class Accounts:
         return settled
 
     def metrics(self, replicas: Replicas) -> dict[str, tuple[float, float, float, float]]:
-        """(sum, count, min, max) of what happened since the last call."""
+        """(sum, count, min, max) by name since the last call."""
         self._count_batch(replicas)
         self._before = {}
         return self.tally.take("scheduler/")
 
     def losses(self) -> str:
-        """Why groups of this step were lost, in numbers."""
+        """Counts of this step's lost groups by cause."""
         names = ("filtered_mean_low", "filtered_mean_high", "filtered_std", "failed")
         counts = ", ".join(f"{name} {self.tally.counted(name) - self._before.get(name, 0)}" for name in names)
         last = [f", the last by {s.reason}" for s in self._settled if s.disposition is Disposition.FAILED][-1:]
         return f"{counts}{''.join(last)}"
 
     def saved(self) -> list[dict[str, Any]]:
-        """The ends that settled() has not told yet, JSON-able."""
+        """The ends that settled() has not returned yet, JSON-able."""
         return [end.saved() for end in self._settled]
 
     def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Continue with what saved() wrote."""
+        """Continue from the result of saved()."""
         self._settled = [Settled.restored(end) for end in saved]
 
     def _count_batch(self, replicas: Replicas) -> None:
-        """Count the last batch: how old it is, how long its responses are, and how it was spread over the replicas."""
+        """Count the last batch: its lag, the lengths of its responses, and its spread over the replicas."""
         taken, self._taken = self._taken, []
         if not taken:
             return

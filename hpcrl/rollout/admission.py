@@ -1,4 +1,4 @@
-"""Samples to start, as messages."""
+"""Messages that start samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAYLOAD_BYTES = 1 << 20
 def admissions(
     samples: Sequence[int], prompts: Mapping[int, Prompt], sampling: messages.Sampling, seed: int
 ) -> Iterator[messages.Admit]:
-    """Admit messages of about 1 MiB; siblings stay together unless their prompt alone is larger."""
+    """Admit messages of about 1 MiB; siblings stay together unless their prompt itself is larger."""
     payloads: dict[int, messages.PromptPayload] = {}
     batch: list[tuple[int, int]] = []
     size = 0
@@ -37,7 +37,7 @@ def admissions(
 def _payload(prompt: Prompt) -> messages.PromptPayload:
     told = {"prompt": prompt.text, "answer": prompt.answer, "extra": prompt.extra}
     told |= {"messages": prompt.messages, "tools": prompt.tools}
-    meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # as small as hpcrl.data.rows reckons
+    meta = json.dumps(told, ensure_ascii=False, separators=(",", ":"))  # the size that hpcrl.data.rows computes
     return messages.PromptPayload(
         prompt.uid, prompt.domain, np.array(prompt.token_ids, dtype=np.int32).tobytes(), meta.encode()
     )

@@ -1,4 +1,4 @@
-"""Samples that have left their replica for a score or an observation, and the ranks that owe it."""
+"""Samples that were sent from their replica to a scorer or environment, and the ranks that owe an answer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpcrl.rollout.types import split_sample_id
 class Away:
     """A sample at its scorer or environment.
 
-    receiver: that rank; None where it spoke of the sample before the replica said that the sample ended. replica: the
-    first rank of the sample's replica. acting: an environment has the sample, else a scorer. awaits_siblings: no answer
-    is asked for yet. answered: by a receiver that is None.
+    receiver: that rank; None if its message about the sample arrived before the replica's. replica: the first rank of
+    the sample's replica. acting: with an environment, else with a scorer. awaits_siblings: no answer is expected yet.
+    answered: the answer arrived while receiver is None.
     """
 
     receiver: int | None = None
@@ -28,8 +28,8 @@ class Away:
 
 @dataclass(slots=True)
 class Receiver:
-    """A scorer or env rank: the number of answers it owes, the samples that await their siblings there, and when it
-    last showed that it works."""
+    """A scorer or env rank: the number of answers it owes, the samples that await siblings there, and the time of its
+    last message."""
 
     waiting: int = 0
     holding: set[int] = field(default_factory=set)
@@ -44,10 +44,10 @@ class Awaited:
         self._away: dict[int, Away] = {}
         self._receivers = {rank: Receiver() for rank in receivers}
         self.siblings_meet = False
-        """Some reward scores groups."""
+        """Whether some reward scores groups."""
 
     def __getitem__(self, sample: int) -> Away:
-        """KeyError for a sample of which nothing is known."""
+        """KeyError for an unknown sample."""
         return self._away[sample]
 
     @property
@@ -56,7 +56,7 @@ class Awaited:
         return any(receiver.waiting for receiver in self._receivers.values())
 
     def where(self, at: Callable[[Away], bool]) -> list[int]:
-        """Those of the samples with a receiver of which this is true."""
+        """The samples with a receiver for which this is true."""
         return [sample for sample, away in self._away.items() if away.receiver is not None and at(away)]
 
     def awaiting_siblings(self) -> list[int]:
@@ -74,7 +74,7 @@ class Awaited:
             self._expect(receiver)
 
     def hold(self, samples: Iterable[int]) -> None:
-        """These await their siblings: their scorer is not asked for an answer. It may say so before the BurstDone."""
+        """These samples await siblings: their scorer owes no answer. Its message may arrive before the BurstDone."""
         self.siblings_meet = True
         for sample in samples:
             away = self._away.setdefault(sample, Away())
@@ -84,7 +84,7 @@ class Awaited:
             away.awaits_siblings = True
 
     def ask(self, samples: Iterable[int]) -> None:
-        """The siblings of these are there, so that an answer is awaited."""
+        """The siblings of these samples are complete, so an answer is awaited."""
         for sample in samples:
             away = self._away[sample]
             assert away.receiver is not None and away.awaits_siblings
@@ -93,7 +93,7 @@ class Awaited:
             self._expect(away.receiver)
 
     def leave(self, sample: int) -> bool:
-        """The sample is with its scorer or environment no more; whether it was."""
+        """Remove the sample from its scorer or environment; returns whether it was there."""
         away = self._away.get(sample)
         if away is None or away.receiver is None:
             return False
@@ -106,13 +106,12 @@ class Awaited:
         return True
 
     def answered(self, sample: int, wanted: bool) -> None:
-        """An answer has come, maybe before the replica's BurstDone, which is then remembered for a sample that is
-        wanted."""
+        """An answer has arrived, maybe before the replica's BurstDone: then it is recorded for a wanted sample."""
         if not self.leave(sample) and wanted:
             self._away[sample] = Away(answered=True)
 
     def overtook(self, sample: int) -> bool:
-        """Whether the answer was there before the replica said that the sample ended; that is forgotten now."""
+        """Whether the answer arrived before the replica reported the end of the sample; clears the record."""
         away = self._away.get(sample)
         if away is None or not away.answered:
             return False
@@ -120,19 +119,19 @@ class Awaited:
         return True
 
     def forget_early(self, uids: Collection[int]) -> None:
-        """No replica will tell any more of samples of these prompts."""
+        """No replica will report samples of these prompts any more."""
         early = [sample for sample, away in self._away.items() if away.receiver is None]
         for sample in early:
             if split_sample_id(sample)[0] in uids:
                 del self._away[sample]
 
     def heard(self, rank: int) -> None:
-        """The rank has said something."""
+        """A message of the rank has arrived."""
         if rank in self._receivers:
             self._receivers[rank].heard = self._clock.now()
 
     def check(self) -> None:
-        """Give up a scorer or env rank that has work and has not answered anything for the deadline."""
+        """Give up a scorer or env rank that has work and has not answered within the deadline."""
         now = self._clock.now()
         for rank, receiver in sorted(self._receivers.items()):
             silent_s = now - receiver.heard

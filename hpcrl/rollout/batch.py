@@ -23,7 +23,7 @@ as a zero-weight micro-batch, because its forward and backward take part in coll
 
 @dataclass(frozen=True)
 class Norms:
-    """Denominators of a loss over the whole mini-batch of all ranks, so that its split never changes a gradient.
+    """Denominators of a loss over the mini-batch of all ranks, so that its split never changes a gradient.
 
     tokens: sum of loss_mask x row weight. sequences: sum of row weights over rows with a masked token.
     """
@@ -35,7 +35,7 @@ class Norms:
 @dataclass(init=False, eq=False)
 class Batch:
     """B sequences packed into T tokens and N turns. Every field of hpcrl.trajectory is an attribute: a tensor [T], [N]
-    or [B] by its level, None while it is not filled. A token's log-prob, advantage and so on stand at that token's own
+    or [B] by its level, None while it is not filled. A token's log-prob, advantage and so on are at the token's own
     index; the first token of a sequence has none (0, mask 0).
 
     cu_seqlens: int64 [B + 1]. columns: the fields that are filled, by name. texts: fields of strings, one per row.
@@ -97,7 +97,7 @@ class Batch:
         return _offsets(counts)
 
     def prefix_lengths(self) -> Tensor:
-        """int64 [B]: tokens of each row before the first that is trained on; all of them where none is."""
+        """int64 [B]: tokens of each row before its first trained token; all tokens of a row without one."""
         starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
         trained = torch.cat([self.loss_mask.nonzero()[:, 0], ends[-1:]])
         return torch.minimum(trained[torch.searchsorted(trained[:-1], starts)], ends) - starts
@@ -140,7 +140,7 @@ class Batch:
         )
 
     def as_generated(self) -> Batch:
-        """The same rows without what training adds to them."""
+        """The same rows without the fields that training adds."""
         kept = {name: tensor for name, tensor in self.columns.items() if FIELDS[name].origin is not Origin.TRAINING}
         return replace(self, columns=kept | {"weights": torch.ones_like(self.weights)})
 
@@ -149,7 +149,7 @@ class Batch:
         return Batch(self.cu_seqlens.to(device), moved, self.texts)
 
     def _cu(self, level: Level) -> Tensor:
-        """int64 [B + 1]: where each row's values of a level begin."""
+        """int64 [B + 1]: start of each row's values of a level."""
         if level is Level.ROW:
             return torch.arange(self.num_sequences + 1, device=self.cu_seqlens.device)
         return self.cu_seqlens if level is Level.TOKEN else self.cu_turns
@@ -167,7 +167,7 @@ def _select(cu: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """One batch of all rows in order. ValueError where a field is filled in some of them only."""
+    """One batch of all rows in order. ValueError if a field is filled in only some of the batches."""
     if not batches:
         return batch_from_samples([], [])
     columns: dict[str, Tensor] = {}
@@ -193,12 +193,12 @@ def pack(
     turn_rewards: Sequence[Sequence[float] | np.ndarray] | None = None,
     token_rewards: Sequence[np.ndarray] | None = None,
 ) -> Batch:
-    """A batch of rows of these lengths in the given order from flat arrays of its fields, as they travel; what follows
-    from these is filled in. Siblings are samples of one prompt; weights are 1; position_ids restart per sequence.
+    """A batch of rows of these lengths in the given order, from flat arrays of its fields in their dtypes of transfer;
+    derived fields are filled in. Siblings are samples of one prompt; weights are 1; position_ids restart per sequence.
 
-    turn_rewards: of each row, those of its first turns; where there are none, the last turn has all of its reward.
-    token_rewards: of each row, what some of its tokens have of that (hpcrl.rollout.types.TOKEN_REWARD); the rest of a
-    turn's reward stands at the last token that the model wrote in it. Where turn_rewards are given, both are filled.
+    turn_rewards: of each row, the rewards of its first turns; a row without any has its reward at the last turn.
+    token_rewards: of each row, rewards of some tokens within these (hpcrl.rollout.types.TOKEN_REWARD); the rest of a
+    turn's reward is at the model's last token of the turn. With turn_rewards both fields are filled.
     """
     ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
     filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
@@ -253,7 +253,7 @@ def _tensor(field: Field, column: np.ndarray) -> Tensor:
 
 
 def batch_from_samples(samples: Sequence[Sample], group_ids: Sequence[int]) -> Batch:
-    """Pack samples in the given order, as siblings by these group ids. An optional field needs to be in all of them."""
+    """Pack samples in the given order, as siblings by these group ids. Optional fields are packed if all have them."""
     columns: dict[str, np.ndarray] = {
         "rewards": np.array([sample.reward for sample in samples]),
         "scores": np.array([sample.score for sample in samples]),

@@ -11,7 +11,7 @@ from hpcrl.rollout.types import Disposition
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How one prompt ended. `epoch` and `row` say where it came from; `reason` is free text ("std", "312 tokens")."""
+    """How one prompt ended. `epoch` and `row` are its origin; `reason` is free text ("std", "312 tokens")."""
 
     uid: int
     epoch: int
@@ -22,7 +22,7 @@ class Settled:
 
 
 class Dispositions:
-    """Open prompts by uid and counts of the settled ones, so that its size follows the prompts in flight."""
+    """Open prompts by uid and counts of the settled ones; its size is that of the prompts in flight."""
 
     def __init__(self) -> None:
         self._next_uid = 0
@@ -30,21 +30,21 @@ class Dispositions:
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
     def open(self, epoch: int, row: int, domain: str) -> int:
-        """Uid of a prompt that is drawn now."""
+        """Draw a prompt; returns its uid."""
         uid = self._next_uid
         self._next_uid += 1
         self._open[uid] = (epoch, row, domain)
         return uid
 
     def settle(self, uid: int, disposition: Disposition, reason: str = "") -> Settled:
-        """Close a prompt; returns the record. Settling one twice, or one never drawn, is a bug of the caller."""
+        """Close a prompt; returns the record. Settling a prompt twice, or one never drawn, is a bug of the caller."""
         assert uid in self._open, f"prompt {uid} is {'settled already' if uid < self._next_uid else 'not drawn yet'}"
         epoch, row, domain = self._open.pop(uid)
         self._counts[domain, disposition.value, reason if disposition is Disposition.FILTERED else ""] += 1
         return Settled(uid, epoch, row, domain, disposition, reason)
 
     def origin(self, uid: int) -> tuple[int, int]:
-        """(epoch, row) of an open prompt. KeyError when it is not open."""
+        """(epoch, row) of an open prompt. KeyError if it is not open."""
         epoch, row, _ = self._open[uid]
         return epoch, row
 
@@ -59,7 +59,7 @@ class Dispositions:
         return self._next_uid
 
     def counts(self, domain: str | None = None) -> dict[str, int]:
-        """Disposition -> number of prompts settled so (of one domain)."""
+        """Disposition -> number of prompts settled with it (of one domain)."""
         totals = dict.fromkeys((d.value for d in Disposition), 0)
         for (name, disposition, _), count in self._counts.items():
             if domain in (None, name):
@@ -75,7 +75,7 @@ class Dispositions:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken."""
+        """Continue from `state`."""
         self._next_uid = state["next_uid"]
         self._open = {uid: (epoch, row, domain) for uid, epoch, row, domain in state["open"]}
         self._counts = Counter({(domain, kind, why): count for domain, kind, why, count in state["counts"]})

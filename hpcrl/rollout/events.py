@@ -1,4 +1,4 @@
-"""What the rollout scheduler is told, what it orders, and what comes out of it: plain frozen data."""
+"""Events to the rollout scheduler, its commands, and its results: plain frozen data."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class BurstDone:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The environments of these samples answered; the observations are where the samples live."""
+    """The environments of these samples answered; the observations are on the samples' replicas."""
 
     sample_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample's reward and score; `error` says why there is none. Of an ACTING sample: its episode is over. What its
-    environment gave before (Played) is added to the reward."""
+    """A sample's reward and score; `error` says why there is none. For an ACTING sample: its episode is over. The
+    reward of its environment (Played) is added."""
 
     sample_id: int
     reward: float
@@ -41,7 +41,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A sample's episode is over with this reward of its environment; a scorer is to add its own."""
+    """A sample's episode is over with this reward of its environment; a scorer will add its reward."""
 
     sample_id: int
     reward: float
@@ -57,7 +57,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """These samples cannot end (refused request, crashed environment): their groups start anew."""
+    """These samples cannot end (refused request, crashed environment): their groups restart."""
 
     sample_ids: tuple[int, ...]
     cause: str
@@ -65,19 +65,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """A replica is gone with every sample that lived there."""
+    """A replica is lost with all of its samples."""
 
     replica: int
 
 
 REPLICA_LOST = "a generator replica was lost"
 ENV_LOST = "an env rank was lost"
-"""Causes of a failure that is not the prompt's own."""
+"""Causes of failures outside the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerLost:
-    """The scorer of these samples is gone; they are scored again."""
+    """The scorer of these samples is lost; they are scored again."""
 
     sample_ids: tuple[int, ...]
 
@@ -94,7 +94,7 @@ Event = BurstDone | Answered | Scored | Played | Aborted | Failed | ReplicaLost 
 
 
 def only(event: Event, mine: Callable[[int], bool]) -> Event | None:
-    """The part of an event that is about these samples; None if nothing is."""
+    """The part of an event about these samples; None if there is none."""
     match event:
         case BurstDone():
             finished = tuple(end for end in event.finished if mine(end[0]))
@@ -138,7 +138,7 @@ class Rescore:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Stop those of these samples that run, free everything held of all of them; answer with Aborted if any ran."""
+    """Stop the running samples among these and free all of them; answered with Aborted if any ran."""
 
     replica: int
     sample_ids: tuple[int, ...]
@@ -149,8 +149,8 @@ Command = Admit | Continue | Rescore | Drop
 
 @dataclass(frozen=True, slots=True)
 class DoneSample:
-    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards: add up
-    to the reward; none: all of it is the last turn's. token_rewards: what tokens were given of that, as the bytes of
+    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards add up
+    to the reward; empty: the last turn has all of it. token_rewards: rewards of tokens within these, as the bytes of
     hpcrl.rollout.types.TOKEN_REWARD."""
 
     id: int
@@ -177,7 +177,7 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Settled:
     """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards`: of the samples in order of
-    member, none where the prompt failed."""
+    member, empty if the prompt failed."""
 
     uid: int
     attempt: int

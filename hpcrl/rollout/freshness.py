@@ -1,4 +1,4 @@
-"""How far the weights of a rollout may be behind those that it trains: the arithmetic of max_lag."""
+"""How far the weights of a rollout may lag behind the weights it trains: the arithmetic of max_lag."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpcrl.rollout.groups import LiveGroup
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Of the groups that are at least so old, later batches have room for `later`; the others are due in the next.
-    `open`: those of them that have no verdict yet."""
+    """Of the groups of at least some age, later batches have room for `later`; the rest is due in the next batch.
+    `open`: those groups that have no verdict yet."""
 
     uids: set[int]
     open: set[int]
@@ -21,11 +21,11 @@ class Due:
 
     @property
     def count(self) -> int:
-        """Groups of them that the next batch must take."""
+        """Number of these groups that the next batch must take."""
         return max(0, len(self.uids) - self.later)
 
     def is_met(self, need: int) -> bool:
-        """Whether a batch of `need` can take them."""
+        """Whether a batch of `need` groups can take them."""
         return len(self.uids) - len(self.open) >= min(need, self.count)
 
 
@@ -37,11 +37,11 @@ class Freshness:
     max_lag: float
 
     def ahead(self, need: int) -> int:
-        """Groups worth having beyond a batch of `need`: those that can still be trained later."""
+        """Useful number of groups beyond a batch of `need`: those that can still be trained later."""
         return math.floor(self.max_lag * need + 1e-9)
 
     def too_old(self, groups: Iterable[LiveGroup], version: int, need: int) -> list[LiveGroup]:
-        """The groups that no batch may take from now on, of equals those that come last."""
+        """The groups that no batch may take from now on; among equal ages the last ones."""
         room, old = self._tolerated(need), []
         for group in groups:
             lag = version - group.version
@@ -52,14 +52,14 @@ class Freshness:
         return old
 
     def due(self, groups: Iterable[LiveGroup], still_open: Collection[int], version: int, need: int) -> list[Due]:
-        """What the batch of this version must take of groups from older weights, so that none grows too old for all
-        that follow: one entry for each age of which later batches cannot take everything."""
+        """What the batch of this version must take of groups from older weights, so that none becomes too old for all
+        later batches: one entry for each age of which later batches cannot take all groups."""
         old = sorted((group for group in groups if group.version < version), key=lambda group: group.version)
         uids: set[int] = set()
         found = []
         for weights, members in groupby(old, key=lambda group: group.version):
             uids = uids | {group.uid for group in members}
-            batches = self._whole - (version - weights)  # after this one, that may take them whatever their number
+            batches = self._whole - (version - weights)  # after this one that may take any number of them
             later = need * batches + self._tolerated(need) if batches >= 0 else 0
             if len(uids) > later:
                 found.append(Due(uids, uids.intersection(still_open), later))
@@ -70,5 +70,5 @@ class Freshness:
         return math.floor(self.max_lag)
 
     def _tolerated(self, need: int) -> int:
-        """Groups of a batch that may be one version further behind than whole steps allow."""
+        """Number of groups of a batch that may lag one version more than whole steps allow."""
         return math.floor((self.max_lag - self._whole) * need + 1e-9)

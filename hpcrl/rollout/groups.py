@@ -26,7 +26,7 @@ class State(Enum):
 
 
 class LiveSample:
-    """A sample the scheduler follows; `replica` is -1 while it waits for its first."""
+    """A sample of the scheduler; `replica` is -1 before its first replica."""
 
     __slots__ = ("done", "early", "group", "id", "replica", "state", "weight")
 
@@ -38,8 +38,8 @@ class LiveSample:
 
 
 class LiveGroup:
-    """The samples of one attempt at a prompt, `keep` of which make it up. `version`: of the oldest weights in it;
-    `home`: the replica that has the prompt's prefix from an attempt before."""
+    """The samples of one attempt at a prompt, `keep` of which form the group. `version`: oldest weights in it; `home`:
+    the replica that has the prompt's prefix from an earlier attempt."""
 
     __slots__ = ("attempt", "cause", "failures", "home", "keep", "num_done", "samples", "uid", "version")
 
@@ -48,19 +48,19 @@ class LiveGroup:
         self.version, self.keep = version, keep
         self.samples = [LiveSample(make_sample_id(self.uid, self.attempt, member), self) for member in range(size)]
         self.num_done = 0
-        self.cause = ""  # why the group has to start anew
+        self.cause = ""  # why the group must restart
 
     @property
     def num_dropped(self) -> int:
-        """Times the prompt was dropped without its fault."""
+        """Number of times the prompt was dropped for causes outside it."""
         return self.attempt - self.failures
 
     def next_start(self) -> Start:
-        """How its prompt starts anew."""
+        """The restart of its prompt."""
         return Start(self.uid, self.attempt + 1, self.failures, self.home)
 
     def restart(self, sample: LiveSample) -> LiveSample:
-        """The sample that takes this one's place: the same member in another attempt."""
+        """The replacement of this sample: the same member in another attempt."""
         uid, attempt, member = split_sample_id(sample.id)
         fresh = LiveSample(make_sample_id(uid, attempt + 1, member), self)
         self.samples[self.samples.index(sample)] = fresh
@@ -68,7 +68,7 @@ class LiveGroup:
         return fresh
 
     def surplus(self) -> list[LiveSample]:
-        """The samples beyond those that make the group up, which are the ones that ended with the fewest tokens."""
+        """The samples beyond `keep`; the group keeps those that ended with the fewest tokens."""
         ended = [sample for sample in self.samples if sample.state is State.DONE]
         ended.sort(key=lambda sample: (sample.done.num_tokens, sample.id))
         kept = {sample.id for sample in ended[: self.keep]}
@@ -87,7 +87,7 @@ class LiveGroup:
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any], homes: Sequence[int]) -> LiveGroup:
-        """The saved group; samples whose replica is not among `homes` are given one together."""
+        """The saved group; samples whose replica is not among `homes` get one common replica."""
         size = len(saved["samples"])
         start = Start(saved["uid"], saved["attempt"], saved["failures"])
         group = cls(start, saved["version"], size, size)
@@ -104,7 +104,7 @@ class LiveGroup:
 
 
 def with_score(done: DoneSample, event: Scored) -> DoneSample:
-    """The sample with a scorer's reward, added to what its environment gave; numbers that are not finite are errors."""
+    """The sample with a scorer's reward added to its environment's; numbers that are not finite are errors."""
     reward, score, error, turns = done.reward + event.reward, event.score, event.error, event.turn_rewards
     if done.turn_rewards and not turns:
         turns = (*[0.0] * (len(done.turn_rewards) - 1), event.reward)

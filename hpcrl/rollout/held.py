@@ -1,4 +1,4 @@
-"""Responses that wait to be trained, in a checkpoint: one safetensors file per generator rank, flat with offsets."""
+"""Responses that wait for training, in a checkpoint: one safetensors file per generator rank, flat with offsets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATTERN = "held_rank*.safetensors"
 
 
 def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
-    """Write a rank's responses, of which there is at least one; returns the file's name."""
+    """Write a rank's responses, at least one; returns the file's name."""
     columns = {name: np.concatenate([sample.columns[name] for sample in samples]) for name in samples[0].columns}
     texts = [sample.text() for sample in samples]
     columns["messages"] = np.frombuffer(b"".join(texts), dtype=np.uint8)
@@ -32,16 +32,16 @@ def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
 
 
 def drop_others(folder: Path, names: Collection[str]) -> None:
-    """Delete the folder's files of responses that are none of `names`: of ranks that were lost, and of those whose
-    responses went with them."""
+    """Delete the folder's files of responses outside `names`: those of lost ranks, and of ranks whose responses were
+    lost with them."""
     for path in folder.glob(PATTERN):
         if path.name not in names:
             path.unlink()
 
 
 def read_held(folder: Path, names: Iterable[str], wanted: Collection[int]) -> dict[int, Sample]:
-    """The wanted responses by sample id, from those of the checkpoint's files, `names`, that hold any. ValueError when
-    one is missing or unreadable."""
+    """The wanted responses by sample id, from the checkpoint's files `names`. ValueError if a response is missing or a
+    file unreadable."""
     found: dict[int, Sample] = {}
     for path in sorted(folder / name for name in names if fnmatch(name, PATTERN)):
         try:

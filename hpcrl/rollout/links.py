@@ -1,4 +1,4 @@
-"""A generator replica as rank 0 sees it: what its ranks are told, in one order, and what the first has to answer."""
+"""Rank 0's view of a generator replica: the commands to its ranks, in one order, and the outstanding answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hpcrl.rollout.types import Sizes
 
 
 class ReplicaLink:
-    """Every rank of a replica hears the same commands in the same order. The first one answers, holds what is handed
-    over, and stands for the replica in events and samples.
+    """Every rank of a replica gets the same commands in the same order. The first rank answers, hands samples over, and
+    identifies the replica in events and samples.
 
-    live: samples that the replica decodes or queues. num_bursts: bursts, and orders to drop samples, that it has not
-    answered. sizes: of ended samples that were neither taken nor dropped.
+    live: samples that the replica decodes or queues. num_bursts: unanswered bursts and aborts. sizes: of ended samples
+    that were neither taken nor dropped.
     """
 
     def __init__(self, controller: Controller, ranks: Sequence[int]):
@@ -22,31 +22,31 @@ class ReplicaLink:
         self.ranks, self.first = tuple(ranks), ranks[0]
         self.live = self.num_bursts = 0
         self.sizes: dict[int, Sizes] = {}
-        self._told: dict[int, messages.Burst] = {}  # by number, whom a burst was told to send to
-        self._dropped: dict[int, Sequence[int]] = {}  # by number, samples that were to be dropped
+        self._told: dict[int, messages.Burst] = {}  # by number, bursts with their receivers
+        self._dropped: dict[int, Sequence[int]] = {}  # by number, samples of an abort
 
     @property
     def lost(self) -> bool:
-        """Whether one of its ranks is."""
+        """Whether one of its ranks is lost."""
         return not self._controller.lost.isdisjoint(self.ranks)
 
     def send(self, command: messages.Command) -> int:
-        """Push a command to all ranks before anything else is pushed; returns its number at the first."""
+        """Push a command to all ranks before any other command; returns its number on the first rank."""
         numbers = [self._controller.send(rank, command) for rank in self.ranks]
         return numbers[0]
 
     def burst(self, command: messages.Burst) -> None:
-        """Have a burst decoded."""
+        """Order a burst."""
         self._told[self.send(command)] = command
         self.num_bursts += 1
 
     def drop(self, samples: Sequence[int]) -> None:
-        """Have samples stopped and dropped; answered like a burst."""
+        """Order samples to be stopped and dropped; answered like a burst."""
         self._dropped[self.send(messages.AbortSamples(list(samples)))] = samples
         self.num_bursts += 1
 
     def burst_done(self, event: messages.BurstDone) -> messages.Burst | None:
-        """Take in an answer of the first rank; returns the burst it is about, None for samples that were dropped."""
+        """Handle an answer of the first rank; returns its burst, None for an abort."""
         self.num_bursts -= 1
         self.live -= len(event.finished) + len(event.turns)
         for sample in self._dropped.pop(event.seq, ()):
@@ -54,6 +54,6 @@ class ReplicaLink:
         return self._told.pop(event.seq, None)
 
     def lose(self) -> None:
-        """Expect nothing of it any more."""
+        """Stop waiting for the replica."""
         self.live = self.num_bursts = 0
         self.sizes = {}

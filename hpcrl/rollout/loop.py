@@ -21,12 +21,12 @@ BURSTS_AHEAD = 2
 
 
 class BackgroundError(RuntimeError):
-    """Generating ahead failed while the controller waited for something else; __cause__ says why."""
+    """Generating ahead failed while the controller waited for other answers; __cause__ is the error."""
 
 
 @dataclass
 class _Stream:
-    """A scheduler at work: where its prompts come from and what it has still to hear."""
+    """A running scheduler: the source of its prompts and its unread events."""
 
     scheduler: RolloutScheduler
     prompts: dict[int, Prompt]
@@ -38,7 +38,7 @@ class _Stream:
 
 @dataclass
 class Harvest:
-    """What a drive gave: the scheduler's groups, the sizes of their samples, and statistics."""
+    """Result of a drive: the scheduler's groups, the sizes of their samples, and statistics."""
 
     groups: list[events.Group]
     sizes: dict[int, Sizes]
@@ -46,10 +46,10 @@ class Harvest:
 
 
 class RolloutLoop:
-    """Carries out a scheduler's commands. Two bursts are queued ahead at every replica that has work.
+    """Executes a scheduler's commands. Every replica with work has two bursts queued ahead.
 
-    In deterministic mode all replicas run burst by burst together, and events reach the scheduler sorted, once all of
-    a burst's responses are scored: what is generated is then a function of the sequence of commands alone.
+    In deterministic mode all replicas run burst by burst together, and events reach the scheduler sorted, once all of a
+    burst's responses are scored, so that generation depends only on the sequence of commands.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class RolloutLoop:
         deterministic: bool,
         free: Collection[int] = (),
     ):
-        """replicas: the ranks of each; its first rank stands for it. free: the replicas whose ranks neither train nor
-        control, so that they may go on while others do."""
+        """replicas: the ranks of each, by first rank. free: the replicas whose ranks neither train nor control, so that
+        they may continue while others do."""
         self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
         self._deterministic = deterministic
         self._replicas = {ranks[0]: ReplicaLink(controller, ranks) for ranks in replicas}
@@ -75,7 +75,7 @@ class RolloutLoop:
         self._scorers, self._envs = list(scorers), list(envs)
         self._awaited = Awaited(controller, {*scorers, *envs})
         self._pace = Pace()
-        self._streams: list[_Stream] = []  # the one that is driven last
+        self._streams: list[_Stream] = []  # the driven one is last
 
     def drive(
         self,
@@ -84,11 +84,12 @@ class RolloutLoop:
         draw: Callable[[int], list[Prompt]],
         sampling: messages.Sampling,
     ) -> Harvest:
-        """Run until the scheduler's batch is ready and take it. `prompts` (uid -> prompt) gains what is drawn.
+        """Run until the scheduler's batch is ready and take it. Prompts that are drawn are added to `prompts` (uid ->
+        prompt).
 
         The trained samples stay on their replicas until they are handed over or forgotten. A scheduler that may
-        generate ahead goes on afterwards: between two drives of its own under background() and the drives of others.
-        RolloutExhausted when the step can get no batch; RankFailed and RankSilent as the controller raises them.
+        generate ahead continues between its drives: under background() and the drives of other schedulers.
+        RolloutExhausted if the step can get no batch; RankFailed and RankSilent as in the controller.
         """
         stream = next((stream for stream in self._streams if stream.scheduler is scheduler), None)
         if stream is None:
@@ -108,20 +109,20 @@ class RolloutLoop:
             elif not any(moved) and not stream.arrived:
                 raise scheduler.exhausted("no response is on its way and no prompt is left to draw")
         if not scheduler.generates_ahead:
-            scheduler.plan(stream.arrived)  # the batch stands: this only counts what was aborted
+            scheduler.plan(stream.arrived)  # the batch is fixed: this only counts aborted samples
             stream.arrived = []
         groups = scheduler.take()
         sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
         stats, stream.stats = merge(stream.stats), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
-            self._awaited.forget_early(stream.prompts.keys())  # no burst is on its way that could still tell of them
+            self._awaited.forget_early(stream.prompts.keys())  # no outstanding burst can still report them
         return Harvest(groups, sizes, stats)
 
     def background(self, arrived: list[tuple[int, messages.Event]]) -> None:
-        """Go on with the schedulers that generate ahead, while the controller waits for other ranks' answers.
+        """Advance the schedulers that generate ahead, while the controller waits for other ranks' answers.
 
-        BackgroundError where they cannot or the data is bad: no error of what is waited for."""
+        BackgroundError if they fail or the data is bad: not an error of the awaited answers."""
         self._take_in(arrived)
         self._pause(self._needed_elsewhere)
         try:
@@ -132,14 +133,14 @@ class RolloutLoop:
         self._keep_busy(self._free)
 
     def _pause(self, replicas: frozenset[int]) -> None:
-        """Only these replicas have no time to generate."""
+        """Pause exactly these replicas."""
         for stream in self._streams:
             stream.scheduler.pause(replicas)
 
     def _advance(self, stream: _Stream) -> bool:
-        """Let a scheduler hear what has arrived and carry out what it wants; whether there was anything."""
+        """Pass a scheduler its events and execute its commands; returns whether there were any."""
         arrived, stream.arrived = stream.arrived, []
-        stream.scheduler.tell(arrived)  # first, since a rejected group wants another prompt
+        stream.scheduler.tell(arrived)  # first, since a rejected group needs another prompt
         fresh = stream.draw(stream.scheduler.wants())
         stream.prompts.update((prompt.uid, prompt) for prompt in fresh)
         stream.scheduler.offer(prompt.uid for prompt in fresh)
@@ -149,7 +150,7 @@ class RolloutLoop:
         return self._bring_together(stream) or bool(arrived or fresh or commands)
 
     def _bring_together(self, stream: _Stream) -> bool:
-        """Have the groups scored whose samples are all with a reward that scores groups; whether there was one."""
+        """Have complete groups scored by rewards that score groups; returns whether there were any."""
         waiting = self._awaited.awaiting_siblings()
         if not waiting:
             return False
@@ -158,7 +159,7 @@ class RolloutLoop:
         for samples in complete:
             receivers = [self._receiver(sample) for sample in samples]
             for sample, receiver in zip(samples, receivers, strict=True):
-                if receiver != receivers[0]:  # sent before it was known that siblings have to meet
+                if receiver != receivers[0]:  # sent before it was known that the reward scores groups
                     replica = self._replicas[self._awaited[sample].replica]
                     self._release([sample])
                     self._reach(replica, [sample], receivers[:1], acting=False)
@@ -169,7 +170,7 @@ class RolloutLoop:
         return bool(complete)
 
     def _release(self, samples: Sequence[int]) -> None:
-        """Let the scorers forget samples that await their siblings."""
+        """Make the scorers drop samples that await siblings."""
         unwanted: dict[int, list[int]] = {}
         for sample in samples:
             unwanted.setdefault(self._receiver(sample), []).append(sample)
@@ -184,21 +185,21 @@ class RolloutLoop:
         return receiver
 
     def _on_their_way(self) -> bool:
-        """Whether a burst or an answer is."""
+        """Whether a burst or an answer is outstanding."""
         return any(replica.num_bursts for replica in self._replicas.values()) or self._awaited.pending
 
     def sizes(self, groups: Iterable[events.Group]) -> dict[int, Sizes]:
-        """Of the samples of groups that were not taken yet."""
+        """Sizes of the samples of groups that were not taken yet."""
         return {s.id: self._replicas[s.replica].sizes[s.id] for group in groups for s in group.samples}
 
     def restore_sizes(self, groups: Iterable[events.Group], sizes: Mapping[int, Sizes]) -> None:
-        """Know the samples of groups that wait to be taken again, or that replicas hold from a checkpoint."""
+        """Restore the samples of groups that wait to be taken again, or that replicas hold from a checkpoint."""
         for group in groups:
             for sample in group.samples:
                 self._replicas[sample.replica].sizes[sample.id] = sizes[sample.id]
 
     def tell_lost(self) -> None:
-        """Let every scheduler know at once which replicas are lost."""
+        """Tell every scheduler at once which replicas are lost."""
         lost = [replica for replica in self._replicas.values() if replica.lost]
         for replica in lost:
             self._lose(replica)
@@ -206,7 +207,7 @@ class RolloutLoop:
             stream.scheduler.tell(events.ReplicaLost(replica.first) for replica in lost)
 
     def forget(self, groups: Sequence[events.Group]) -> None:
-        """Let the replicas drop the groups' samples."""
+        """Make the replicas drop the groups' samples."""
         held: dict[int, list[int]] = {}
         for group in groups:
             for sample in group.samples:
@@ -239,15 +240,15 @@ class RolloutLoop:
                 replica.burst(messages.Burst(self._burst_tokens, receivers, envs))
 
     def _settle_down(self, going_on: Collection[ReplicaLink]) -> None:
-        """Wait for the bursts that are still on their way, so that a step ends with silent replicas, but for those
-        that go on."""
+        """Wait for outstanding bursts, so that at the end of a step all replicas are idle except those that
+        continue."""
         pausing = [replica for replica in self._replicas.values() if replica not in going_on]
         while any(replica.num_bursts > 0 for replica in pausing if not replica.lost):
             self._take_in(self._controller.events())
 
     def _alive(self, ranks: Sequence[int], replica: ReplicaLink) -> list[int]:
-        """The environments or scorers that get this replica's responses: itself where all of them generate, as mail
-        would only cost time and each has as many."""
+        """The environments or scorers for this replica's responses: only itself if all of them generate, since mail
+        would only cost time and the load is equal."""
         own = [rank for rank in replica.ranks if rank in ranks]
         if own and self._generating.issuperset(ranks) and not (self._awaited.siblings_meet and ranks == self._scorers):
             return own
@@ -259,7 +260,7 @@ class RolloutLoop:
             self._awaited.reach(sample, receiver, replica.first, acting)
 
     def _lose(self, replica: ReplicaLink) -> None:
-        """Expect nothing any more of a replica, nor of those that it should have sent something to."""
+        """Stop waiting for a replica and for answers to samples that it should have sent."""
         replica.lose()
         self._pace.forget(replica.first)
         at_home = self._awaited.where(lambda away: away.replica == replica.first)
@@ -270,7 +271,7 @@ class RolloutLoop:
     # -- events --------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Wait for events; in deterministic mode for all that a burst leads to, in an order of their own."""
+        """Wait for events; in deterministic mode for all consequences of a burst, sorted."""
         while True:
             self._take_in(self._controller.events())
             self._awaited.check()
@@ -282,7 +283,7 @@ class RolloutLoop:
                 return
 
     def _take_in(self, happened: Iterable[tuple[int, messages.Event]]) -> None:
-        """Give every event to the stream whose samples it is about; one that nobody knows any more to the first."""
+        """Give every event to the stream of its samples; events of unknown samples go to the first stream."""
         for rank, event in happened:
             self._awaited.heard(rank)
             for told in self._translate(rank, event):
@@ -297,7 +298,7 @@ class RolloutLoop:
         return self._stream_of(sample) is stream
 
     def _stream_of(self, sample: int) -> _Stream | None:
-        """Whose sample it is; the first stream's if nobody knows it any more."""
+        """The stream of a sample; the first stream for an unknown sample."""
         uid = split_sample_id(sample)[0]
         known = next((stream for stream in self._streams if uid in stream.prompts), None)
         return known or next(iter(self._streams), None)
@@ -321,7 +322,7 @@ class RolloutLoop:
                     self._answered(event.sample)
                     yield events.Answered((event.sample,))
             case messages.Lost():
-                if (replica := self._replicas.get(rank)) is not None:  # one of several ranks cannot be lost
+                if (replica := self._replicas.get(rank)) is not None:  # with several ranks a loss ends the run
                     self._lose(replica)
                     yield events.ReplicaLost(rank)
                 yield from self._stranded(self._awaited.where(lambda away: away.receiver == rank))
@@ -354,12 +355,12 @@ class RolloutLoop:
         yield from self._stranded([s for s in waiting if self._awaited[s].receiver in self._controller.lost])
 
     def _answered(self, sample: int) -> None:
-        """Its scorer or environment has answered, maybe before the replica's BurstDone came."""
+        """Its scorer or environment has answered, maybe before the replica's BurstDone."""
         uid = split_sample_id(sample)[0]
         self._awaited.answered(sample, wanted=any(uid in stream.prompts for stream in self._streams))
 
     def _stranded(self, samples: Sequence[int]) -> Iterator[events.Event]:
-        """Samples whose scorer or environment is gone: score again, or start the group anew."""
+        """Samples whose scorer or environment is gone: score them again, or restart the group."""
         acting = tuple(sample for sample in samples if self._awaited[sample].acting)
         scoring = tuple(sample for sample in samples if not self._awaited[sample].acting)
         for sample in samples:
@@ -376,7 +377,7 @@ class RolloutLoop:
         return events.Scored(result.sample, result.reward, result.score, result.error, *parts)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
-        """Keep the statistics of a result."""
+        """Record the statistics of a result."""
         stream = self._stream_of(result.sample)
         prompt = stream.prompts.get(split_sample_id(result.sample)[0]) if stream is not None else None
         if stream is not None and prompt is not None:

@@ -1,7 +1,7 @@
-"""The two ways in which prompts flow through the scheduler: what starts, goes where, goes on and gets its verdict when.
+"""The two modes of the scheduler, which decide when prompts start, where samples run, and when verdicts are given.
 
-Flow, the default, uses every slot as it comes free. Wave (deterministic=true) decides by sample ids and outcomes alone,
-so that commands and batches never follow from the order of events.
+Flow, the default, uses every free slot. Wave (deterministic=true) decides by sample ids and outcomes only, so that
+commands and batches never depend on the order of events.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hpcrl.rollout.waiting import Waiting
 
 
 class Mode(Protocol):
-    """How work flows. The iterators are to be worked off one by one: what is done about one shapes the next."""
+    """A mode. Handle the items of an iterator one by one: each action may change the next item."""
 
     judges_at_once: bool
-    """Whether a group gets its verdict as soon as it can, and not when next_verdict() comes to it."""
+    """Whether a group gets its verdict as soon as possible, instead of through next_verdict()."""
 
     def may_start(self, num_open: int) -> bool:
-        """Whether groups may be started beside so many that have no verdict."""
+        """Whether groups may be started while this many have no verdict."""
         ...
 
     def started(self, uids: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ class Mode(Protocol):
         ...
 
     def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
-        """The group that is to get its verdict now; None where there is none."""
+        """The group that gets its verdict now; None if there is none."""
         ...
 
     def learn(self, sample: LiveSample) -> None:
@@ -39,19 +39,19 @@ class Mode(Protocol):
         ...
 
     def route(self, waiting: Waiting, replicas: Replicas) -> Iterator[tuple[LiveSample, int]]:
-        """Waiting samples with the replica that is to generate them; these wait no more."""
+        """Waiting samples with the replica to generate them; removes them from `waiting`."""
         ...
 
     def turns(self, replica: Replica) -> Iterator[int]:
-        """Answered samples of a replica that go on now; these are answered no more."""
+        """Answered samples of a replica that continue now; removes them from its answered samples."""
         ...
 
 
 class Flow:
-    """Samples go to the replica that carries least, siblings together where there is room and the policy asks for it;
-    a group gets its verdict when the first group_size of its members are done.
+    """Samples go to the least loaded replica, siblings together if there is room and the policy requires it; a group
+    gets its verdict when its first group_size members are done.
 
-    kind_of: class of a prompt (its domain); responses to prompts of one class are of about the same length."""
+    kind_of: class of a prompt (its domain); responses to prompts of one class have similar lengths."""
 
     judges_at_once = True
 
@@ -92,20 +92,20 @@ class Flow:
                     break
 
     def turns(self, replica: Replica) -> Iterator[int]:
-        """First come first, as far as there is room."""
+        """In order of arrival, as far as there is room."""
         while replica.answered and replica.room > 0:
             yield replica.answered.popleft()
 
 
 class Wave:
-    """A wave of groups is spread over the replicas by sample id, all at once (engines queue what their slots do not
-    hold); the next wave starts when this one has ended; verdicts are passed in order of uid; the samples of a replica
+    """A wave of groups is spread over the replicas by sample id, all at once (engines queue samples beyond their
+    slots); the next wave starts after the end of this one; verdicts are given in order of uid; the samples of a replica
     take their next turn together."""
 
     judges_at_once = False
 
     def __init__(self) -> None:
-        self._uids: deque[int] = deque()  # of the wave, without a verdict, in its order
+        self._uids: deque[int] = deque()  # of the wave, without a verdict, in order
 
     def may_start(self, num_open: int) -> bool:
         return not num_open

@@ -8,18 +8,18 @@ from hpcrl.rollout.events import Admit, Command, Continue, Drop, Rescore
 
 
 class Outbox:
-    """What was ordered since the last take(), by kind and replica."""
+    """Orders since the last take(), by kind and replica."""
 
     def __init__(self) -> None:
         self._orders: dict[type, dict[int, list[int]]] = {}
 
     def put(self, kind: type, replica: int, sample_id: int) -> None:
-        """Order something of a replica for a sample."""
+        """Add an order to a replica about a sample."""
         self._orders.setdefault(kind, {}).setdefault(replica, []).append(sample_id)
 
     def take(self, replicas: Container[int], living: Container[int]) -> list[Command]:
-        """The commands, Drops first, without what later orders overtook: to replicas that are gone, for samples that
-        were dropped (or, of Drops, live)."""
+        """The commands, Drops first, without outdated orders: to lost replicas, for dropped samples (or Drops of living
+        ones)."""
         orders, self._orders = self._orders, {}
         return [
             kind(name, kept)

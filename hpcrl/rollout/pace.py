@@ -1,4 +1,4 @@
-"""How fast each replica decodes, from the time that its bursts take."""
+"""Decoding speed of each replica, from the durations of its bursts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from hpcrl.rollout.events import Paced
 MEMORY = 0.1
 """Weight of a new burst in a replica's mean."""
 COMMON_MEMORY = 0.01
-"""Weight of a new burst in what all replicas have in common."""
+"""Weight of a new burst in the line common to all replicas."""
 NEWS = 0.25
-"""Relative change of a speed that is worth telling."""
+"""Relative change of a speed that is reported."""
 LOOKS = 8
-"""Times that speeds are compared while every replica ends one burst: each time costs a look at all of them."""
+"""Comparisons of speeds while every replica ends one burst: each comparison reads all of them."""
 
 
 class Pace:
-    """Speeds relative to the median replica. A burst of more tokens takes longer, by a line fitted to the bursts of
-    all; how much longer than by that line a replica's take is its own slowness."""
+    """Speeds relative to the median replica. A burst of more tokens takes longer, by a line fitted to all bursts; the
+    slowness of a replica is the ratio of its durations to that line."""
 
     def __init__(self) -> None:
         self._line = _Line()
         self._slowness: dict[int, float] = {}
         self._told: dict[int, float] = {}
-        self._unseen = 0  # bursts since the speeds were compared
+        self._unseen = 0  # bursts since the last comparison
 
     def learn(self, replica: int, tokens: int, seconds: float) -> list[Paced]:
-        """A replica's burst decoded so many tokens in so long; the speeds that have changed, where they are compared
-        now."""
+        """Add a replica's burst; returns the speeds that have changed, if they are compared now."""
         self._line.learn(tokens, seconds)
         excess = seconds / max(self._line.at(tokens), 1e-9)
         before = self._slowness.get(replica, excess)

@@ -1,4 +1,4 @@
-"""The scheduler's settings, which groups are worth training on, and how long responses may become."""
+"""The scheduler's settings, the filter of groups, and expected lengths of responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SchedulerConfig:
     min_replicas: int = 1
     spare_slow_replicas: bool = True
     deterministic: bool = False
-    accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of starting anew
+    accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of restarting
 
     @classmethod
     def of(cls, config: Config) -> SchedulerConfig:
@@ -43,15 +43,15 @@ class SchedulerConfig:
 
     @property
     def num_members(self) -> int:
-        """Responses that are generated to a prompt."""
+        """Number of responses generated for a prompt."""
         return self.group_size + self.extra_members
 
 
 def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig) -> str:
     """Name of the filter that rejects a group (mean_low, mean_high, std), empty if none does.
 
-    Kept are groups with low < mean score < high whose rewards, under filter_std, are not all equal: such a group has
-    no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476).
+    It keeps groups with low < mean score < high whose rewards, under filter_std, are not all equal: a group of equal
+    rewards has no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476).
     """
     mean = sum(sample.score for sample in samples) / len(samples)
     if config.filter_mean_low is not None and mean <= config.filter_mean_low:
@@ -63,19 +63,19 @@ def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig) -> 
 
 
 class Lengths:
-    """Mean response lengths by class of prompt, which is its domain; recent ones count more."""
+    """Mean response lengths by class of prompt (its domain); recent lengths count more."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
         self._mean = 0.0
 
     def learn(self, kind: str, length: int) -> None:
-        """A response of this class ended with so many tokens."""
+        """Add the length of a response of this class, in tokens."""
         self._means[kind] = _blend(self._means.get(kind), length)
         self._mean = _blend(self._mean or None, length)
 
     def expected(self, kind: str) -> float:
-        """Of a response of this class, in units of the mean over all; 1 while nothing is known."""
+        """Expected length of a response of this class, in units of the overall mean; 1 without data."""
         return self._means[kind] / self._mean if kind in self._means and self._mean > 0 else 1.0
 
 

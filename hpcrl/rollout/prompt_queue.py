@@ -1,4 +1,4 @@
-"""Prompts that wait to be started."""
+"""Prompts that wait for their start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Start(NamedTuple):
-    """A prompt to start. `failures`: attempts that ended by a fault; `home`: the replica that has its prefix."""
+    """A prompt to start. `failures`: attempts that ended with an error; `home`: the replica that has its prefix."""
 
     uid: int
     attempt: int = 0
@@ -17,7 +17,7 @@ class Start(NamedTuple):
 
 
 class PromptQueue:
-    """In order of uid, so that a prompt that starts anew comes before all that are younger."""
+    """Ordered by uid, so that a restarted prompt precedes all newer prompts."""
 
     def __init__(self) -> None:
         self.newest_uid = -1
@@ -35,7 +35,7 @@ class PromptQueue:
             heapq.heappush(self._heap, Start(uid))
 
     def put_back(self, start: Start) -> None:
-        """A prompt starts anew."""
+        """Return a prompt for a restart."""
         heapq.heappush(self._heap, start)
 
     def pop(self) -> Start:

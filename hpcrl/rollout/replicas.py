@@ -1,4 +1,4 @@
-"""The living replicas, and what each carries."""
+"""The living replicas and their load."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from collections.abc import Mapping
 
 
 class Replica:
-    """What the scheduler knows of one replica."""
+    """The scheduler's view of one replica."""
 
     __slots__ = ("acting", "answered", "capacity", "load", "paused", "running", "samples", "speed")
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self.paused = False  # it has other work to do for a while
-        self.speed = 1.0  # of its decoding, relative to the median replica's
+        self.paused = False  # busy with other work
+        self.speed = 1.0  # of decoding, relative to the median replica
         self.running = 0  # samples that occupy a slot or wait in the engine for one
-        self.load = 0.0  # of these, the sum of expected lengths (each 1 where lengths do not count)
-        self.acting = 0  # samples whose environment acts
-        self.answered: deque[int] = deque()  # samples whose next turn waits for a slot, first come first
-        self.samples: set[int] = set()  # everything whose tokens live here
+        self.load = 0.0  # sum of their expected lengths (each 1 if lengths do not count)
+        self.acting = 0  # samples that are with their environment
+        self.answered: deque[int] = deque()  # samples whose next turn waits for a slot, in order of arrival
+        self.samples: set[int] = set()  # all samples whose tokens it holds
 
     @property
     def room(self) -> int:
-        """Samples it may be given; a slow replica gets less. Negative in deterministic mode, where the engine queues
-        what its slots do not hold."""
+        """Number of samples it may get; a slow replica gets less. Negative in deterministic mode, where the engine
+        queues samples beyond its slots."""
         return 0 if self.paused else max(1, int(self.capacity * min(1.0, self.speed))) - self.running
 
     @property
     def key(self) -> float:
-        """The lower, the sooner it gets a sample: the work it has beyond what it can hold, in units of samples."""
+        """The replica with the lowest key gets the next sample: its work beyond its capacity, in units of samples."""
         return self.load - max(1.0, self.capacity * min(1.0, self.speed))
 
 
 class Replicas(dict[int, Replica]):
-    """The living replicas by rank. `running` is changed through occupy() alone."""
+    """The living replicas by rank. Only occupy() changes `running`."""
 
     def __init__(self, capacities: Mapping[int, int]):
         if not capacities or min(capacities.values()) < 1:
             raise ValueError(f"rollouts need generator replicas with room for requests, got {dict(capacities)}")
         super().__init__((name, Replica(capacity)) for name, capacity in sorted(capacities.items()))
         self._paused: frozenset[int] = frozenset()
-        self._by_key: list[tuple[float, int]] = []  # heap of (key, replica); entries that no longer hold are skipped
+        self._by_key: list[tuple[float, int]] = []  # heap of (key, replica); outdated entries are skipped
         self._rebuild()
 
     def occupy(self, name: int, change: int, weight: float) -> None:
         """`change` more samples (1 or -1) of this expected length run on a replica."""
         replica = self[name]
         replica.running += change
-        replica.load = replica.load + change * weight if replica.running else 0.0  # no drift of rounding
+        replica.load = replica.load + change * weight if replica.running else 0.0  # avoids rounding drift
         self._touch(name)
 
     def tell_speed(self, name: int, speed: float) -> None:
-        """A replica decodes at this speed, relative to the median."""
+        """Set the decoding speed of a replica, relative to the median."""
         self[name].speed = speed
         self._touch(name)
 
     def pause(self, names: frozenset[int]) -> list[int]:
-        """Only these are paused from now on; the ones that no longer are."""
+        """Pause exactly these replicas; returns those that are no longer paused."""
         before, self._paused = self._paused, names
         for name in before ^ names:
             if name in self:
@@ -67,7 +67,7 @@ class Replicas(dict[int, Replica]):
         return [name for name in before - names if name in self]
 
     def lightest(self) -> int | None:
-        """The replica with room that carries least, the first of equals; None where there is no room."""
+        """The least loaded replica with room, the first of equals; None if none has room."""
         while self._by_key:
             key, name = self._by_key[0]
             if name in self and self[name].key == key and self[name].room > 0:

@@ -1,9 +1,9 @@
-"""The choice of the batch: which accepted groups make it, and for which it waits.
+"""Selection of the batch: which accepted groups it contains, and for which groups it waits.
 
-The first valid groups make the batch, with two exceptions. What would grow too old for every later batch is due in this
-one (hpcrl.rollout.freshness); the count of groups on their way bounds nothing, since whole batches overtake a long
-answer. And prompts that were dropped max_attempts times are overdue: they are waited for, once they fill a batch or
-were dropped four times as often, so that long answers do not starve.
+The first valid groups form the batch, with two exceptions. Groups that would become too old for every later batch are
+due in this one (hpcrl.rollout.freshness); the number of running groups bounds no lag, since whole batches overtake a
+long answer. And prompts that were dropped max_attempts times are overdue: the batch waits for them once they fill a
+batch or were dropped four times as often, so that long answers do not starve.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hpcrl.rollout.groups import LiveGroup
 from hpcrl.rollout.policies import SchedulerConfig
 
 PATIENCE = 4
-"""Times max_attempts that a prompt is dropped until the batch waits for it alone."""
+"""Multiple of max_attempts after which the batch waits for a single dropped prompt."""
 
 
 class Selection:
-    """The batch in the making. `valid`: accepted groups by uid that wait to be taken, in order of acceptance."""
+    """The batch being formed. `valid`: accepted groups by uid that wait to be taken, in order of acceptance."""
 
     def __init__(self, config: SchedulerConfig):
         self._fresh = Freshness(0.0 if config.deterministic else config.max_lag)
         self._waits = config.on_stale == "wait" and self.generates_ahead
-        # In order of uid, as in deterministic mode, a prompt gets its turn anyway.
+        # In order of uid, as in deterministic mode, every prompt gets its turn.
         self._max_dropped = None if config.deterministic else config.max_attempts
-        self.version = -1  # what the batch trains
+        self.version = -1  # trained by the batch
         self.need, self.is_closed = 0, True  # closed: between take() and open()
         self.valid: dict[int, LiveGroup] = {}
         self._overdue: dict[int, LiveGroup] = {}  # started, no verdict yet
@@ -35,17 +35,17 @@ class Selection:
 
     @property
     def generates_ahead(self) -> bool:
-        """Whether groups may be trained in a later step than the one they were started in."""
+        """Whether groups may be trained in a later step than that of their start."""
         return self._fresh.max_lag > 0
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many valid groups as the batch takes."""
+        """Whether there are enough valid groups for the batch."""
         return len(self.valid) >= self.need
 
     @property
     def worth_having(self) -> int:
-        """Valid groups worth having: this step's and those that may be trained later."""
+        """Useful number of valid groups: this step's and those that may be trained later."""
         return self._fresh.ahead(self.need) + (0 if self.is_closed else self.need)
 
     def open(self, version: int, need: int) -> None:
@@ -53,29 +53,29 @@ class Selection:
         self.version, self.need, self.is_closed = version, need, False
 
     def too_old(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
-        """The groups, valid or only started, that no batch may take from now on; with on_stale=wait, redundant ones
-        alone."""
+        """The valid or started groups that no batch may take from now on; with on_stale=wait, only redundant ones."""
         return self._fresh.too_old(self._all(started), self.version, self.need)
 
     def find_due(self, started: Mapping[int, LiveGroup]) -> None:
-        """Settle for which groups, valid or only started, this batch waits since later ones have no room for them."""
+        """Determine the valid or started groups for which this batch waits, since later batches have no room for
+        them."""
         if self._waits:
             self._due = self._fresh.due(self._all(started), started, self.version, self.need)
 
     def expect(self, group: LiveGroup) -> None:
-        """The group is started."""
+        """Record that the group is started."""
         if self._is_overdue(group):
             self._overdue[group.uid] = group
 
     def accept(self, group: LiveGroup) -> None:
-        """The group has passed and waits to be taken."""
+        """Record that the group is accepted and waits to be taken."""
         self.valid[group.uid] = group
         self._overdue.pop(group.uid, None)
         for due in self._due:
             due.open.discard(group.uid)
 
     def remove(self, group: LiveGroup) -> None:
-        """No batch will have the group."""
+        """Remove a group that no batch will contain."""
         self.valid.pop(group.uid, None)
         self._overdue.pop(group.uid, None)
         for due in self._due:
@@ -89,8 +89,8 @@ class Selection:
         return all(due.is_met(self.need) for due in self._due)
 
     def pick(self) -> list[LiveGroup]:
-        """The `need` groups to train: the oldest, as many as are due; then those that were dropped too often, the most
-        often dropped first; then the oldest again."""
+        """The `need` groups to train: the oldest, as many as are due; then overdue prompts, the most often dropped
+        first; then the oldest again."""
         oldest = sorted(self.valid.values(), key=lambda group: group.version)
         due = max((due.count for due in self._due), default=0)
         others = sorted(oldest[due:], key=lambda group: -group.num_dropped if self._is_overdue(group) else 0)
@@ -109,17 +109,17 @@ class Selection:
         return picked
 
     def give_back(self, groups: list[LiveGroup]) -> None:
-        """Undo take(), which gave these."""
+        """Undo the take() that returned these groups."""
         self.valid |= {group.uid: group for group in groups}
         self.is_closed = False
 
     def _all(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
-        """Those that wait to be taken, then those on their way, in order of uid."""
+        """Groups that wait to be taken, then started groups, in order of uid."""
         return [*self.valid.values(), *sorted(started.values(), key=lambda group: group.uid)]
 
     def _awaits_overdue(self) -> bool:
-        """Whether the batch waits for a group on its way that was dropped too often. To wait for one alone makes every
-        step as long as the longest answer, so they gather until they fill a batch, or one was dropped far too often."""
+        """Whether the batch waits for a started group that is overdue. Waiting for single groups would make every step
+        as long as the longest answer, so they collect until they fill a batch, or one was dropped far too often."""
         if not self._overdue or self._max_dropped is None:
             return False
         overdue = [*chain(self._overdue.values(), filter(self._is_overdue, self.valid.values()))]

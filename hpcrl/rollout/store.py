@@ -1,8 +1,7 @@
 """Rollouts of every step as immutable HDF5 files, and their reader. The schema is described in docs/rollouts.md.
 
-One file per (step, rank), written under a temporary name and renamed, never opened for writing again: a file that was
-being written when its process died is unreadable. Equal batches give files equal bit for bit: nothing in them depends
-on the time or the host.
+One file per (step, rank), written under a temporary name and renamed, never opened for writing again: a file is
+unreadable if its process died while writing it. Equal batches give bit-identical files, independent of time and host.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 
 T = TypeVar("T")
 SCHEMA_VERSIONS = {"rollouts": 2, "dispositions": 1}
-"""What is written. Rollouts of version 1 are read too: their fields do not describe themselves."""
+"""Version of written files. Version 1 can be read too; its fields have no descriptions."""
 CHUNK = 65536
 DISPOSITIONS = "dispositions.h5"
 STORED = {"bool": "uint8"}
-"""Dtypes that are stored as another one; HDF5 has no booleans of its own."""
+"""Dtypes that are stored as another dtype; HDF5 has no booleans."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispositionRecord:
-    """How one prompt ended in a step. rewards: of its samples in order of their ids, empty where there were none."""
+    """How one prompt ended in a step. rewards: of its samples in order of their ids, empty without samples."""
 
     uid: int
     attempt: int
@@ -51,7 +50,7 @@ class DispositionRecord:
 class Rollouts:
     """Rollouts of a step, all ranks together, sorted by sample id.
 
-    facts: what was stored about the step.
+    facts: the stored facts of the step.
     """
 
     step: int
@@ -59,8 +58,8 @@ class Rollouts:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def messages(self, row: int) -> list[dict[str, Any]]:
-        """What was said in a row in chat form: its prompt, then turn by turn the model's answer and what its
-        environment or a tool said. Empty where the file has none."""
+        """The messages of a row in chat form: its prompt, then per turn the model's answer and the message of the
+        environment or tool. Empty if the file has none."""
         stored = self.texts.get("messages")
         return json.loads(stored[row]) if stored else []
 
@@ -80,8 +79,8 @@ def write_rollouts(
     """Write this rank's rows of a step to `<folder>/rank_NNNNN.h5` and return the path.
 
     folder: run/rollouts/step_NNNNNN. Every rank of the step calls it once, with its own rows (none is fine), the same
-    num_ranks, names of texts and facts; every field that is filled is stored. ValueError when the file exists, or a
-    text has not one string per row.
+    num_ranks, names of texts and facts; every field that is filled is stored. ValueError if the file exists, or a text
+    has not one string per row.
     """
     rows = batch.num_sequences
     for name, strings in batch.texts.items():
@@ -124,7 +123,7 @@ def write_dispositions(folder: Path, records: Iterable[DispositionRecord]) -> Pa
 class RolloutReader:
     """Rollouts of a run along its committed lineage: up to its newest checkpoint.
 
-    provisional=True reads on to the newest step written; those may yet move to abandoned/ if the run is killed.
+    provisional=True reads on to the newest step written; later steps may still move to abandoned/ if the run is killed.
     """
 
     def __init__(self, run_dir: str | Path, provisional: bool = False):
@@ -161,7 +160,7 @@ class RolloutReader:
         return dict(zip(batch.sample_ids.tolist(), pairs, strict=True))
 
     def dispositions(self) -> list[DispositionRecord]:
-        """How every prompt ended, in order of steps. ValueError when a prompt ended twice: the accounting is broken."""
+        """How every prompt ended, in order of steps. ValueError if a prompt ended twice: the accounting is broken."""
         seen: dict[int, int] = {}
         records: list[DispositionRecord] = []
         for step in self.steps():
@@ -184,10 +183,10 @@ class RolloutReader:
 
 @contextlib.contextmanager
 def _new_file(path: Path, kind: str, about: Mapping[str, int]) -> Iterator[h5py.File]:
-    """An HDF5 file that appears under its name when it is whole and on the disk, or not at all.
+    """An HDF5 file that appears under its name once it is complete and on disk, or not at all.
 
-    It is made in memory: HDF5 itself ends the process with a segmentation fault where it cannot write out what it holds
-    back, as on a full disk.
+    It is built in memory: HDF5 ends the process with a segmentation fault if it cannot write its buffers, as on a full
+    disk.
     """
     match = STEP_NAME.fullmatch(path.parent.name)
     if path.exists() or not match:
@@ -231,7 +230,7 @@ def _about(spec: Field) -> dict[str, str]:
 
 
 def _learn(name: str, about: Mapping[str, str], dtype: str = "") -> None:
-    """Declare a field that this process does not know as its file describes it."""
+    """Declare a field that is unknown to this process, by its description in the file."""
     if name in FIELDS:
         return
     if not about and dtype != TEXT:
@@ -242,7 +241,7 @@ def _learn(name: str, about: Mapping[str, str], dtype: str = "") -> None:
 
 
 def _read_rollouts(path: Path, step: int) -> tuple[Rollouts, int]:
-    """One rank's file and the number of ranks it says the step has."""
+    """Content of one rank's file, and the number of ranks of the step according to the file."""
 
     def read(file: h5py.File) -> tuple[Rollouts, int]:
         batch = Batch(torch.from_numpy(file["cu_seqlens"][()]))
@@ -281,7 +280,7 @@ def _read_dispositions(path: Path) -> list[DispositionRecord]:
 
 
 def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
-    """What `read` makes of an open file; ValueError naming the file when it is damaged or of another schema."""
+    """The result of `read` on an open file; ValueError names a file that is damaged or has another schema."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             schema, version = file.attrs.get("schema"), file.attrs.get("schema_version")
@@ -294,7 +293,7 @@ def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
 
 
 def describe(rollouts: Rollouts, row: int, decode: Callable[[list[int]], str] | None) -> str:
-    """One sample in a few lines: what is known about it, its prompt, its response."""
+    """One sample in a few lines: its facts, prompt and response."""
     batch = rollouts.batch
     start, end = batch.cu_seqlens[row].item(), batch.cu_seqlens[row + 1].item()
     ids, mask = batch.token_ids[start:end], batch.loss_mask[start:end]

@@ -29,7 +29,7 @@ class Tally:
         self._values[name] = (total + value, count + 1.0, min(low, value), max(high, value))
 
     def take(self, prefix: str) -> dict[str, tuple[float, float, float, float]]:
-        """Everything so far under prefix + name, and start again."""
+        """Return everything so far under prefix + name, and reset."""
         taken = {prefix + name: (float(n), 1.0, float(n), float(n)) for name, n in self._counts.items()}
         taken |= {prefix + name: value for name, value in self._values.items()}
         self._values, self._counts = {}, dict.fromkeys(self._names, 0)

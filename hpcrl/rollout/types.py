@@ -1,4 +1,4 @@
-"""The words of a rollout: prompts, sample ids, samples, dispositions.
+"""The types of a rollout: prompts, sample ids, samples, dispositions.
 
 Plain data without torch.distributed, clocks or engines, so that the scheduler and its tests stay pure.
 """
@@ -21,7 +21,7 @@ ATTEMPT_BITS = 10
 MAX_GROUP_SIZE = 1 << MEMBER_BITS
 MAX_ATTEMPTS = 1 << ATTEMPT_BITS
 HELD_OUT = 1 << 38
-"""Held-out prompts are numbered from here, away from those of training."""
+"""First number of held-out prompts, apart from those of training."""
 ROW_BITS = 20
 MAX_HELD_OUT = 1 << ROW_BITS
 
@@ -44,15 +44,15 @@ class FinishReason(StrEnum):
 
 
 TOKEN_REWARD = np.dtype([("position", "<u4"), ("reward", "<f4")])
-"""A reward of one token: its position among the tokens that the model wrote in all turns of the row, from 0."""
+"""A reward of one token: its position, from 0, among the model's tokens in all turns of the row."""
 STATUS = tuple(FinishReason)
-"""The number of a reason in the field `status` is its place here."""
+"""The field `status` has the index of a reason in this tuple."""
 
 
 def make_sample_id(uid: int, attempt: int, member: int) -> int:
     """Sample id of `member` of prompt `uid` in its `attempt`: one integer that sorts by prompt, attempt, member.
 
-    ValueError when attempt or member does not fit its field.
+    ValueError if attempt or member does not fit its field.
     """
     if not (uid >= 0 and 0 <= attempt < MAX_ATTEMPTS and 0 <= member < MAX_GROUP_SIZE):
         raise ValueError(f"no sample id for prompt {uid}, attempt {attempt}, member {member}")
@@ -69,29 +69,29 @@ def split_sample_id(sample_id: int) -> tuple[int, int, int]:
 
 
 def held_out_uid(evaluation: int, row: int) -> int:
-    """Uid of a held-out prompt in the n-th evaluation: numbers of its own, since an answer that comes late must not
-    count in the next one. They repeat after 262,144 evaluations."""
+    """Uid of a held-out prompt in the n-th evaluation: distinct numbers, since a late answer must not count in the next
+    evaluation. They repeat after 262,144 evaluations."""
     assert row < MAX_HELD_OUT, "checked by hpcrl.config"
     return HELD_OUT + (evaluation % (HELD_OUT >> ROW_BITS) << ROW_BITS) + row
 
 
 def episode_seed(seed: int, uid: int) -> int:
-    """31-bit seed of the environments of a prompt, which is all that random generators in use take. A held-out prompt
-    has the same one in every evaluation."""
+    """31-bit seed of the environments of a prompt, the maximum of common random generators. A held-out prompt has the
+    same seed in every evaluation."""
     origin = HELD_OUT + uid % MAX_HELD_OUT if uid >= HELD_OUT else uid
     digest = hashlib.blake2b(f"{seed}/{origin}/episode".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def sampling_seed(seed: int, sample_id: int) -> int:
-    """63-bit sampling seed of one sample, a function of (run seed, prompt, attempt, member) alone."""
+    """63-bit sampling seed of one sample, a function of only (run seed, prompt, attempt, member)."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def receiver_of(sample_id: int, ranks: Sequence[int], alive: Collection[int]) -> int:
-    """The rank that scores a sample or plays its environment, the same one for siblings: of all ranks in an order that
-    is its prompt's own the first that is alive, so that the loss of a rank moves what was there and nothing else."""
+    """The rank that scores a sample or plays its environment, the same for siblings: the first living rank in an order
+    specific to the prompt, so that the loss of a rank moves only that rank's samples."""
     if len(alive) == 1:
         return next(iter(alive))
     order, left = split_sample_id(sample_id)[0], list(ranks)
@@ -104,7 +104,7 @@ def receiver_of(sample_id: int, ranks: Sequence[int], alive: Collection[int]) ->
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a finished sample: with its prompt and observations, and of the model alone; bytes of its messages."""
+    """Tokens of a finished sample: with its prompt and observations, and of the model only; bytes of its messages."""
 
     total: int
     model: int
@@ -113,11 +113,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as drawn from the data.
+    """A prompt drawn from the data.
 
-    `uid` counts draws over the whole run (the n-th prompt drawn), so it is unique over epochs and domains.
-    `answer` is what the reward compares with (any JSON value); `extra` holds the row's other columns; `messages` and
-    `tools` are what `text` was rendered from.
+    `uid` counts draws over the whole run (the n-th prompt drawn), so it is unique over epochs and domains. `answer` is
+    the gold answer for the reward (any JSON value); `extra` holds the row's other columns; `text` was rendered from
+    `messages` and `tools`.
     """
 
     uid: int
@@ -133,11 +133,11 @@ class Prompt:
 
 
 class Sample:
-    """One response (of one or more turns) as it is held by the rank that generated it.
+    """A response (of one or more turns) on the rank that generated it.
 
-    columns: the generator's fields of hpcrl.trajectory by name, in the dtypes in which they travel; those of tokens
-    have one entry per token of prompt and response. Each is an attribute too, None where the sample lacks it. messages:
-    prompt, turns and observations in chat form.
+    columns: the generator's fields of hpcrl.trajectory by name, in their dtypes of transfer; token fields have one
+    entry per token of prompt and response. Each is an attribute too, None if the sample lacks it. messages: prompt,
+    turns and observations in chat form.
     """
 
     __slots__ = ("columns", "error", "id", "messages", "reward", "score")
@@ -163,12 +163,12 @@ class Sample:
         raise AttributeError(f"a sample has no field {name!r}")
 
     def text(self) -> bytes:
-        """The messages as they travel and are stored."""
+        """The messages as transferred and stored."""
         return json.dumps(self.messages, ensure_ascii=False).encode(errors="replace")
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the response ended; kept as the field `status`."""
+        """Why the response ended; stored as the field `status`."""
         return STATUS[self.columns["status"][0]]
 
     @finish_reason.setter

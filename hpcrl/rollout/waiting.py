@@ -9,19 +9,19 @@ from hpcrl.rollout.groups import LiveSample
 
 
 class Waiting:
-    """They wait in order of their ids: old prompts first, siblings together."""
+    """Waiting samples in order of their ids: old prompts first, siblings together."""
 
     def __init__(self, living: Mapping[int, LiveSample]):
         self._living = living  # others are skipped
         self._heap: list[int] = []
-        self.size = 0  # living samples that wait; who drops one takes it off
+        self.size = 0  # living samples that wait; the caller subtracts dropped ones
 
     def add(self, sample: LiveSample) -> None:
         self.size += 1
         heapq.heappush(self._heap, sample.id)
 
     def head(self) -> LiveSample | None:
-        """The sample to route next; None if none waits."""
+        """The next sample to route; None if none waits."""
         while self._heap:
             if (sample := self._living.get(self._heap[0])) is not None:
                 return sample
@@ -29,7 +29,7 @@ class Waiting:
         return None
 
     def pop(self) -> LiveSample:
-        """head(), which waits no more."""
+        """Remove and return head()."""
         sample = self.head()
         assert sample is not None
         self.size -= 1
