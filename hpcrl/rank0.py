@@ -20,7 +20,7 @@ from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import is_storage_error, write_durably
 from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import BackgroundError
-from hpcrl.rollout.scheduler import RolloutExhausted
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
 from hpcrl.rundir import VERDICT, SupersededError, finish_run
 from hpcrl.runtime.building import build
 from hpcrl.runtime.context import Run

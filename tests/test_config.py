@@ -15,9 +15,9 @@ from hpcrl.algorithms.specs import GRPO, Reinforce
 from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutScheduler
-from hpcrl.rollout.selection import PATIENCE
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.selection import PATIENCE
 from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE, MAX_HELD_OUT
 from hpcrl.spec.fields import Section
 from hpcrl.spec.tables import GEN_ENGINES

@@ -9,12 +9,12 @@ from functools import partial
 from hpcrl.control import messages
 from hpcrl.control.controller import Controller
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
-from hpcrl.rollout import events
 from hpcrl.rollout.admission import admissions
 from hpcrl.rollout.awaited import Awaited
 from hpcrl.rollout.links import ReplicaLink
 from hpcrl.rollout.pace import Pace
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling import events
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason, Prompt, Sizes, receiver_of, split_sample_id
 
 BURSTS_AHEAD = 2

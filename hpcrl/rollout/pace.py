@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median_low
 
-from hpcrl.rollout.events import Paced
+from hpcrl.rollout.scheduling.events import Paced
 
 MEMORY = 0.1
 """Weight of a new burst in a replica's mean."""

@@ -17,8 +17,8 @@ from hpcrl.data import PromptSource
 from hpcrl.files import write_durably
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.loop import Harvest, RolloutLoop
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Prompt, held_out_uid
 from hpcrl.runtime.generation import evaluation_sampling, replica_capacity
 from hpcrl.runtime.parts import timed

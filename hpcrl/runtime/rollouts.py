@@ -13,8 +13,8 @@ from hpcrl.data import PromptSource
 from hpcrl.files import step_name
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.loop import RolloutLoop
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.store import DispositionRecord, write_dispositions
 from hpcrl.rollout.types import Prompt, Sizes
 from hpcrl.runtime.batches import BatchHandle

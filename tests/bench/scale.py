@@ -30,8 +30,8 @@ from hpcrl.control.controller import Controller
 from hpcrl.control.trace import Trace
 from hpcrl.control.world import CONTROLLER_QUEUE
 from hpcrl.rollout.loop import RolloutLoop
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Prompt
 from tests.bench.machine import tell
 from tests.bench.scale_ranks import KEY, Cluster, serve_ranks

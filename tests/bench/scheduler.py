@@ -10,9 +10,9 @@ import argparse
 import random
 import time
 
-from hpcrl.rollout.events import Admit, BurstDone, Drop, Scored
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.events import Admit, BurstDone, Drop, Scored
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason
 from tests.bench.machine import tell
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpcrl.rollout.events import Drop
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.events import Drop
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import make_sample_id
 from tests.bench.flash.batch import batch_rollout
 from tests.bench.flash.bounds import check, proposition_1_s, proposition_2_s, steady_efficiency, training_share

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.rollout.freshness import Freshness
-from hpcrl.rollout.groups import LiveGroup
-from hpcrl.rollout.prompt_queue import Start
+from hpcrl.rollout.scheduling.freshness import Freshness
+from hpcrl.rollout.scheduling.groups import LiveGroup
+from hpcrl.rollout.scheduling.prompt_queue import Start
 
 VERSION, NEED = 9, 4
 

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from hpcrl.rollout.events import DoneSample, Scored
-from hpcrl.rollout.groups import LiveGroup, with_score
-from hpcrl.rollout.prompt_queue import Start
+from hpcrl.rollout.scheduling.events import DoneSample, Scored
+from hpcrl.rollout.scheduling.groups import LiveGroup, with_score
+from hpcrl.rollout.scheduling.prompt_queue import Start
 from hpcrl.rollout.types import TOKEN_REWARD, FinishReason
 
 NAN = math.nan

@@ -14,8 +14,8 @@ from hpcrl.control import messages as m
 from hpcrl.exitcodes import ExitCode
 from hpcrl.rank0 import _explain
 from hpcrl.rollout.loop import BackgroundError, RolloutLoop
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.types import HELD_OUT, Prompt, Sizes, make_sample_id, receiver_of, split_sample_id
 from tests.rollout.ranks import SCORER, Ranks
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hpcrl.rollout.events import Aborted, Admit, BurstDone, Drop, Failed, Paced, ReplicaLost, Scored
 from hpcrl.rollout.pace import Pace
-from hpcrl.rollout.policies import Lengths, SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.scheduling.events import Aborted, Admit, BurstDone, Drop, Failed, Paced, ReplicaLost, Scored
+from hpcrl.rollout.scheduling.policies import Lengths, SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.types import FinishReason, make_sample_id
 
 STOP = FinishReason.STOP

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.config import Config
-from hpcrl.rollout.events import (
+from hpcrl.rollout.scheduling.events import (
     ENV_LOST,
     Aborted,
     Admit,
@@ -28,8 +28,8 @@ from hpcrl.rollout.events import (
     Scored,
     ScorerLost,
 )
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.types import Disposition, FinishReason, make_sample_id, split_sample_id
 
 STOP = FinishReason.STOP

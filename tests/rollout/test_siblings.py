@@ -9,8 +9,8 @@ import pytest
 
 from hpcrl.control import messages as m
 from hpcrl.rollout.loop import RolloutLoop
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import HELD_OUT, receiver_of, split_sample_id
 from tests.rollout.ranks import Ranks
 from tests.rollout.test_loop import SAMPLING, draw_from, prompts

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.rollout.events import DoneSample, Group
 from hpcrl.rollout.loop import Harvest
+from hpcrl.rollout.scheduling.events import DoneSample, Group
 from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, Sizes, held_out_uid, make_sample_id
 from hpcrl.runtime.evaluation import Evaluation, _score_stats
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from tests.bench.flash.batch import batch_rollout
 from tests.bench.flash.bounds import check, steady_efficiency
 from tests.bench.flash.settings import A_S, B_OVER_A, Latency, Lengths, Training, World, policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
 
 # Seconds of a decode iteration with n live requests are A_S + n * b. Only b / A_S shapes the ratios of settings without
 # environments, so A_S is what a model of some billion parameters takes and b / A_S one of:

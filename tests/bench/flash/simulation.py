@@ -1,7 +1,7 @@
 """The production scheduler in virtual time: what hpcrl.rollout.loop and the pipeline do, without processes.
 
 Engines, environments, rewards and the trainer are simulated; which prompt is generated where, which groups make the
-batch and which are given up is decided by hpcrl.rollout.scheduler.RolloutScheduler itself.
+batch and which are given up is decided by hpcrl.rollout.scheduling.scheduler.RolloutScheduler itself.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from hpcrl.rollout import events
-from hpcrl.rollout.policies import SchedulerConfig
-from hpcrl.rollout.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling import events
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason
 from tests.bench.flash.engine import Engine, Request
 from tests.bench.flash.laws import Outcomes

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from hpcrl.rollout.groups import LiveGroup, LiveSample
-from hpcrl.rollout.policies import Lengths, SchedulerConfig
-from hpcrl.rollout.replicas import Replica, Replicas
-from hpcrl.rollout.waiting import Waiting
+from hpcrl.rollout.scheduling.groups import LiveGroup, LiveSample
+from hpcrl.rollout.scheduling.policies import Lengths, SchedulerConfig
+from hpcrl.rollout.scheduling.replicas import Replica, Replicas
+from hpcrl.rollout.scheduling.waiting import Waiting
 
 
 class Mode(Protocol):

@@ -9,13 +9,13 @@ from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
-from hpcrl.rollout.events import Answered, DoneSample, Group, Played, Scored
-from hpcrl.rollout.prompt_queue import Start
+from hpcrl.rollout.scheduling.events import Answered, DoneSample, Group, Played, Scored
+from hpcrl.rollout.scheduling.prompt_queue import Start
 from hpcrl.rollout.types import FinishReason, make_sample_id, split_sample_id
 
 
 class State(Enum):
-    """Where a sample is; hpcrl.rollout.samples tells the way through them."""
+    """Where a sample is; hpcrl.rollout.scheduling.samples tells the way through them."""
 
     WAITING = 0
     RUNNING = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from hpcrl.rollout.events import Admit, Command, Continue, Drop, Rescore
+from hpcrl.rollout.scheduling.events import Admit, Command, Continue, Drop, Rescore
 
 
 class Outbox:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
-from hpcrl.rollout.groups import LiveSample
+from hpcrl.rollout.scheduling.groups import LiveSample
 
 
 class Waiting:

@@ -1,9 +1,9 @@
 """Selection of the batch: which accepted groups it contains, and for which groups it waits.
 
 The first valid groups form the batch, with two exceptions. Groups that would become too old for every later batch are
-due in this one (hpcrl.rollout.freshness); the number of running groups bounds no lag, since whole batches overtake a
-long answer. And prompts that were dropped max_attempts times are overdue: the batch waits for them once they fill a
-batch or were dropped four times as often, so that long answers do not starve.
+due in this one (freshness.py); the number of running groups bounds no lag, since whole batches overtake a long answer.
+And prompts that were dropped max_attempts times are overdue: the batch waits for them once they fill a batch or were
+dropped four times as often, so that long answers do not starve.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
-from hpcrl.rollout.freshness import Due, Freshness
-from hpcrl.rollout.groups import LiveGroup
-from hpcrl.rollout.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.freshness import Due, Freshness
+from hpcrl.rollout.scheduling.groups import LiveGroup
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
 
 PATIENCE = 4
 """Multiple of max_attempts after which the batch waits for a single dropped prompt."""

@@ -1,7 +1,7 @@
 """The rollout scheduler: which prompt is generated where, which groups make the batch, which are given up.
 
 A pure state machine: no torch, no torch.distributed, no clock, no randomness. The loop feeds it events
-(hpcrl.rollout.events) and carries out its commands:
+(hpcrl.rollout.scheduling.events) and carries out its commands:
 
     scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas={replica: capacity, ...})
     scheduler.begin_step(version, need=config.rollout.num_prompts)
@@ -41,14 +41,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hpcrl.rollout.accounts import Accounts
-from hpcrl.rollout.events import ENV_LOST, REPLICA_LOST, Command, Event, Group, Settled
-from hpcrl.rollout.groups import LiveGroup, LiveSample, State
-from hpcrl.rollout.modes import Flow, Mode, Wave
-from hpcrl.rollout.policies import SchedulerConfig, rejecting_filter
-from hpcrl.rollout.prompt_queue import PromptQueue
-from hpcrl.rollout.samples import Samples
-from hpcrl.rollout.selection import Selection
+from hpcrl.rollout.scheduling.accounts import Accounts
+from hpcrl.rollout.scheduling.events import ENV_LOST, REPLICA_LOST, Command, Event, Group, Settled
+from hpcrl.rollout.scheduling.groups import LiveGroup, LiveSample, State
+from hpcrl.rollout.scheduling.modes import Flow, Mode, Wave
+from hpcrl.rollout.scheduling.policies import SchedulerConfig, rejecting_filter
+from hpcrl.rollout.scheduling.prompt_queue import PromptQueue
+from hpcrl.rollout.scheduling.samples import Samples
+from hpcrl.rollout.scheduling.selection import Selection
 from hpcrl.rollout.types import Disposition, split_sample_id
 
 POISON = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hpcrl.rollout.events import Settled
-from hpcrl.rollout.groups import LiveGroup
-from hpcrl.rollout.replicas import Replicas
-from hpcrl.rollout.tally import Tally
+from hpcrl.rollout.scheduling.events import Settled
+from hpcrl.rollout.scheduling.groups import LiveGroup
+from hpcrl.rollout.scheduling.replicas import Replicas
+from hpcrl.rollout.scheduling.tally import Tally
 from hpcrl.rollout.types import Disposition
 
 COUNTS = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from hpcrl.rollout.events import (
+from hpcrl.rollout.scheduling.events import (
     REPLICA_LOST,
     Aborted,
     Admit,
@@ -30,12 +30,12 @@ from hpcrl.rollout.events import (
     Scored,
     ScorerLost,
 )
-from hpcrl.rollout.groups import LiveSample, State, with_score
-from hpcrl.rollout.outbox import Outbox
-from hpcrl.rollout.replicas import Replica, Replicas
-from hpcrl.rollout.tally import Tally
+from hpcrl.rollout.scheduling.groups import LiveSample, State, with_score
+from hpcrl.rollout.scheduling.outbox import Outbox
+from hpcrl.rollout.scheduling.replicas import Replica, Replicas
+from hpcrl.rollout.scheduling.tally import Tally
+from hpcrl.rollout.scheduling.waiting import Waiting
 from hpcrl.rollout.types import FinishReason
-from hpcrl.rollout.waiting import Waiting
 
 
 class Samples:

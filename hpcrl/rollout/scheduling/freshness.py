@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from hpcrl.rollout.groups import LiveGroup
+from hpcrl.rollout.scheduling.groups import LiveGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, RolloutConfig
-from hpcrl.rollout.events import DoneSample
+from hpcrl.rollout.scheduling.events import DoneSample
 
 MEMORY = 0.05
 """Weight of a new length in the mean of its class."""
