@@ -1,5 +1,5 @@
-"""How the ranks of a training engine divide the work: a function of the configuration alone, so that the login node,
-the plan, rank 0 and every rank agree without asking each other."""
+"""How the ranks of a training engine divide the work: a function of only the configuration, so that the login node, the
+plan, rank 0 and every rank agree without communication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class DivisionError(ValueError):
-    """The ranks cannot be divided as the configuration asks; `problems` says why."""
+    """The ranks cannot be divided as configured; `problems` lists the causes."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = list(problems)
@@ -23,17 +23,17 @@ class DivisionError(ValueError):
 
 @dataclass(frozen=True)
 class Division:
-    """Engines number their ranks from 0; RoleLayout.division() gives the same with ranks of the world."""
+    """Engines number their ranks from 0; RoleLayout.division() is the same division in ranks of the world."""
 
     groups: tuple[tuple[int, ...], ...]
-    """The ranks of each data-parallel rank. They work on identical rows; the first gets the rows and passes them on,
-    answers for statistics of the batch, and writes stored rollouts. All groups are of one size."""
+    """The ranks of each data-parallel rank. They work on identical rows; the first rank gets the rows and passes them
+    on, reports statistics of the batch, and writes stored rollouts. All groups have one size."""
     outputs: tuple[int, ...]
-    """Of each group, the rank that holds what the model computes for the rows (log-probs, the loss): with pipeline
-    stages a rank of the last one."""
+    """Of each group, the rank that holds the model's outputs for the rows (log-probs, the loss): with pipeline stages a
+    rank of the last stage."""
     weights: tuple[tuple[int, ...], ...]
-    """The parameters in shares, which generators get one after another: for each share the ranks whose
-    TrainEngine.named_weights() yields it, whole. One share of all ranks where each of them yields everything."""
+    """The parameters in shares, sent to generators one after another: for each share the ranks whose
+    TrainEngine.named_weights() yields all of it. One share of all ranks if each rank yields everything."""
 
     @classmethod
     def unsplit(cls, num_ranks: int) -> Division:
@@ -42,7 +42,7 @@ class Division:
         return cls(tuple((rank,) for rank in ranks), tuple(ranks), (tuple(ranks),))
 
     def __post_init__(self) -> None:
-        """ValueError where an engine contradicts itself."""
+        """ValueError if an engine's division is inconsistent."""
         ranks = self.ranks
         if len({len(group) for group in self.groups}) > 1 or len(set(ranks)) < len(ranks):
             raise ValueError(f"the groups of a division are disjoint and of one size, not {self.groups}")
@@ -65,22 +65,22 @@ class Division:
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
-        """The ranks that get rows, one of each group."""
+        """The ranks that get rows, one per group."""
         return tuple(group[0] for group in self.groups)
 
     def of(self, ranks: Sequence[int]) -> Division:
-        """The same division of other ranks: ranks[i] in the place of i."""
+        """The same division with ranks[i] in place of rank i."""
         groups, weights = (
             tuple(tuple(ranks[rank] for rank in some) for some in several) for several in (self.groups, self.weights)
         )
         return Division(groups, tuple(ranks[rank] for rank in self.outputs), weights)
 
     def spread(self, by_head: Mapping[int, T]) -> dict[int, T]:
-        """What is for the head of a group, for all of its ranks; ascending."""
+        """Values of heads, repeated for all ranks of their groups; ascending."""
         return dict(sorted((rank, by_head[group[0]]) for group in self.groups for rank in group if group[0] in by_head))
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """The ranks at the same place of every group, which hold each row once together."""
+        """The ranks at the same place of every group, which together hold each row once."""
         place = next(group.index(rank) for group in self.groups if rank in group)
         return tuple(group[place] for group in self.groups)
 

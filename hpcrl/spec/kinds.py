@@ -1,4 +1,4 @@
-"""What a part says of itself, kind by kind. Its functions get the Config of a run that uses it."""
+"""The specification of a part, kind by kind. Its functions get the Config of a run that uses the part."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def _unsplit(config: Any, num_ranks: int) -> Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What the specifications of all kinds have in common."""
+    """Common fields of the specifications of all kinds."""
 
     about: str
     """One line for help and documents."""
     make: str = ""
-    """`module:NAME` of what makes or is the part, imported when it is needed; empty: planned and checked, but this
-    version cannot run it."""
+    """`module:NAME` of the part or its factory, imported on demand; empty: planned and checked, but not runnable in
+    this version."""
     section: type[Section] | None = None
-    """Its own keys with their defaults and meanings."""
+    """The part's keys with their defaults and meanings."""
     check: Check = _nothing
-    """What is wrong with a configuration that chooses it."""
+    """Problems of a configuration that uses the part."""
     name: str = "own"
-    """What its section is called where the entry is named by its path instead of in a table."""
+    """Name of its section if the entry is given by its path instead of a name in a table."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Module that must be installed -> extra of hpcrl that installs it."""
     resume_keys: tuple[str, ...] = ()
-    """Keys of its section that may differ when a run is resumed, since they do not change what it computes."""
+    """Keys of its section that may change when a run is resumed, since they do not change its results."""
 
     @property
     def built(self) -> bool:
@@ -54,7 +54,7 @@ class Spec:
         return sorted({extra for module, extra in self.needs.items() if not _installed(module)})
 
     def load(self) -> Any:
-        """What `make` names. SpecError where it cannot be imported."""
+        """The object that `make` names. SpecError if it cannot be imported."""
         return load(self.make, self.about)
 
 
@@ -70,15 +70,15 @@ class PipelineSpec(Spec):
     """`make` is called with the run (hpcrl.runtime.context.Run) on rank 0."""
 
     generates: bool = True
-    """It learns from responses that it generates, and from their rewards. Otherwise from the answers of its rows."""
+    """Whether it learns from generated responses and their rewards; otherwise from the answers of its rows."""
     learns: bool = True
-    """It changes the weights."""
+    """Whether it changes the weights."""
     batch_size: Callable[[Any], int] | None = None
-    """Rows of a step, where they are no prompts with groups of responses."""
+    """Rows of a step, if the rows are not prompts with groups of responses."""
     objective: str = ""
-    """`module:NAME` of the objective, called without arguments, where the run chooses no algorithm."""
+    """`module:NAME` of the objective, called without arguments, if the run has no algorithm."""
     work: Callable[[Any], str] | None = None
-    """The plan's line on what it does, where it has no steps."""
+    """The plan's description of a pipeline without steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,26 +89,26 @@ class RoleSpec(Spec):
     """Whether a run of this configuration has ranks of this role."""
     num_ranks: int | None = None
     colocate_with: str | None = "trainer"
-    """Its ranks, where the layout does not say."""
+    """Its default ranks, if the layout gives none."""
     holds_model: bool = False
-    """Its ranks hold (a part of) a model: they have a GPU, and the plan counts their memory."""
+    """Whether its ranks hold (a part of) a model: they have a GPU, and the plan counts their memory."""
     plan: str = ""
     """`module:NAME` of parts(config, shape, num_ranks) -> list[Part] (hpcrl.planner.parts), the memory of its fullest
-    rank while it works, where that does not depend on the roles it shares the rank with."""
+    rank during its work, if independent of other roles on the rank."""
     division: Callable[[Any, int], Division] = _unsplit
-    """How this many ranks of it divide the rows and the parameters. DivisionError where they cannot."""
+    """How this many of its ranks divide the rows and the parameters. DivisionError if they cannot."""
     owns_default_group: bool = False
-    """Its engine uses the default process group, so it shares ranks with another such role as a whole or not at all."""
+    """Whether its engine uses the default process group; two such roles share all their ranks or none."""
     forms_replicas: bool = False
-    """Its ranks form replicas of `tensor_parallel` ranks."""
+    """Whether its ranks form replicas of `tensor_parallel` ranks."""
     gets_mail: bool = False
-    """Responses and turns reach it by mail, beside the controller's commands."""
+    """Whether it receives responses and turns by mail, besides the controller's commands."""
     peers: tuple[str, ...] = ()
-    """Roles whose ranks it talks with, beside the controller."""
+    """Roles whose ranks it communicates with, besides the controller."""
     least_ranks: Callable[[Any], int] | None = None
-    """Ranks of it without which a run cannot go on; None: the run ends with the first rank that is lost."""
+    """Minimum number of its ranks for a run to continue; None: the run ends with the first lost rank."""
     imports: Callable[[Any], str] = lambda config: ""
-    """The slowest module that its ranks import; all of them import it side by side before they meet."""
+    """The slowest module that its ranks import; all of them import it in parallel before they meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class TrainEngineSpec(Spec):
 
     division: Callable[[Any, int], Division] = _unsplit
     """`division(config, num_ranks)`: which of its ranks work on the same rows, hold outputs and publish parameters.
-    DivisionError where the configuration does not allow this many ranks."""
+    DivisionError if the configuration does not allow this number of ranks."""
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
     offered: bool = True
@@ -139,11 +139,11 @@ class GenEngineSpec(Spec):
     families: tuple[str, ...] | None = None
     """Model families it runs, as config.json's model_type; None: all."""
     tensor_parallel: bool = False
-    """Whether a replica may be of several ranks."""
+    """Whether a replica may have several ranks."""
     pages_cache: bool = False
-    """Whether its KV cache takes what memory there is, in pages; otherwise it takes a place of full length per slot."""
+    """Whether its KV cache uses all free memory, in pages; otherwise it uses the full length per slot."""
     sleeps: bool = False
-    """Whether it gives its memory back while the trainer works on the same GPU."""
+    """Whether it releases its memory while the trainer works on the same GPU."""
     offered: bool = True
     """Whether generator.engine may name it."""
 
@@ -165,11 +165,11 @@ class RewardSpec(Spec):
     the options."""
 
     compares_answer: bool = False
-    """It scores nothing without the row's answer."""
+    """Whether it needs the row's answer."""
     imports_code: str = ""
-    """The key of RewardConfig that names a user's code, which is imported in worker processes only."""
+    """The key of RewardConfig that names user code, which is imported in worker processes only."""
     scores_in_unit_interval: bool = True
-    """Scores are between 0 and 1."""
+    """Whether scores are between 0 and 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,4 +177,4 @@ class EnvSpec(Spec):
     """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.base)."""
 
     imports_code: str = ""
-    """The key of EnvConfig that names a user's class."""
+    """The key of EnvConfig that names a user-defined class."""

@@ -1,4 +1,4 @@
-"""What a training engine must do. Every rank of the engine's default process group makes the same calls in order.
+"""The interface of training engines. Every rank of the engine's default process group makes the same calls in order.
 
 The ranks of a data-parallel rank (the division of the engine's specification, hpcrl.spec.division) get the same batch.
 """
@@ -21,14 +21,14 @@ class TrainEngine(Protocol):
     """The contract every training engine passes (tests/contracts/test_train_engine.py)."""
 
     optimizer_step: int  # steps taken so far
-    computes: frozenset[str]  # the optional fields of Outputs that it can give an objective
+    computes: frozenset[str]  # the optional fields of Outputs that it computes
 
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
         """float32 [T] on the batch's device: log-softmax(logits / temperature) at tokens of loss_mask, 0 elsewhere.
-        Other ranks than those that hold the outputs may return None.
+        Ranks that hold no outputs may return None.
 
-        The vocabulary projection of the other tokens (prompts, tool results) is not computed; an objective gets the
-        same. Rows in no micro-batch get 0. Collective over the engine's ranks. No gradients.
+        The vocabulary projection of other tokens (prompts, tool results) is not computed, also not for an objective.
+        Rows in no micro-batch get 0. Collective over the engine's ranks. No gradients.
         """
 
     def train_step(
@@ -40,11 +40,11 @@ class TrainEngine(Protocol):
     ) -> Stats:
         """Forward, backward over all micro-batches, clip, one optimizer and scheduler step. Collective.
 
-        The mini-batch is the rows in micro_batches, each once; norms are of it, over all ranks. The objective says at
-        which temperature, and which outputs it gets with gradients, which without, which not at all.
+        The mini-batch is the rows in micro_batches, each once; norms are of the mini-batch over all ranks. The
+        objective gives the temperature, and which outputs it needs with and without gradients.
 
-        Returns the loss stats of the rows, plus actor/grad_norm and actor/lr on the first data-parallel rank alone, as
-        they are the same on all; only those of ranks that hold outputs are read. A gradient norm that is not finite
+        Returns the loss stats of the rows, plus actor/grad_norm and actor/lr, equal on all ranks, on the first
+        data-parallel rank only; only stats of ranks that hold outputs are read. A gradient norm that is not finite
         skips the update and counts actor/skipped_update.
         """
 
@@ -52,7 +52,7 @@ class TrainEngine(Protocol):
         """Copies of the full weights under HF names, one at a time, in a fixed order.
 
         Names are those of transformers' state_dict(), a tied weight once. Collective: every rank must exhaust it. A
-        rank yields the share of the parameters that its division gives it; all shares together have each name once.
+        rank yields its share of the parameters according to the division; all shares together have each name once.
         """
 
     def offload(self) -> None:
@@ -64,11 +64,11 @@ class TrainEngine(Protocol):
     def snapshot(self) -> Files:
         """Copy this rank's part of a checkpoint to host memory: parameters, optimizer, scheduler, random state.
 
-        Returns the files that this rank has to write, valid until the next call. Collective.
+        Returns the files that this rank must write, valid until the next call. Collective.
         """
 
     def load(self, folder: Path) -> list[str]:
-        """Restore what the files of all ranks hold, also on another number of ranks. Collective.
+        """Restore the state from the files of all ranks, also on another number of ranks. Collective.
 
         Returns warnings: on another number of ranks random state is not restored.
         """
@@ -77,7 +77,7 @@ class TrainEngine(Protocol):
         """Write config, sharded safetensors with index, tokenizer and generation config. Collective; rank 0 writes."""
 
     def config_summary(self) -> dict[str, Any]:
-        """Facts worth a line in the log: parameters, dtype, packing, ranks."""
+        """Facts for the log: parameters, dtype, packing, ranks."""
 
 
 def check_objective(engine: TrainEngine, objective: Objective) -> None:

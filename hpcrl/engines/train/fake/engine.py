@@ -1,4 +1,4 @@
-"""A training engine that is a table of next-token logits by last token, for what drives engines: tests, debug=fake."""
+"""A training engine whose model is a table of next-token logits by last token, for tests and debug=fake."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 
 VOCABULARY = 64
-"""A table over the square of a real one would not fit, and would take time of its own."""
+"""Size of the table: the square of a real vocabulary would not fit in memory, and would take time."""
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FakeTrainEngine:
-    """The engine of debug=fake; there is nothing to freeze."""
+    """The engine of debug=fake; frozen and trainable engines are equal."""
     return FakeTrainEngine(
         config.trainer,
         vocab_size=VOCABULARY,
@@ -115,13 +115,13 @@ class FakeTrainEngine:
         yield "transitions", self.transitions.detach().clone()
 
     def offload(self) -> None:
-        """See TrainEngine: it lives on the host."""
+        """See TrainEngine. The parameter is on the host."""
 
     def onload(self) -> None:
         """See TrainEngine."""
 
     def snapshot(self) -> Files:
-        """See TrainEngine. Every rank holds the same, rank 0 writes it; there is no random state."""
+        """See TrainEngine. Every rank has the same state, rank 0 writes it; there is no random state."""
         buffer = io.BytesIO()
         torch.save({"transitions": self.transitions.detach(), "step": self.optimizer_step}, buffer)
         return {"fake.pt": buffer.getvalue()} if self.data_parallel_rank == 0 else {}

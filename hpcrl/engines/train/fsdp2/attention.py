@@ -1,13 +1,13 @@
 """Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
 
-The hidden states of a micro-batch are one row of tokens. A mask over all pairs of them costs the square of their number
-for work that is the sum of the squared lengths, so here sequences of similar length are gathered into padded blocks
-[rows, length], which the causal kernel of scaled_dot_product_attention handles without a mask: padding stands on the
-right, where no real token looks.
+The hidden states of a micro-batch are one row of tokens. A mask over all pairs of tokens costs the square of their
+number, while the work is the sum of squared lengths. So sequences of similar length are gathered into padded blocks
+[rows, length], which the causal kernel of scaled_dot_product_attention handles without a mask: padding is on the right,
+where no real token attends.
 
-Sequences that begin alike (the prompt of a group's siblings) share the hidden states of their beginning: those tokens
-are packed once and shown in the block of each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same,
-because a token's hidden states depend on nothing but the tokens up to it.
+Sequences with a common prefix (the prompt of a group's siblings) share its hidden states: those tokens are packed once
+and shown in the block of each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
+hidden states depend only on the tokens up to it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ MIN_PADDING_TOKENS = 8  # or this many tokens: blocks of short rows are cheaper 
 
 
 def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(kept int64 [K], places int64 [T]): which of the tokens int64 [T] of the sequences to pack, and where among those
-    each token is found. Sequences whose first prefixes[row] tokens are equal share them; all else is kept."""
+    """(kept int64 [K], places int64 [T]): which of the sequences' tokens int64 [T] to pack, and the place of each token
+    among the packed ones. Sequences whose first prefixes[row] tokens are equal share them; all other tokens are
+    kept."""
     ids = token_ids.numpy()
     places = np.empty(len(ids), dtype=np.int64)
     first: dict[bytes, int] = {}  # prefix -> place of its first token
@@ -46,16 +47,16 @@ def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequenc
 
 
 class PackedLayout:
-    """Which tokens of some sequences are packed and where those stand in padded blocks. Made once per micro-batch.
+    """Which tokens of some sequences are packed, and their places in padded blocks. Made once per micro-batch.
 
     kept int64 [K], places int64 [T]: of shared_prefixes. blocks: (rows, length) of each block, longest first.
     `to_padded` int64 [sum rows * length] holds for each padded slot the packed token it shows (padding repeats the
-    row's last token), `to_packed` int64 [K] the first slot of each packed token. `slots` int64 lists all slots that are
-    no padding, by the packed token they show; `bags` int64 [K] says where each token's begin.
+    row's last token), `to_packed` int64 [K] the first slot of each packed token. `slots` int64 lists all slots except
+    padding, by the packed token they show; `bags` int64 [K] is the start of each token's slots.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None):
-        """shared: of shared_prefixes; without it every token is packed on its own."""
+        """shared: of shared_prefixes; without it every token is packed separately."""
         kept, places = shared or (torch.arange(sum(lengths)),) * 2
         starts, order = [0], sorted(range(len(lengths)), key=lambda row: -lengths[row])
         for length in lengths:
@@ -86,8 +87,8 @@ class PackedLayout:
 
 
 class _Pad(torch.autograd.Function):
-    """Packed [K, H, D] -> padded slots. The gradient of a token is the sum over the slots that show it. That of padding
-    is zero: padded keys reach no real query and padded queries are dropped."""
+    """Packed [K, H, D] -> padded slots. The gradient of a token is the sum over the slots that show it. The gradient of
+    padding is zero: padded keys reach no real query and padded queries are dropped."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, layout: PackedLayout) -> Tensor:
@@ -99,7 +100,7 @@ class _Pad(torch.autograd.Function):
         layout = ctx.layout
         if len(layout.slots) == len(layout.bags):  # no token is shared
             return grad.index_select(0, layout.to_packed), None
-        # A sum over bags of rows: several times faster than the scatter-add that autograd would run, and deterministic.
+        # A sum over bags of rows is several times faster than autograd's scatter-add, and deterministic.
         summed = F.embedding_bag(layout.slots, grad.flatten(1), layout.bags, mode="sum")
         return summed.unflatten(1, grad.shape[1:]), None
 
@@ -119,13 +120,13 @@ class _Unpad(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=64)
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [length, length]: a query sees itself and what came before, at most `window` tokens."""
+    """bool [length, length]: a query sees itself and earlier tokens, at most `window` in total."""
     band = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return band if window is None else band.triu(1 - window)
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, softcap: float) -> Tensor:
-    """Attention with scores softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118), which no kernel has."""
+    """Attention with scores softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118), which no kernel supports."""
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap)) * softcap
@@ -147,13 +148,13 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None).
 
-    A model that does not hand `packed_layout` through to here attends over the whole row; the probe at load notices.
+    A model that does not pass `packed_layout` on attends over the whole row; the probe at load detects it.
     """
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
     q, k, v = (_Pad.apply(x[0].transpose(0, 1), layout) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
     outputs = []
-    # split, not slices: the gradient of a split is one concatenation, that of n slices n full-size tensors of zeros.
+    # split, not slices: the gradient of a split is one concatenation, that of n slices is n full-size tensors of zeros.
     sizes = [rows * length for rows, length in layout.blocks]
     for (rows, length), *qkv in zip(layout.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in qkv)

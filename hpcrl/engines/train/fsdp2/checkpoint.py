@@ -34,7 +34,7 @@ from torch.serialization import skip_data
 from hpcrl.checkpoint.writer import Files, SharedFile
 
 FACTS = "trainer.json"
-ALIGNMENT = 64  # of a slice in the file: what torch.save aligns tensors to within it
+ALIGNMENT = 64  # of slices in the file, as torch.save aligns tensors
 
 
 def _random_state() -> dict[str, Any]:
@@ -57,9 +57,9 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Weights and moments as they live, by name; tied ones once, under their first name."""
+    """Weights and moments by name, not copied; tied ones once, under their first name."""
     if optimizer is not None and not optimizer.state:
-        get_optimizer_state_dict(model, optimizer)  # takes an empty step, which makes the moments
+        get_optimizer_state_dict(model, optimizer)  # runs an empty step, which creates the moments
         for state in optimizer.state.values():
             state["step"].zero_()
     first: dict[int, str] = {}
@@ -76,8 +76,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 class Snapshots:
     """Copies of a rank's sharded tensors and random state in host memory, in the form of files to write.
 
-    The shard file is one that torch.distributed.checkpoint reads. It is laid out once, with all there is around the
-    bytes of each tensor; after that a snapshot copies these bytes, and no rank waits for another.
+    torch.distributed.checkpoint can read the shard file. Its layout, with everything around the bytes of each tensor,
+    is made once; later snapshots only copy these bytes, and no rank waits for another.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
@@ -86,7 +86,7 @@ class Snapshots:
         self._layout = _Layout()
 
     def take(self, optimizer_step: int) -> Files:
-        """The files of this rank, valid until the next call. Collective when it is the first.
+        """The files of this rank, valid until the next call. The first call is collective.
 
         OSError names the trainer rank that lacks the memory."""
         tensors = _tensors(self._model, self._optimizer)
@@ -111,16 +111,16 @@ class Snapshots:
         self._layout = _Layout()
         try:
             dcp.save(tensors, storage_writer=self._layout)
-        except CheckpointException as error:  # the same on every rank; no Exception, and its text is several tracebacks
+        except CheckpointException as error:  # equal on all ranks; no Exception, and its text is several tracebacks
             rank, (cause, _) = next(iter(error.failures.items()))
             raise OSError(f"trainer rank {rank} has no room for a snapshot: {cause}") from error
 
 
 class _Layout(StorageWriter):
-    """Where each tensor goes in this rank's shard file.
+    """The place of each tensor in this rank's shard file.
 
-    places: name -> the bytes of the local part in the file, as a tensor of its kind. shard: the file, None where the
-    rank has nothing to write. metadata: content of .metadata, on rank 0.
+    places: name -> the bytes of the local part in the file, as a tensor of its dtype and shape. shard: the file, None
+    if the rank has nothing to write. metadata: content of .metadata, on rank 0.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class _Layout(StorageWriter):
         return False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Lay out what the plan gives this rank."""
+        """Lay out this rank's part of the plan."""
         frame = functools.cache(_frame)
         values = {item.index: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
         offsets, size = {}, 0
@@ -173,7 +173,7 @@ class _Layout(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep what names every slice of every rank's file. Called on rank 0."""
+        """Keep the metadata of every slice of every rank's file. Called on rank 0."""
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self.metadata = pickle.dumps(metadata)
 
@@ -183,7 +183,7 @@ def _shard_name() -> str:
 
 
 def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the bytes of such a tensor, without their checksum."""
+    """The bytes that torch.save writes before and after such a tensor's data, without their checksum."""
     buffer = io.BytesIO()
     value = torch.empty(shape, dtype=dtype)
     with skip_data():

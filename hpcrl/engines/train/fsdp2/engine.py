@@ -36,8 +36,8 @@ from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 
 SMALL_MODEL_BYTES = 4 << 30
 """A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
-and one reduce-scatter after it. A larger one gathers layer by layer and reduces the gradient of every micro-batch."""
-PROBE_LENGTHS, PROBE_PREFIX = (13, 7, 19), 5  # the first and the last sequence share their beginning
+and one reduce-scatter after it. A larger model gathers layer by layer and reduces the gradient of every micro-batch."""
+PROBE_LENGTHS, PROBE_PREFIX = (13, 7, 19), 5  # the first and last sequence share a prefix
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats, mean over tokens
 
 T = TypeVar("T")
@@ -57,7 +57,8 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
 
 
 class FSDP2Engine:
-    """TrainEngine (engines/train/base.py) on the default process group, which must exist and hold exactly its ranks.
+    """TrainEngine (engines/train/base.py) on the default process group, which must exist and contain exactly the
+    engine's ranks.
 
     Between commands parameters are sharded and there are no gradients.
     """
@@ -77,9 +78,9 @@ class FSDP2Engine:
     ):
         """Load an HF folder and shard it. Collective.
 
-        dtype (float32, bfloat16) is that of the parameters the optimizer updates, config.param_dtype that of the
-        computation. total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients,
-        no optimizer (the reference policy). ValueError on every rank if the folder cannot be used.
+        dtype (float32, bfloat16): of the parameters that the optimizer updates; config.param_dtype: of the computation.
+        total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients, no optimizer
+        (the reference policy). ValueError on every rank if the folder cannot be used.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
         self.device, self.trainable = torch.device(device), trainable
@@ -88,14 +89,14 @@ class FSDP2Engine:
         if deterministic:
             torch.use_deterministic_algorithms(True)
         self.dtype, self.compute_dtype = dtype, getattr(torch, config.param_dtype)
-        # Rank 0 alone reads the weights; everything that can be wrong with the folder shows before the first shard.
+        # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
         hf = _agreed(lambda: empty_model(self.model_path, self.dtype))
         source = _agreed(lambda: read_model(self.model_path, self.dtype) if self.data_parallel_rank == 0 else None)
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
-        self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard made an FSDPModule too
-        self.shards = list(self.model.parameters())  # once: walking the modules takes a twentieth of a small step
+        self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard also made an FSDPModule
+        self.shards = list(self.model.parameters())  # once: a walk of the modules takes a twentieth of a small step
         del source
         self.packing = self._probe_packing()
         self.weight_names = _untied_names(self.model.hf)
@@ -105,10 +106,10 @@ class FSDP2Engine:
     # ---- building
 
     def _shard(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> PackedCausalLM:
-        """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full one."""
+        """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full model."""
         config = self.config
         hf.requires_grad_(self.trainable)
-        hf.eval()  # no dropout: it would make the ratio of two forwards noise
+        hf.eval()  # no dropout: it would add noise to the ratio of two forwards
         model = PackedCausalLM(hf, config.logits_chunk_tokens)
         if config.activation_checkpointing and self.trainable:
             model.checkpoint_activations()
@@ -152,10 +153,11 @@ class FSDP2Engine:
         return model
 
     def _probe_packing(self) -> bool:
-        """Whether packed log-probs equal the model's own of single sequences, on random tokens; the same on all ranks.
+        """Whether packed log-probs equal the model's own log-probs of single sequences, on random tokens; the same on
+        all ranks.
 
-        The measure is the mean deviation against that of a forward in which the sequences see each other. ValueError
-        if not even single sequences agree, or packing is required and fails.
+        The measure is the mean deviation, relative to that of a forward in which the sequences attend to each other.
+        ValueError if not even single sequences agree, or packing is required and fails.
         """
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.model.hf.get_input_embeddings().num_embeddings
@@ -204,7 +206,7 @@ class FSDP2Engine:
         return packing
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        """AdamW with weight decay on matrices alone: biases and norms have no scale to lose."""
+        """AdamW with weight decay on matrices only, not on biases and norms."""
         config, parameters = self.config, [p for p in self.shards if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -226,8 +228,8 @@ class FSDP2Engine:
     def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [T], 0 outside loss_mask.
 
-        Every parameter takes part in the graph even where nothing is masked or there is no row, because its gradient
-        is reduced over ranks: such a micro-batch predicts one token with weight zero.
+        Every parameter is in the graph even without masked tokens or rows, because its gradient is reduced over ranks:
+        such a micro-batch predicts one token with weight zero.
         """
         lengths = batch.lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
@@ -253,7 +255,8 @@ class FSDP2Engine:
         return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
-        """The micro-batches to run: as given, or without packing one per row, as many on every rank (collective)."""
+        """The micro-batches to run: as given, or without packing one per row, the same number on every rank
+        (collective)."""
         rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
         if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
             raise ValueError(f"micro-batches must hold rows below {num_rows}, each once, got {rows[:8]}...")
@@ -297,7 +300,7 @@ class FSDP2Engine:
     ) -> Stats:
         """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Collective.
 
-        Returns this rank's loss stats. `named_gradients` shows the result; `discard_gradients` drops it.
+        Returns this rank's loss stats. `named_gradients` returns the result; `discard_gradients` drops it.
         """
         assert self.optimizer is not None, "the engine was built with trainable=False"
         if objective.compares_rows and not self.packing:
@@ -310,7 +313,7 @@ class FSDP2Engine:
         collected: list[Stats] = []
         for number, rows in enumerate(split):
             is_last = number == len(split) - 1
-            # Where each backward reduces, none leaves its last buffer, of the vocabulary's matrices, to the next one.
+            # If each backward reduces, none passes its last buffer, of the vocabulary's matrices, to the next backward.
             self.model.set_is_last_backward(is_last or not self.keep_gathered)
             if self.keep_gathered:
                 self.model.set_requires_gradient_sync(is_last)
@@ -319,7 +322,7 @@ class FSDP2Engine:
             outputs = self._outputs(micro_batch, objective)
             loss = outputs.logprobs.sum()  # no rows: zero
             if rows:
-                anchor = 0.0 * loss  # keeps the graph where the objective drops what is masked
+                anchor = 0.0 * loss  # keeps the graph if the objective drops masked tokens
                 loss, stats = objective.loss(outputs, micro_batch, norms)
                 loss = loss + anchor
                 collected.append(stats)
@@ -327,7 +330,8 @@ class FSDP2Engine:
         return merge(collected)
 
     def _update(self) -> Stats:
-        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only: they count once. Collective."""
+        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, so that they count once.
+        Collective."""
         assert self.optimizer is not None
         gradients = [_local(p.grad) for p in self.shards if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).float().square().to(self.device)
@@ -371,7 +375,7 @@ class FSDP2Engine:
                 yield name.removeprefix("hf."), _full(parameter.grad)
 
     def offload(self) -> None:
-        """See TrainEngine. Nothing to do where parameters live on the host anyway."""
+        """See TrainEngine. Does nothing if the parameters are on the host."""
         self._move(torch.device("cpu"))
 
     def onload(self) -> None:
@@ -389,7 +393,7 @@ class FSDP2Engine:
             torch.cuda.empty_cache()
 
     def snapshot(self) -> Files:
-        """See TrainEngine. OSError on every rank where one lacks the memory."""
+        """See TrainEngine. OSError on every rank if any rank lacks memory."""
         return self._snapshots.take(self.optimizer_step)
 
     def load(self, folder: Path) -> list[str]:
@@ -398,7 +402,7 @@ class FSDP2Engine:
         return warned
 
     def export_hf(self, folder: Path) -> None:
-        """See TrainEngine. Rank 0 holds the whole model in host memory meanwhile."""
+        """See TrainEngine. Rank 0 holds the whole model in host memory during the call."""
         is_writer = self.data_parallel_rank == 0
         weights = {name: t.to("cpu", copy=True) for name, t in self.named_weights() if is_writer}
         if is_writer:
@@ -425,12 +429,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    # A copy: what FSDP gathers is freed when it reshards, under whoever still holds it.
+    # A copy: FSDP frees gathered parameters when it reshards, even if they are still referenced.
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def _untied_names(hf: PreTrainedModel) -> list[str]:
-    """The names of state_dict(), tied tensors once, under their first name."""
+    """The names of state_dict(), with each tied tensor once, under its first name."""
     first: dict[int, str] = {}
     for name, tensor in hf.state_dict(keep_vars=True).items():
         first.setdefault(id(tensor), name)
@@ -438,7 +442,7 @@ def _untied_names(hf: PreTrainedModel) -> list[str]:
 
 
 def _agreed(work: Callable[[], T]) -> T:
-    """The result of work(); its ValueError is raised on every rank if any rank has one. Collective."""
+    """The result of work(); a ValueError of any rank is raised on every rank. Collective."""
     result, message = None, None
     try:
         result = work()

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens from hidden states, by chunks of the vocabulary projection.
 
 The [tokens, vocabulary] logits are the largest tensor of a training step (16384 x 151936 in fp32: 10 GB, with its
-softmax and gradient three times that). Only one chunk of them exists at a time; the backward pass computes it again and
-turns it into its gradient in place, some rows after others.
+softmax and gradient three times that). Only one chunk of them exists at a time; the backward pass recomputes it and
+turns it into its gradient in place, block of rows by block of rows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 BLOCK_NUMBERS = 1 << 24
-"""Logits of which the softmax is taken at once: what is computed beside a chunk takes at most so many numbers."""
+"""Logits per softmax call: temporary tensors beside a chunk have at most this many numbers."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """How logits are made: softcap(hidden @ weight.T + bias) * scale, with softcap(z) = cap * tanh(z / cap).
+    """The output head: softcap(hidden @ weight.T + bias) * scale, with softcap(z) = cap * tanh(z / cap).
 
     `softcap` is Gemma 2's final_logit_softcapping (arXiv 2408.00118), `scale` Cohere's logit_scale or the inverse of
     Granite's logits_scaling.
@@ -31,13 +31,13 @@ class Head:
 
     @classmethod
     def from_config(cls, config: Any) -> Head:
-        """The head a transformers config describes."""
+        """The head of a transformers config."""
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(getattr(config, "final_logit_softcapping", None), scale)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float) -> Tensor:
-    """float32 [N, V]: what softmax is taken of."""
+    """float32 [N, V]: the input of the softmax."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_().mul_(head.softcap)
@@ -46,8 +46,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, tem
 
 
 def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
-    """(where they stand among all tokens, rows of the chunk) that hold at most BLOCK_NUMBERS, or one row; `start` is
-    where the chunk begins."""
+    """(positions among all tokens, rows of the chunk), each of at most BLOCK_NUMBERS or one row; `start`: first
+    position of the chunk."""
     size = max(1, BLOCK_NUMBERS // logits.shape[1])
     for first in range(0, logits.shape[0], size):
         block = logits[first : first + size]
@@ -81,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
             del logits  # before the next chunk is made
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.head, ctx.temperature, ctx.chunk_tokens = head, temperature, chunk_tokens
-        ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None says that no loss has it
+        ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None if no loss uses it
         return logprobs, entropy
 
     @staticmethod
@@ -136,8 +136,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs, entropies or None) of softmax(logits / temperature), both float32 [N], in nats, differentiable.
 
-    hidden [N, h] stands before the token to predict, targets int64 [N] are those tokens, weight [V, h] and bias [V]
-    are the vocabulary projection. No more than `chunk_tokens` x V logits exist at once, in either pass.
+    hidden [N, h]: states before the tokens to predict, targets int64 [N]: those tokens, weight [V, h] and bias [V]: the
+    vocabulary projection. No more than `chunk_tokens` x V logits exist at once, in either pass.
     """
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, head, temperature, chunk_tokens, entropy)
     return logprobs, entropies if entropy else None

@@ -1,4 +1,4 @@
-"""What a rank of the FSDP2 engine keeps: its shard, and what it gathers to compute."""
+"""Memory of a rank of the FSDP2 engine: its shard, and gathered parameters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from hpcrl.planner.trainer import forward_parts
 SMALL_MODEL_BYTES = 4 << 30
 """engines/train/fsdp2/engine.py: a model that takes less, gathered, stays gathered during a command."""
 LAYERS_GATHERED = 2
-"""Of a larger one: the layer that computes and the next, which is fetched meanwhile. Of gradients too: those of the
-layer that computes and of the one that is being reduced."""
+"""Gathered layers of a larger model: the computing layer and the prefetched next one. Also of gradients: those of the
+computing layer and of the layer being reduced."""
 STEP_BYTES = 4
-"""AdamW's step counter of each tensor."""
+"""Bytes of AdamW's step counter of each tensor."""
 
 
 def shard_size(shape: ModelShape, num_ranks: int, rank: int = 0) -> int:
-    """Numbers of a rank's shard: the rows of every parameter are dealt out in equal blocks, the last ones get less."""
+    """Numbers in a rank's shard: the rows of every parameter are divided into equal blocks, and the last ranks get
+    fewer."""
     return sum(_shard_rows(p, num_ranks, rank) * (p.size // p.shape[0]) for p in shape.parameters)
 
 
@@ -42,7 +43,7 @@ def _stays_gathered(shape: ModelShape, compute: int, trainable: bool) -> bool:
 
 
 def _gathered_numbers(shape: ModelShape, compute: int, trainable: bool) -> int:
-    """Numbers of the full parameters that a rank has at once while it computes, or while it reduces gradients."""
+    """Numbers of full parameters that a rank has at once during computation or the reduction of gradients."""
     if _stays_gathered(shape, compute, trainable):
         return shape.num_parameters
     outside = sum(parameter.size for parameter in shape.of_layer(None))
@@ -51,7 +52,7 @@ def _gathered_numbers(shape: ModelShape, compute: int, trainable: bool) -> int:
 
 
 def gathered_weights(shape: ModelShape, compute: int, trainable: bool) -> int:
-    """Bytes of them, in the computation's type."""
+    """Bytes of the gathered parameters, in the computation's dtype."""
     return _gathered_numbers(shape, compute, trainable) * compute
 
 
@@ -66,7 +67,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute)
     whole = _stays_gathered(shape, compute, True) and master == compute
     snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
-    # What stays gathered is reduced after the last backward, what does not after each.
+    # Gradients of a gathered model are reduced after the last backward, others after each backward.
     reduced: tuple[Phase, ...] = ("update",) if _stays_gathered(shape, compute, True) else ("train", "update")
     return [
         Part("trainer", "weights", numbers * master, PHASES, offloaded),
@@ -74,12 +75,12 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "gradients", numbers * master, reduced, offloaded),
         Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
         Part("trainer", "gathered gradients", gathered * FP32, ("train", "update")),
-        # What is reduced is copied into one buffer first; one rank alone has nothing to reduce.
+        # Gradients are copied into one buffer before the reduction; a single rank has no reduction.
         Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), ("update",)),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", snapshot, on_host=True),  # from the start on
+        Part("trainer", "snapshot", snapshot, on_host=True),  # from the start
         Part(
             "trainer",
             "gathered weights",
@@ -111,7 +112,7 @@ class FSDP2Plan:
         return BYTES[config.model.dtype]
 
     def largest_tensor(self, shape: ModelShape) -> int:
-        return max(parameter.size for parameter in shape.parameters)  # transformers has a layer's experts in one
+        return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         return {

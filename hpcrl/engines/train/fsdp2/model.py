@@ -1,4 +1,4 @@
-"""A causal language model from an HF folder, with the two forwards a trainer needs: packed, and the model's own."""
+"""A causal language model from an HF folder, with the two forward passes of a trainer: packed, and the model's own."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ TOKENIZER_FILES = (
 )
 
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Kinds of rotary embedding (rope_type) that rotate differently from some length on: dynamic NTK, and LongRoPE of Phi-3
-(arXiv 2402.13753). transformers takes that length from the whole forward, so that a short sequence beside a long one is
-rotated as the long one is; a probe with short sequences does not notice."""
+"""Kinds of rotary embedding (rope_type) that change above some length: dynamic NTK, and LongRoPE of Phi-3 (arXiv
+2402.13753). transformers takes the length of the whole forward, so that a short sequence packed with a long one is
+rotated like the long one; a probe with short sequences does not detect it."""
 
 
 def rope_types(config: Any) -> set[str]:
@@ -57,14 +57,14 @@ def rope_types(config: Any) -> set[str]:
 
 
 class PackedCausalLM(nn.Module):
-    """Wraps a transformers model so that all use of its parameters is inside one forward: FSDP gathers them there."""
+    """Wraps a transformers model so that its parameters are only used inside one forward, where FSDP gathers them."""
 
     def __init__(self, hf: PreTrainedModel, chunk_tokens: int):
         super().__init__()
         self.hf = hf
         self.head = Head.from_config(hf.config)
         self.chunk_tokens = chunk_tokens
-        # The model's own attention. SDPA has no soft-capping and transformers' SDPA would leave it out silently.
+        # The model's own attention. SDPA has no soft-capping, and transformers' SDPA would silently omit it.
         self.own_attention = (
             "eager" if getattr(hf.config, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
@@ -74,7 +74,7 @@ class PackedCausalLM(nn.Module):
         self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
 
     def packing_obstacle(self) -> str:
-        """Why the model cannot be packed, as far as its code and config tell; empty where a probe has to find out."""
+        """Why the model cannot be packed according to its code and config; empty if the probe must decide."""
         parameters = inspect.signature(self.hf.base_model.forward).parameters
         if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             return "its forward takes no position_ids or no layout of the sequences"
@@ -84,11 +84,11 @@ class PackedCausalLM(nn.Module):
         return ""
 
     def checkpoint_activations(self) -> None:
-        """Keep the inputs of the layers alone and compute the rest again in the backward pass. ValueError for a model
+        """Keep only the inputs of the layers and recompute the rest in the backward pass. ValueError for a model
         without layers that transformers can checkpoint.
 
-        transformers does so in training mode only, in which layers that ask for their own mode drop activations out
-        (OPT), so the layers are wrapped here and stay in evaluation mode. Nothing random is left to be repeated.
+        transformers does so in training mode only, in which some layers apply dropout (OPT), so the layers are wrapped
+        here and stay in evaluation mode. The recomputation is free of randomness.
         """
         layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
@@ -140,7 +140,7 @@ class PackedCausalLM(nn.Module):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bar and load report; what matters in them is raised as an error."""
+    """Silence transformers' progress bar and load report; relevant problems are raised as errors."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
@@ -188,14 +188,14 @@ def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def write_model(hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path) -> None:
-    """Write weights (names of named_weights) in the layout of the family's checkpoints, with config and index; copy
-    the tokenizer and generation config from the folder the model came from. The folder is there whole or as it was;
-    OSError says why."""
+    """Write weights (names of named_weights) in the layout of the family's checkpoints, with config and index; copy the
+    tokenizer and generation config from the folder the model came from. The folder is written completely or left
+    unchanged; OSError gives the cause."""
     with new_folder(folder) as partial:
         try:
             with _quiet():
                 hf.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
-        except SafetensorError as error:  # what a full disk gives there
+        except SafetensorError as error:  # raised on a full disk
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, _line(error), str(folder)) from error
         for file in sorted(origin.iterdir()):

@@ -1,4 +1,4 @@
-"""What Megatron's fused layers keep for the backward, in bytes (arXiv 2205.05198, no dropout, flash attention)."""
+"""Bytes that Megatron's fused layers keep for the backward pass (arXiv 2205.05198, no dropout, flash attention)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a Megatron-Core trainer keeps: weights, fp32 gradients, and its share of the optimizer's state."""
+"""Memory of a rank of a Megatron-Core trainer: weights, fp32 gradients, and its share of the optimizer state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[Stage]:
 
 
 def rank_numbers(shape: ModelShape, megatron: MegatronConfig, stage: int) -> tuple[int, int]:
-    """(numbers of no expert, numbers of experts) on a rank of a stage.
+    """(numbers outside experts, numbers of experts) on a rank of a stage.
 
     The embedding is on the first stage, the final norm and the head on the last; a tied head is a second embedding.
     """
@@ -65,9 +65,9 @@ def micro_batches_in_flight(megatron: MegatronConfig, stage: int, num_micro_batc
 
 
 def num_micro_batches(config: Config, num_ranks: int) -> int:
-    """Micro-batches of an optimizer step where every sequence is as long as it may be.
+    """Micro-batches of an optimizer step if every sequence has the maximum length.
 
-    Chunks take them in groups of pipeline_parallel; the last group is filled up with empty ones.
+    Chunks take them in groups of pipeline_parallel; the last group is filled up with empty micro-batches.
     """
     megatron = own(config)
     samples = -(-samples_of_an_update(config) // Degrees.of(megatron, num_ranks).data)

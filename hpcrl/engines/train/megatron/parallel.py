@@ -1,7 +1,7 @@
-"""How a model is cut over ranks, and every way in which it cannot be: layers over stages, heads and experts over ranks.
+"""Division of a model over ranks, and checks of it: layers over stages, heads and experts over ranks.
 
-The rules are Megatron-Core 0.16's (parallel_state, transformer_config and the interleaved schedule), said before a job
-is submitted instead of by an assertion on every rank of it.
+The rules are Megatron-Core 0.16's (parallel_state, transformer_config and the interleaved schedule), reported before a
+job is submitted instead of by an assertion on every rank.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Stage = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks share what, of a Megatron trainer."""
+    """Degrees of data parallelism of a Megatron trainer."""
 
     data: int
     """Copies of the model; ranks of one copy split tensors, stages and sequences."""
     expert_data: int
     """Copies of each expert."""
     optimizer: int
-    """Ranks that share the optimizer's state of what is no expert: the copies and the parts of a sequence."""
+    """Ranks that share the optimizer state outside experts: the copies and the parts of a sequence."""
 
     @classmethod
     def of(cls, megatron: MegatronConfig, num_ranks: int) -> Degrees:
-        """ValueError where the sizes do not divide the ranks."""
+        """ValueError if the sizes do not divide the ranks."""
         copy, experts = megatron.ranks_of_a_copy, megatron.ranks_of_all_experts
         if num_ranks % copy or num_ranks % experts:
             raise ValueError(f"{num_ranks} ranks are no multiple of {copy} and {experts}")
@@ -50,10 +50,10 @@ def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
 
 
 def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | None:
-    """The layers of every stage; None where they cannot be dealt out evenly.
+    """The layers of every stage; None if they cannot be divided evenly.
 
-    Chunk c of stage s is the (c x stages + s)th of the model. An embedding or a loss that counts as a layer takes the
-    place of one in the first or the last chunk.
+    Chunk c of stage s is the (c x stages + s)th of the model. An embedding or a loss that counts as a layer replaces
+    one in the first or last chunk.
     """
     first = int(megatron.account_for_embedding_in_pipeline_split)
     last = int(megatron.account_for_loss_in_pipeline_split)
@@ -67,7 +67,7 @@ def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | Non
 
 
 def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-    """Everything about the trainer's sizes that the model or the ranks do not allow."""
+    """Problems of the trainer's sizes with the model or the ranks."""
     megatron, ranks = own(config), len(layout.ranks["trainer"])
     problems = [*_tensors(megatron, shape), *_experts(megatron, shape)]
     problems += _stages(megatron, shape)
@@ -128,7 +128,7 @@ def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
-    """What would divide: other counting of the embedding and the loss, else the nearest number of chunks."""
+    """A solution: other counting of the embedding and the loss, else the nearest number of chunks."""
     keys = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     for values in ((True, True), (True, False), (False, True), (False, False)):
         counted = dict(zip(keys, values, strict=True))

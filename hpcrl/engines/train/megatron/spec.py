@@ -51,14 +51,14 @@ class MegatronConfig(Section):
 
 
 def problem(key: str, text: str, *others: str) -> Problem:
-    """One about a key of the section, which the other keys, the model and the ranks may solve too."""
+    """A problem of a key of the section; changes of the other keys, the model or the ranks may solve it too."""
     involved = tuple((*AT, other) for other in others)
     return Problem((*AT, key), f"trainer.megatron.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
 
 
 def divide(config: Any, num_ranks: int) -> Division:
-    """In Megatron-Core's order of ranks (parallel_state, "tp-cp-ep-dp-pp"): neighbours share matrices, then sequences;
-    then come copies of the model, and stages last. A stage's ranks publish its layers."""
+    """In Megatron-Core's order of ranks (parallel_state, "tp-cp-ep-dp-pp"): neighbouring ranks share matrices, then
+    sequences, then come copies of the model, then stages. A stage's ranks publish its layers."""
     megatron: MegatronConfig = config.trainer.section(MegatronConfig)
     if problems := list(_indivisible(megatron, num_ranks)):
         raise DivisionError(problems)
