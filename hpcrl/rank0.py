@@ -1,4 +1,4 @@
-"""Rank 0: the controller runs the pipeline; whatever ends it becomes one message and an exit code."""
+"""Rank 0: the controller runs the pipeline, and turns its end into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CODES: list[tuple[type[BaseException], ExitCode]] = [
 def control(
     world: World, worker: Worker, config: Config, layout: RoleLayout, run_dir: Path, model_path: Path, attempt: int
 ) -> int:
-    """Run the pipeline to its end; returns the exit code. Leaves last: the other ranks are told to go before."""
+    """Run the pipeline to its end; returns the exit code. Leaves last, after the other ranks."""
     background = Background(worker.pump if layout.roles_of(CONTROLLER) != ("controller",) else None)
     controller = Controller(
         world,
@@ -87,7 +87,7 @@ def control(
 
 
 def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
-    """Exit code and one line. What is wrong with the user's input may show only when the engines are built."""
+    """Exit code and one line. Errors in the user's input may appear only when the engines are built."""
     if isinstance(error, BackgroundError) and error.__cause__ is not None:
         error = error.__cause__
     code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
@@ -96,7 +96,7 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
             code = ExitCode.NO_PROGRESS
         case RankFailed(event=Failed(kind="storage")):
             code = ExitCode.NOT_SAVED
-        case BrokenPipeError():  # nobody reads what a rank prints: its step has lost its daemon
+        case BrokenPipeError():  # a rank's output has no reader: its step has lost its daemon
             code = ExitCode.RANK_KILLED
         case OSError() if is_storage_error(error):
             code = ExitCode.NOT_SAVED
@@ -109,20 +109,20 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
 
 
 def _tell(world: World, code: ExitCode, message: str) -> int:
-    """Leave the verdict for the node agent, which prints it; print it where there is no agent, or a full disk."""
+    """Write the verdict for the node agent, which prints it; print it here without an agent, or on a full disk."""
     if world.place.launcher != "agent":
         print(f"hpcrl: {message}", file=sys.stderr, flush=True)
         return code
     try:
         write_durably(world.folder / VERDICT, json.dumps({"code": int(code), "message": message}).encode())
-    except OSError:  # the agent goes by the exit code
+    except OSError:  # the agent then uses the exit code
         print(f"hpcrl: {message}", flush=True)  # stderr is a log on the same disk
     return code
 
 
 def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
-    """A rank may be lost where all it does is to generate, reward or play environments, and enough of its kind remain.
-    A replica of several ranks cannot: the others would wait for the lost one in the middle of a burst."""
+    """Whether a rank may be lost: it only generates, rewards or plays environments, and enough ranks of its role
+    remain. A replica of several ranks cannot: its other ranks would wait for the lost one in the middle of a burst."""
     roles = {name: ROLES[name] for name in layout.roles_of(rank) if name != "controller"}
     if not roles or rank == CONTROLLER:
         return False

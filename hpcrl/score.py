@@ -4,10 +4,10 @@
     python -m hpcrl.score --reward math --file rows.jsonl
     python -m hpcrl.score --reward rewards.py:my_reward --options bonus=0.5 --answer 18 "It is 18." "It is 17."
 
-Prints for each response its reward and score, what was taken as the answer, and the reward's metrics. A file has a JSON
-object a line with "response" (a text, or a list of the model's turns), maybe "answer", "prompt" and "domain"; other
-keys are the row's columns. Responses of one call, or rows with the same prompt, are siblings for a reward that scores
-groups. Imports no torch of its own.
+Prints for each response its reward and score, the extracted answer, and the reward's metrics. A file has one JSON
+object per line with "response" (a text, or a list of the model's turns), optionally "answer", "prompt" and "domain";
+other keys are columns of the row. Responses of one call, or rows with the same prompt, are siblings for a reward that
+scores groups. Does not import torch itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 where a response could not be scored, 2 on bad input."""
+    """Returns 0, 1 if a response could not be scored, 2 on bad input."""
     try:
         words = _parser().parse_args(argv)
         reward = _reward(words)
@@ -82,7 +82,7 @@ def _parser() -> _Parser:
 
 
 def _reward(words: argparse.Namespace) -> Reward:
-    """ValueError says what is wrong with the reward, its options or its function."""
+    """The reward of the options. ValueError on an invalid reward, option or function."""
     if ":" not in words.reward and words.reward not in list(REWARDS):
         names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
         raise ValueError(f"--reward {words.reward}: there are {names}, and package.module:callable or file.py:callable")
@@ -111,7 +111,7 @@ def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows_of(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
-    """(where, row) of what is to be scored. ValueError says what is wrong with it."""
+    """(place, row) of each response to score. ValueError on invalid input."""
     if words.file and (words.response or words.answer is not None or words.prompt or words.column):
         raise ValueError("--file goes without a response, --answer, --prompt and --column: its rows have them")
     rows = list(_rows(Path(words.file))) if words.file else _arguments(words)
@@ -138,7 +138,7 @@ def _arguments(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
-    """(where, row); ValueError names file and line."""
+    """(place, row) of a file; ValueError names file and line."""
     count = 0
     with _opened(file) as lines:
         try:
@@ -168,7 +168,7 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
 
 
 def _opened(file: Path) -> TextIO:
-    """ValueError says why not."""
+    """The open file. ValueError if it cannot be opened."""
     try:
         return file.open(encoding="utf-8", errors="strict")
     except OSError as error:
@@ -176,7 +176,7 @@ def _opened(file: Path) -> TextIO:
 
 
 def _turns(row: Any) -> list[str]:
-    """The texts of a row's turns; none where it has no such response."""
+    """The texts of a row's turns; empty without a valid response."""
     response = row.get("response") if isinstance(row, dict) else None
     turns = response if isinstance(response, list) else [response]
     texts = [turn for turn in turns if isinstance(turn, str)]

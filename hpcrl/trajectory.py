@@ -1,11 +1,11 @@
-"""What a rollout is made of: the one table of its fields.
+"""The table of all fields of a rollout.
 
-From it follow what generator ranks keep and hand over, the trainer's Batch and its checks, the HDF5 files and their
-reader, and the table in docs/rollouts.md. It imports neither torch nor anything of hpcrl.
+It defines what generator ranks keep and hand over, the trainer's Batch and its checks, the HDF5 files and their
+reader, and the table in docs/rollouts.md. This module imports neither torch nor other modules of hpcrl.
 
-Engines and algorithms add fields of their own with declare(), in a module that every rank which handles the field
-imports: `declare(Field("entropies", "float32", Level.TOKEN, Origin.TRAINING, "entropy of each token"))`. Files describe
-their fields, so that a reader needs no declaration.
+Engines and algorithms add fields with declare(), in a module imported by every rank that handles the field:
+`declare(Field("entropies", "float32", Level.TOKEN, Origin.TRAINING, "entropy of each token"))`. Files describe their
+fields, so that a reader needs no declaration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEXT = "text"
 
 
 class Level(StrEnum):
-    """What has one value of a field."""
+    """The unit that has one value of a field."""
 
     TOKEN = "token"
     TURN = "turn"  # of the model, counted from 0 in each row
@@ -29,18 +29,18 @@ class Level(StrEnum):
 class Origin(StrEnum):
     """Where a field is filled."""
 
-    GENERATOR = "generator"  # by the rank that generates the response, which keeps it until the hand-over
-    SCORER = "scorer"  # by rewards and environments; travels through the controller
-    PACKING = "packing"  # follows from the others when a batch is formed
-    TRAINING = "training"  # by a command on a batch; absent until then
+    GENERATOR = "generator"  # by the generating rank, which keeps it until the hand-over
+    SCORER = "scorer"  # by rewards and environments; sent through the controller
+    PACKING = "packing"  # derived from other fields when a batch is formed
+    TRAINING = "training"  # by a command on a batch; absent before it
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
     """One field of a rollout.
 
-    dtype: numpy's name of it in a Batch, or TEXT. wire: the dtype in which generators keep it and it travels, where
-    that is a smaller one. fill: its value at tokens that the model did not write. optional: a run may go without it.
+    dtype: numpy's name of the dtype in a Batch, or TEXT. wire: a smaller dtype for generators and transfers, if any.
+    fill: value at tokens that the model did not write. optional: a run may lack the field.
     """
 
     name: str
@@ -54,16 +54,16 @@ class Field:
 
     @property
     def travels_as(self) -> str:
-        """dtype between ranks."""
+        """dtype of transfers between ranks."""
         return self.wire or self.dtype
 
 
 FIELDS: dict[str, Field] = {}
-"""By name, in the order in which they travel and are documented."""
+"""All fields by name, in the order of transfers and documentation."""
 
 
 def declare(*fields: Field) -> None:
-    """Add fields. ValueError for a name that is no identifier, is taken, or was declared differently before."""
+    """Add fields. ValueError for a name that is no identifier, is reserved, or was declared differently before."""
     for field in fields:
         known = FIELDS.setdefault(field.name, field)
         if known != field:
@@ -93,7 +93,7 @@ _RESERVED = {
     *("cu_seqlens", "cu_turns", "columns", "texts", "facts", "lengths", "row_ids", "num_sequences", "num_tokens"),
     *("id", "finish_reason", "reward", "score", "error", "text"),
 }
-"""Names that Batch, Sample and the files use for other things."""
+"""Names with another meaning in Batch, Sample or the files."""
 
 declare(
     Field("token_ids", "int64", Level.TOKEN, Origin.GENERATOR, "prompt and response", wire="int32"),
@@ -121,17 +121,17 @@ declare(
         TEXT,
         Level.ROW,
         Origin.GENERATOR,
-        "prompt, turns and what environments and tools said, in chat form as JSON",
+        "prompt, turns and messages of environments and tools, in chat form as JSON",
         optional=True,
     ),
-    Field("rewards", "float32", Level.ROW, Origin.SCORER, "what advantages are computed from"),
-    Field("scores", "float32", Level.ROW, Origin.SCORER, "what accuracy is computed from"),
+    Field("rewards", "float32", Level.ROW, Origin.SCORER, "reward, from which advantages are computed"),
+    Field("scores", "float32", Level.ROW, Origin.SCORER, "score, from which accuracy is computed"),
     Field(
         "turn_rewards",
         "float32",
         Level.TURN,
         Origin.SCORER,
-        "reward of each turn, which add up to the row's",
+        "rewards of turns, which add up to the row's reward",
         optional=True,
     ),
     Field(
@@ -139,11 +139,11 @@ declare(
         "float32",
         Level.TOKEN,
         Origin.SCORER,
-        "reward of each token, which add up to the turn's; what no scorer placed stands at the turn's last token",
+        "rewards of tokens, which add up to the turn's reward; the turn's last token has the rest",
         optional=True,
     ),
     Field("position_ids", "int64", Level.TOKEN, Origin.PACKING, "position in the sequence"),
-    Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, which its siblings share"),
+    Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, shared by its siblings"),
     Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),
     Field("weights", "float32", Level.ROW, Origin.PACKING, "weight of the row in the loss"),
     Field("old_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the trainer's log-probs before the step"),

@@ -1,4 +1,4 @@
-"""Who trains on what: rows to ranks, and each rank's rows to micro-batches. Pure functions of lengths, no torch."""
+"""Division of rows over ranks, and of each rank's rows into micro-batches. Pure functions of lengths, no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LINEAR_COST = 24576
 
 
 def cost(length: int) -> int:
-    """Relative time a sequence of `length` tokens takes in a forward or backward pass."""
+    """Relative time of a sequence of `length` tokens in a forward or backward pass."""
     return LINEAR_COST * length + length * length
 
 
@@ -20,7 +20,7 @@ UNITS_PER_RANK = 4
 
 Rows = list[int]
 Together = Sequence[int | None]
-"""For each row the number of the rows it must never be parted from (preference pairs), None where it stands alone."""
+"""For each row a number, equal for rows that must stay together (preference pairs), None for a single row."""
 
 
 def balance(
@@ -29,12 +29,12 @@ def balance(
     groups: Sequence[int] | None = None,
     together: Together | None = None,
 ) -> list[list[int]]:
-    """Row indices for each rank, ascending, with the ranks' costs near each other: every row is on exactly one rank.
+    """Row indices for each rank, ascending, with similar costs per rank: every row is on exactly one rank.
 
     Largest differencing (Karmarkar and Karp 1982), deterministic. Fewer rows than ranks leave some ranks empty. Rows
     that have the same number in `groups` (they share a prompt, which a rank computes once) go to one rank, or in equal
-    parts to a few ranks where there are not enough groups to balance with; rows with the same number in `together`
-    always go to one rank. ValueError if num_ranks < 1.
+    parts to a few ranks if there are too few groups for balance; rows with the same number in `together` always go to
+    one rank. ValueError if num_ranks < 1.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance {len(lengths)} rows over {num_ranks} ranks")
@@ -43,7 +43,7 @@ def balance(
 
 
 def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
-    """The rows in order, those that must stay together as one bundle at the place of its first."""
+    """The rows in order, with rows that must stay together as one bundle at the place of its first row."""
     bundles: dict[tuple[int | None, int], Rows] = {}
     for row in range(num_rows):
         number = None if together is None else together[row]
@@ -52,8 +52,8 @@ def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
 
 
 def _units(groups: Sequence[int], bundles: Sequence[Rows], num_ranks: int) -> list[Rows]:
-    """The rows of each group, cut into as many parts as it takes to have UNITS_PER_RANK for every rank, a bundle never.
-    A bundle belongs to the group of its first row."""
+    """The rows of each group, cut into enough parts for UNITS_PER_RANK per rank, without cutting bundles. A bundle
+    belongs to the group of its first row."""
     members: dict[int, list[Rows]] = {}
     for rows in bundles:
         members.setdefault(groups[rows[0]], []).append(rows)
@@ -96,10 +96,10 @@ def micro_batches(
 ) -> list[list[Rows]]:
     """Row indices per rank and micro-batch; every rank gets the same number of micro-batches, some of them empty.
 
-    First fit by falling length: a micro-batch holds at most max_tokens, except that a longer sequence has one of its
-    own. Rows with the same number in groups_per_rank stay together as far as max_tokens allows. Rows with the same
-    number in together_per_rank always do: if they are longer than max_tokens, they have a micro-batch of their own.
-    Rows of a micro-batch are ascending. ValueError if max_tokens < 1.
+    First fit by decreasing length: a micro-batch holds at most max_tokens, except that a longer sequence has its own.
+    Rows with the same number in groups_per_rank stay together as far as max_tokens allows. Rows with the same number in
+    together_per_rank always do: if they are longer than max_tokens, they have their own micro-batch. Rows of a
+    micro-batch are ascending. ValueError if max_tokens < 1.
     """
     if max_tokens < 1:
         raise ValueError(f"micro-batches of {max_tokens} tokens cannot hold a sequence; give at least 1")
@@ -129,7 +129,7 @@ def _first_fit(lengths: Sequence[int], max_tokens: int, groups: Sequence[int], b
 def _pieces(
     lengths: Sequence[int], max_tokens: int, groups: Sequence[int], bundles: Sequence[Rows]
 ) -> list[tuple[int, Rows]]:
-    """(tokens, rows): each group, or what of its bundles fits into a micro-batch."""
+    """(tokens, rows): each group, or as many of its bundles as fit into a micro-batch."""
     pieces: list[tuple[int, Rows]] = []
     latest: dict[int, int] = {}  # group -> its last piece
     for rows in bundles:

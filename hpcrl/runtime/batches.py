@@ -1,4 +1,4 @@
-"""What the controller knows of a batch: ids and sizes per rank, never tokens; and how it is cut into commands."""
+"""The controller's view of a batch: ids and sizes per rank, never tokens; and its division into commands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpcrl.runtime.balance import balance, micro_batches
 
 @dataclass
 class BatchHandle:
-    """A batch that lies on ranks; its id is its step. `rows[rank]`: its samples there, ascending, as its rows are; of
-    ranks that work on the same rows (hpcrl.spec.division) the first stands for all.
+    """A batch on ranks; its id is its step. `rows[rank]`: its samples there, ascending, in the order of its rows; of
+    ranks that work on the same rows (hpcrl.spec.division) only the first is listed.
 
-    mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, where siblings share one.
-    keep_together: samples with the same number here are always in one micro-batch (preference pairs); those that are
-    not listed stand alone. weights: of each sample in the loss, where it is not 1.
+    mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, if siblings share one.
+    keep_together: samples with the same number are always in one micro-batch (preference pairs); unlisted samples are
+    single. weights: of each sample in the loss, if it is not 1.
     """
 
     id: int
@@ -40,7 +40,7 @@ class BatchHandle:
     def plan(
         self, rows: Mapping[int, list[int]], samples: Sequence[int], max_tokens: int
     ) -> dict[int, list[list[int]]]:
-        """Row indices per micro-batch and rank for these samples; the same count of micro-batches on every rank."""
+        """Row indices per micro-batch and rank for these samples; the same number of micro-batches on every rank."""
         chosen = set(samples)
         ranks = sorted(rows)
         indices = [[i for i, sample in enumerate(rows[rank]) if sample in chosen] for rank in ranks]
@@ -55,15 +55,15 @@ class BatchHandle:
         }
 
     def norms(self, samples: Sequence[int]) -> tuple[float, float]:
-        """(model tokens, sequences that have some) over all ranks, each times the weight of its sample."""
+        """(model tokens, sequences with model tokens) over all ranks, each weighted by its sample."""
         counts = [(self.sizes[sample].model, self.weights.get(sample, 1.0)) for sample in samples]
         tokens, sequences = sum(n * weight for n, weight in counts), sum(weight for n, weight in counts if n > 0)
         return float(tokens), float(sequences)
 
 
 def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
-    """Which data-parallel rank trains on which of a step's samples, and in which mini-batch: a function of ids and
-    sizes alone."""
+    """Which data-parallel rank trains on which of a step's samples, in which mini-batch: a function of only ids and
+    sizes."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
     trainers, references = layout.division("trainer").heads, layout.division("reference").heads
     prompts = {sample: split_sample_id(sample)[0] for sample in sizes}
@@ -74,11 +74,10 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
 
 
 def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:
-    """Samples, siblings next to each other, dealt out to `count` mini-batches, so that each holds a few siblings of
-    every prompt.
+    """Divide samples, ordered by prompt, into `count` mini-batches, so that each has a few siblings of every prompt.
 
-    Whole groups per mini-batch share their prompt more often, but learnt less from the same rollouts: an optimizer step
-    then sees a quarter of the prompts instead of all (docs/measured.md).
+    Mini-batches of whole groups share prompts more often, but learnt less from the same rollouts: an optimizer step
+    then has a quarter of the prompts instead of all (docs/measured.md).
     """
     return [list(samples[i::count]) for i in range(count)]
 
@@ -91,7 +90,7 @@ def assign_rows(
     keep_together: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
     """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths, siblings (the
-    samples of one of `prompts`) together where that is possible, samples of one number in keep_together always."""
+    samples of one of `prompts`) together if possible, samples of one number in keep_together always."""
     rows: dict[int, list[int]] = {rank: [] for rank in ranks}
     for part in parts:
         groups = None if prompts is None else [prompts[sample] for sample in part]
@@ -108,8 +107,8 @@ def moves(
     sizes: Mapping[int, Sizes],
     readers: Collection[int] = (),
 ) -> list[Move]:
-    """One Move per pair of ranks: from where samples are (homes) to where they are wanted (rows); with their messages
-    to `readers`."""
+    """One Move per pair of ranks: from the samples' ranks (homes) to their destinations (rows); with their messages to
+    `readers`."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for dest, samples in rows.items():
         for sample in samples:

@@ -1,4 +1,4 @@
-"""When the job ends, and whether another step and its save fit before that."""
+"""The end of the job, and whether another step and its save fit before it."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from collections.abc import Callable, Mapping
 from hpcrl.cluster import slurm
 
 ASK_EVERY_S = 60.0  # a time limit can be changed while the job runs
-ASK_S = 2.0  # training stands still meanwhile, and the end that was known will do
-RECENT = 5  # steps; the longest of them counts
+ASK_S = 2.0  # training waits for it, and the last known end is sufficient
+RECENT = 5  # steps, of which the longest counts
 MARGIN = 1.2
 SPARE_S = 5.0  # to leave the world and write the outcome
 
 
 class Deadline:
-    """The end of the Slurm job that this process is in; outside Slurm there is none.
+    """The end of this process's Slurm job; outside Slurm there is none.
 
     `clock`: seconds since the epoch, as Slurm's.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time):
         self._own, self._clock = slurm.own_job(environ), clock
-        # From the batch script: inside a container there may be no scontrol to ask.
+        # From the batch script: a container may have no scontrol.
         self._end = float(environ.get("HPCRL_JOB_END") or 0) or math.inf
         self._asked = clock()
         self._steps: deque[float] = deque(maxlen=RECENT)
 
     def left_s(self) -> float:
-        """Seconds until the job ends; inf without a limit, or where it is not known."""
+        """Seconds until the job ends; inf if there is no limit or it is unknown."""
         if self._own is not None and self._clock() - self._asked > ASK_EVERY_S:
             self._asked = self._clock()
             try:
                 job = slurm.find_job(self._own[0], timeout_s=ASK_S)
             except slurm.SlurmError:
-                job = None  # the end that was known still counts
+                job = None  # the last known end still counts
             self._end = job.end if job is not None and job.end is not None else self._end
         return self._end - self._clock()
 
     def record(self, step_s: float) -> None:
-        """A step took so long, evaluation included."""
+        """Record the seconds of a step, including evaluation."""
         self._steps.append(step_s)
 
     def needed_s(self, save_s: float) -> float:
@@ -50,8 +50,8 @@ class Deadline:
         return MARGIN * (max(self._steps, default=0.0) + save_s) + SPARE_S
 
     def notice(self, save_s: float, lead_s: float) -> str:
-        """What a warning of `lead_s` before the end is worth, for people; empty before a step and a save were measured,
-        and outside Slurm."""
+        """The effect of a warning `lead_s` before the end, as text; empty outside Slurm and before a step and a save
+        were measured."""
         if self._own is None or not self._steps or not save_s:
             return ""
         rates = f"a step takes up to {max(self._steps):.1f} s and a save {save_s:.1f} s"

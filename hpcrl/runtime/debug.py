@@ -1,4 +1,4 @@
-"""Stand-ins for the half of a step that a debug mode leaves out; pipelines call them as they call the real ones."""
+"""Replacements of the half of a step that a debug mode omits, with the interfaces of the real parts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hpcrl.runtime.parts import Trainer, Weights, timed
 
 
 class IdleTrainer(Trainer):
-    """debug=rollout_only: gets the batches, tells their rewards and lengths, writes and saves, and learns nothing."""
+    """debug=rollout_only: receives batches, reports their rewards and lengths, writes and saves, and does not learn."""
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
-        """Leaves the field as it is."""
+        """Does not change the field."""
         return {}
 
     def update(self, batch: BatchHandle) -> Stats:
-        """Leaves the weights as they are."""
+        """Does not change the weights."""
         return {}
 
 
 class FixedWeights(Weights):
-    """debug=rollout_only: they do not change, so that replicas get them once."""
+    """debug=rollout_only: the weights do not change, so replicas get them once."""
 
     _published = False
 
@@ -43,7 +43,7 @@ class FixedWeights(Weights):
 
 
 class StoredRollouts:
-    """debug=train_only: the stream of batches comes from the rollout store of another run, the same step's each."""
+    """debug=train_only: each batch is that of the same step in another run's rollout store."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         assert config.rollouts is not None, "checked by hpcrl.config"
@@ -53,8 +53,8 @@ class StoredRollouts:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, laid out over the ranks of this run, which read it themselves. ValueError names a
-        file that is damaged or missing."""
+        """The batch of this step, divided over the ranks of this run, which read it themselves. ValueError names a file
+        that is damaged or missing."""
         start = time.perf_counter()
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
         handle = lay_out(self._config, self._layout, step, sizes)
@@ -67,15 +67,15 @@ class StoredRollouts:
         return handle
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
-        """They are stored already."""
+        """Does nothing: the rollouts are stored already."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Which rollouts a step trains on follows from the step."""
+        """Empty: the step determines its rollouts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
 
     def held(self) -> dict[int, list[int]]:
-        """No rank holds anything of it."""
+        """Empty: no rank holds samples."""
         return {}

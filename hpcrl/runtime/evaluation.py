@@ -1,4 +1,4 @@
-"""Held-out evaluation: the first prompts of data.val, greedily and as in training."""
+"""Held-out evaluation of the first prompts of data.val, greedily and as in training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN_CHARS = 100
 
 
 class Evaluation:
-    """Scores, and what the model answered to the first prompts before and after training."""
+    """Scores, and the model's answers to the first prompts before and after training."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Evaluation:
         afterwards = {example["prompt"]: example for example in kept.get(str(last), [])}
         for before in kept.get("0", []):
             after = afterwards.get(before["prompt"])
-            if after is None:  # the replica that had it was lost
+            if after is None:  # its replica was lost
                 continue
             lines.append(f"  {_short(before['prompt'])}  ->  {_short(str(before['answer']))}")
             for name, example in (("before", before), ("after", after)):
@@ -76,7 +76,7 @@ class Evaluation:
         return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
 
     def _generate(self, temperature: float, number: int) -> Harvest:
-        # Every prompt has its say once: one whose reward cannot be computed is worth 0.
+        # Every prompt counts once; a reward that cannot be computed counts as 0.
         settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)
         living = {rank: slots for rank, slots in self._slots.items() if rank not in self._controller.lost}
         scheduler = RolloutScheduler(settings, living)
@@ -90,7 +90,7 @@ class Evaluation:
         )
 
     def _kept_examples(self) -> dict[str, list[dict[str, Any]]]:
-        """By step; none where the file is damaged, which is no reason to end a run."""
+        """Examples by step; empty if the file is damaged, which does not end a run."""
         try:
             return dict(json.loads(self._examples_file.read_bytes()))
         except FileNotFoundError:
@@ -106,7 +106,7 @@ class Evaluation:
         for prompt, group in islice(chosen, self._config.eval.num_examples):
             sample = group.samples[0]
             answers = self._controller.call({sample.replica: Peek([sample.id])})
-            if not answers:  # the replica is lost
+            if not answers:  # its replica was lost
                 continue
             examples.append(
                 {
@@ -121,7 +121,7 @@ class Evaluation:
 
 
 def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
-    """The prompts of an evaluation. ValueError when all of data.val are over-long."""
+    """The prompts of an evaluation. ValueError if all prompts of data.val are over-long."""
     source = PromptSource(config.data, "val", tokenizer, config.seed, 1)
     found = source.head(config.eval.num_prompts)
     if not found:
@@ -143,6 +143,6 @@ def _score_stats(prefix: str, harvest: Harvest) -> Stats:
 
 
 def _short(text: str) -> str:
-    """One line of a text, its end where it is long: that is where the question or the answer is."""
+    """A text in one line; of a long text the end, which has the question or answer."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:]

@@ -1,4 +1,4 @@
-"""How responses are asked for: how many at once, and how they are drawn in training and in evaluation."""
+"""Number of concurrent requests, and sampling parameters of training and evaluation."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hpcrl.control.messages import Sampling
 
 
 def replica_capacity(config: Config, layout: RoleLayout) -> dict[int, int]:
-    """First rank of each replica -> requests it is given at once."""
+    """First rank of each replica -> its number of concurrent requests."""
     return dict.fromkeys((replica[0] for replica in layout.replicas), config.generator.most_requests)
 
 
 def training_sampling(config: Config) -> Sampling:
-    """How training rollouts are drawn."""
+    """Sampling parameters of training rollouts."""
     r = config.rollout
     return Sampling(r.max_new_tokens, r.temperature, r.top_p, r.top_k, r.min_p, list(r.stop))
 
 
 def evaluation_sampling(config: Config, temperature: float) -> Sampling:
-    """How held-out responses are drawn: as in training at its temperature, without truncation at any other."""
+    """Sampling parameters of held-out responses: those of training at its temperature, else without truncation."""
     r = config.rollout
     length = config.eval.max_new_tokens or r.max_new_tokens
     top_p, top_k, min_p = (r.top_p, r.top_k, r.min_p) if temperature == r.temperature else (1.0, 0, 0.0)

@@ -1,4 +1,4 @@
-"""Work that takes longer than a command may: ranks are asked again and again, and judged by their progress."""
+"""Work that takes longer than the deadline of a command: ranks are polled, and must make progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hpcrl.control.messages import Command, Done
 
 
 class Stalled(RankSilent):
-    """A rank got no further with its files for as long as a command may take; the message names both."""
+    """A rank made no progress with its files within the deadline of a command; the message names rank and file."""
 
 
 class LongWork:
-    """What ranks do beside their commands, each at its own pace. answers: of those that are done, by rank."""
+    """Work of ranks beside their commands, each at its own pace. answers: of finished ranks, by rank."""
 
     def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):
-        """`doing`: what they do with a file, for errors: "reading"."""
+        """`doing`: the action on a file, for errors: "reading"."""
         self._controller, self._doing = controller, doing
         self._clock = AwakeClock(controller.command_s)
         self._reached: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (0, self._clock.now()))
@@ -25,15 +25,15 @@ class LongWork:
         self.answers: dict[int, Done] = {}
 
     def ask(self, command: Command) -> bool:
-        """Send the command, which tells the progress, to all ranks that are not done; whether all are now.
+        """Send the command, which asks for progress, to all unfinished ranks; returns whether all are finished.
 
-        Stalled names a rank without progress for command_s; else as Controller.call().
+        Stalled names a rank without progress for command_s; other errors as in Controller.call().
         """
         self._send(command)
         return self._hear()
 
     def poll(self, command: Command) -> bool:
-        """As ask(), without waiting for a rank that is busy: its answer is taken by the next call."""
+        """As ask(), without waiting for a busy rank, whose answer is taken by the next call."""
         self._send(command)
         return self._controller.answered(self._asked) and self._hear()
 

@@ -1,4 +1,5 @@
-"""What a pipeline calls: trainer, reference, weights, rollouts. Each call is a few commands in one total order."""
+"""The parts that a pipeline calls: trainer, reference, weights, rollouts. A call is a few commands in one total
+order."""
 
 from __future__ import annotations
 
@@ -49,18 +50,18 @@ class Trainer:
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._layout, self._config = controller, layout, config
-        self._algorithm = make_algorithm(config)  # what the trainer ranks make of the same configuration
+        self._algorithm = make_algorithm(config)  # as the trainer ranks make it
         self._division = layout.division("trainer")
         self.ranks = layout.ranks["trainer"]
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
-        """Fill a token field with the policy's log-probs; skipped where the algorithm does not read it."""
+        """Fill a token field with the policy's log-probs; skipped if the algorithm does not read it."""
         if into not in self._algorithm.reads:
             return {}
         return _logprobs(self._controller, self._config, "trainer", self._division, batch, batch.rows, into)
 
     def advantages(self, batch: BatchHandle) -> Stats:
-        """Fill advantages and returns, and weigh the samples where the credit does."""
+        """Fill advantages and returns, and the samples' weights if the credit sets them."""
         answers = self._controller.call({rank: messages.Advantages(batch.id) for rank in self.ranks})
         batch.weights = {sample: weight for answer in answers.values() for sample, weight in answer.weights}
         return answers_stats(answers.values())
@@ -92,11 +93,11 @@ class Trainer:
         return handle
 
     def drop(self, batch: BatchHandle) -> None:
-        """Free the batch everywhere."""
+        """Free the batch on all ranks."""
         _drop(self._controller, self._layout, batch)
 
     def write_rollouts(self, batch: BatchHandle, folder: Path, facts: dict[str, Any]) -> Callable[[], object]:
-        """Let every data-parallel rank write its rows; returns what waits until they have."""
+        """Make every data-parallel rank write its rows; returns a function that waits for the end."""
         write = messages.WriteRollouts(batch.id, str(folder), facts)
         return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.heads, write)))
 
@@ -106,7 +107,7 @@ class Trainer:
 
 
 class Reference:
-    """The reference ranks: the frozen initial policy. Does nothing where the algorithm has no use for it."""
+    """The reference ranks: the frozen initial policy. Does nothing if the algorithm does not use a reference."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._config = controller, config
@@ -130,7 +131,7 @@ class Reference:
 
 
 class Weights:
-    """From the trainers to the generator replicas: staged once, pulled by one replica after another."""
+    """Weights from the trainers to the generator replicas: staged once, pulled by one replica after another."""
 
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller = controller
@@ -153,8 +154,7 @@ class Weights:
                     self._controller.call(dict.fromkeys(ranks, messages.BuildGroup(group, ranks, weights=True)))
 
     def publish(self, version: int) -> Stats:
-        """Load the trainers' weights into every living replica under this version; one that is lost meanwhile goes
-        without."""
+        """Load the trainers' weights into every living replica under this version, except replicas lost meanwhile."""
         waiting = [
             (replica, sources)
             for replica, sources in zip(self._replicas, self._sources, strict=True)
@@ -196,7 +196,7 @@ class Fabric:
         self._epoch = 0
 
     def build(self) -> None:
-        """Make it of the ranks that are left."""
+        """Make the group from the remaining ranks."""
         ranks = [rank for rank in self._ranks if rank not in self._controller.lost]
         build = messages.BuildGroup(self.NAME, ranks, epoch=self._epoch)
         self._controller.call(dict.fromkeys(ranks, build))
@@ -204,7 +204,7 @@ class Fabric:
 
     def hand_over(self, config: Config, step: int, harvest: Harvest, truncated: bool) -> BatchHandle | None:
         """Move the harvested samples from the replicas that hold them to the ranks that train on them; `truncated`:
-        with their behaviour log-probs. None, with all as it was, where a replica was lost that held some of them."""
+        with their behaviour log-probs. None, with nothing changed, if a replica that held some of them was lost."""
         groups, sizes = harvest.groups, harvest.sizes
         done = {sample.id: sample for group in groups for sample in group.samples}
         homes = {sample.id: sample.replica for sample in done.values()}
@@ -235,7 +235,7 @@ class Fabric:
 
 
 def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> bool:
-    """Go on without the ranks that others did not reach; whether there are any."""
+    """Continue without the ranks that others did not reach; returns whether there are any."""
     unreached = {rank for answer in answers for rank in answer.unreached}
     controller.lose(sorted(unreached), "others could not reach it")
     return bool(unreached)
@@ -247,7 +247,7 @@ def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> Non
 
 
 def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: int, field: str = "") -> None:
-    """Let the heads of data-parallel ranks of several ranks pass on what they got."""
+    """Make the heads of data-parallel ranks with several ranks pass on their rows."""
     for role, division in divisions.items():
         if division.is_split:
             controller.call(dict.fromkeys(division.ranks, messages.PassOn(batch, role, field)))

@@ -1,4 +1,4 @@
-"""Training rollouts: prompts in, a batch on the trainer ranks out; what became of every prompt is recorded."""
+"""Training rollouts: prompts in, a batch on the trainer ranks out; the disposition of every prompt is recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rollouts:
         run_dir: Path,
         fence: Callable[[], None],
     ):
-        """replicas: replica_capacity(). fence: raises when another attempt has taken the run over."""
+        """replicas: replica_capacity(). fence: raises if another attempt has taken over the run."""
         self._loop, self._fabric, self._config = loop, fabric, config
         self.source, self._folder = source, run_dir / "rollouts"
         self._fence = fence
@@ -45,8 +45,8 @@ class Rollouts:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, generated, rewarded, filtered and handed over; anew, as far as need be, where a
-        replica is lost that held some of it."""
+        """The batch of this step, generated, rewarded, filtered and handed over; regenerated as far as necessary if a
+        replica that held some of it is lost."""
         config, parts = self._config, []
         self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
         sampling, handle = training_sampling(config), None
@@ -61,7 +61,7 @@ class Rollouts:
                 self.scheduler.give_back()
                 self._loop.restore_sizes(harvest.groups, harvest.sizes)
         self._loop.forget(harvest.groups)
-        self._loop.background([])  # after the hand-over, which bursts that are queued before it would hold up
+        self._loop.background([])  # after the hand-over, which earlier bursts would delay
         self._record()
         total = sum(size.total for size in harvest.sizes.values())
         scheduled = {name: Stat(*value) for name, value in self.scheduler.metrics().items()}
@@ -71,7 +71,7 @@ class Rollouts:
         return handle
 
     def store(self, batch: BatchHandle, trainer: Trainer) -> None:
-        """Write the step's rollouts and what became of its prompts, unless the fence raises."""
+        """Write the step's rollouts and the dispositions of its prompts, unless the fence raises."""
         if not self._config.rollout.save_rollouts:
             self._records.clear()
             return
@@ -84,7 +84,7 @@ class Rollouts:
         self._records.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor, ledger of prompts and scheduler; JSON-able. What lay on a lost replica is to be generated again."""
+        """Cursor, ledger of prompts and scheduler; JSON-able. Samples of a lost replica are generated again."""
         self._loop.tell_lost()
         sizes = self._loop.sizes(self.scheduler.finished())
         waiting = {"sizes": [[sample, *astuple(size)] for sample, size in sizes.items()]}
@@ -99,7 +99,7 @@ class Rollouts:
         return held
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore. The open prompts, those of finished groups too, are read again from their rows."""
+        """Restore the state. Open prompts, also those of finished groups, are read again from their rows."""
         self.source.load_state_dict(state["cursor"])
         self.scheduler.load_state_dict(state["scheduler"])
         sizes = {sample: Sizes(*size) for sample, *size in state["scheduler"].get("sizes", [])}
@@ -110,7 +110,7 @@ class Rollouts:
         return [self.source.next() for _ in range(count)]
 
     def _record(self) -> None:
-        """Keep what became of every prompt that ended in this step, over-long ones too."""
+        """Record the disposition of every prompt that ended in this step, also of over-long prompts."""
         for end in self.scheduler.settled():
             domain = self.source.dispositions.settle(end.uid, end.disposition, end.reason).domain
             del self._prompts[end.uid]

@@ -14,7 +14,7 @@ from hpcrl.runtime.parts import Trainer
 
 
 class AnswerRows:
-    """Rows of the training data, each epoch in an order of its own: which rows a step gets follows from the step."""
+    """Rows of the training data, each epoch in its own order; the step determines its rows."""
 
     def __init__(self, trainer: Trainer, config: Config, tokenizer: Any):
         assert config.pipeline_spec.batch_size is not None, "a pipeline without prompts has rows"
@@ -34,13 +34,13 @@ class AnswerRows:
         return self._trainer.load_rows(step, chosen, sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        """What identifies the data."""
+        """The identity of the data."""
         return self._rows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError names the source that is not what the checkpoint was made with."""
+        """ValueError names the source that differs from the checkpoint's."""
         self._rows.load_state_dict(state)
 
     def held(self) -> dict[int, list[int]]:
-        """No rank holds anything of it."""
+        """Empty: no rank holds samples."""
         return {}

@@ -29,37 +29,37 @@ from hpcrl.rundir import check_owner, division_keys
 from hpcrl.runtime.longwork import LongWork, Stalled
 
 COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
-LOOK_EVERY_S = 5.0  # at a save under way, within a step
+LOOK_EVERY_S = 5.0  # at a running save, within a step
 LOAD_PER_CHECK = 2.0
-"""Loading may take so much longer than any other command, as multiple of what reading all files to check them took."""
+"""Extra time for loading over other commands, as multiple of the time that checking all files took."""
 WRITTEN = "time/save_write"
-"""Statistic of FinishSave: seconds that a rank's writer took, there once it has ended."""
+"""Statistic of FinishSave: seconds of a rank's writer, present once the writer has ended."""
 
 
 class CheckpointError(RuntimeError):
-    """There are checkpoints and none can be read; the message says which and why."""
+    """Checkpoints exist and none can be read; the message names them and the causes."""
 
 
 class NotSavedError(RuntimeError):
-    """A checkpoint, or what came after one, could not be written or moved, which may go well at the next attempt; the
-    message says which and why."""
+    """A checkpoint, or data after it, could not be written or moved, which may succeed at the next attempt; the message
+    gives path and cause."""
 
 
 class Stateful(Protocol):
-    """What knows where in the data the run is: its part of the small state, by section."""
+    """A holder of the run's position in the data: its part of the small state, by section."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def held(self) -> dict[int, list[int]]:
-        """First rank of a replica -> samples that belong to the state and lie there."""
+        """First rank of a replica -> samples of the state that it holds."""
 
 
 @dataclass
 class _Snapshot:
-    """A save under way: its folder, the small state as it was at that step, and when it began and how long the ranks
-    were held up. `writing` of the ranks' files; `committing` once all are written."""
+    """A running save: its folder, the small state at that step, its start, and how long it blocked the ranks. `writing`
+    of the ranks' files; `committing` once all are written."""
 
     step: int
     folder: Path
@@ -74,9 +74,9 @@ class _Snapshot:
 class Checkpoints:
     """The run's checkpoints/ folder.
 
-    A save holds training up while every rank copies its state to host memory. Writing goes on beside the next steps,
-    and when all ranks have written, a thread commits: while rollouts are generated, or at a step boundary. One save is
-    under way at a time.
+    A save blocks training while every rank copies its state to host memory. Writing continues during the next steps,
+    and after all ranks have written, a thread commits: while rollouts are generated, or at a step boundary. Only one
+    save runs at a time.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Checkpoints:
         self._stats: Stats = {}
 
     def expected_save_s(self) -> float:
-        """Seconds until a save that begins now is committed, as measured with the last one, also of an earlier attempt;
+        """Expected seconds from start to commit of a save, as measured with the last save, also of an earlier attempt;
         0 before the first."""
         whole = self.counters["save_seconds"]
         if self._snapshot is None:
@@ -108,17 +108,17 @@ class Checkpoints:
         return whole + max(0.0, whole - (time.perf_counter() - self._snapshot.began))
 
     def take_stats(self) -> Stats:
-        """Of saves since the last call: time/save (seconds that training stood still, also for the one before, where
-        that was still under way), time/save_drain (from the copy to the commit)."""
+        """Of saves since the last call: time/save (seconds that training was blocked, also by an unfinished earlier
+        save), time/save_drain (from the copy to the commit)."""
         stats, self._stats = self._stats, {}
         return stats
 
     def check_owner(self) -> None:
-        """SupersededError when another attempt owns the run: nothing may be written into its folder any more."""
+        """SupersededError if another attempt owns the run: then nothing may be written into its folder."""
         check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
-        """Begin a save where save_every asks for it, and commit the one before when it is written; errors as save()."""
+        """Begin a save if due by save_every, and commit the earlier save if it is written; errors as in save()."""
         due = bool(self._config.save_every) and step % self._config.save_every == 0
         start = time.perf_counter()
         self._drain(wait=due)
@@ -127,9 +127,9 @@ class Checkpoints:
             self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
 
     def look(self) -> None:
-        """Commit the save under way where it is written, within a step: the next boundary may come too late for it.
+        """Commit the running save within a step if it is written: the next boundary may be too late.
 
-        Waits for no rank. Errors as save()."""
+        Waits for no rank. Errors as in save()."""
         if (snapshot := self._snapshot) is None or time.monotonic() - self._looked < LOOK_EVERY_S:
             return
         self._looked = time.monotonic()
@@ -139,17 +139,17 @@ class Checkpoints:
         self._drain(wait=False)
 
     def save(self, step: int) -> None:
-        """Commit a checkpoint of `step` and return when it is there (idempotent).
+        """Commit a checkpoint of `step` and return once it exists (idempotent).
 
-        SupersededError when another attempt owns the run, NotSavedError when it cannot be written, which leaves those
-        before it as they are."""
+        SupersededError if another attempt owns the run, NotSavedError if the checkpoint cannot be written; earlier
+        checkpoints remain."""
         self._drain(wait=True)
         if step > self._saved_step:
             self._begin(step)
             self._drain(wait=True)
 
     def save_within(self, step: int, seconds: float) -> int:
-        """save(step), or where that takes longer than `seconds` commit the snapshot that is under way instead.
+        """save(step), or commit the running snapshot instead if save(step) would take longer than `seconds`.
 
         Returns the step of the newest checkpoint."""
         if self._snapshot is not None and self.expected_save_s() > seconds:
@@ -159,19 +159,19 @@ class Checkpoints:
         return self._saved_step
 
     def discard(self) -> None:
-        """Remove what this attempt has written of a save that will not be committed: on a full disk it takes the room
-        that the message about it needs. Called last."""
+        """Remove this attempt's files of a save that will not be committed, to leave room on a full disk for the
+        message about it. Called last."""
         if self._snapshot is not None and (committing := self._snapshot.committing) is not None:
             wait([committing], self._config.timeouts.command_s)
             if not committing.done():
-                return  # it may yet get its final name
+                return  # it may still get its final name
         for folder in self._root.glob(f"step_*.tmp-{self._attempt}"):
-            shutil.rmtree(folder, ignore_errors=True)  # where a rank still writes into it, the next attempt removes it
+            shutil.rmtree(folder, ignore_errors=True)  # if a rank still writes into it, the next attempt removes it
 
     def _begin(self, step: int) -> None:
-        """Let every rank copy its state, and keep the small state of the same boundary."""
+        """Make every rank copy its state, and keep the small state of the same boundary."""
         began = time.perf_counter()
-        self.check_owner()  # begin() removes what others left of this step, which may be a newer attempt's
+        self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
         with self._explained(step):
             folder = begin(self._root, step, self._attempt)
             self.counters["seconds"] += time.time() - self._started
@@ -185,20 +185,20 @@ class Checkpoints:
         self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
-        """The small state, and the command to the generators to write what it says they hold: at once, before one that
-        goes on is told to drop some of it."""
+        """Return the small state, and command the generators to write the samples in it: at once, before a generator
+        that continues is told to drop some of them."""
         state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
         content = encode_state({**state, "counters": {**self.counters, "step": step}})
         holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
         return content, self._controller.start(holders)
 
     def _drain(self, wait: bool) -> None:
-        """Bring the save under way as far as it goes; `wait`: to its end."""
+        """Advance the running save as far as possible; `wait`: to its end."""
         if (snapshot := self._snapshot) is None:
             return
         with self._explained(snapshot.step):
             if snapshot.committing is None:
-                # Each time for a while only, so that a rank that writes for long is not taken for one that hangs.
+                # Short waits, so that a rank that writes for long is not mistaken for one that hangs.
                 while not snapshot.writing.ask(FinishSave(self._controller.check_s if wait else 0.0)):
                     if not wait:
                         return
@@ -213,7 +213,7 @@ class Checkpoints:
         self._saved_step, self._snapshot = snapshot.step, None
 
     def _commit(self, snapshot: _Snapshot) -> float:
-        """Commit what the ranks have written, together with the small state; returns the seconds it took."""
+        """Commit the ranks' files together with the small state; returns its seconds."""
         start = time.perf_counter()
         entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
         entries += snapshot.held
@@ -234,10 +234,10 @@ class Checkpoints:
         return _explained(f"checkpoint of step {step} not written to {self._root}", NotSavedError)
 
     def restore(self) -> int:
-        """Load the newest valid checkpoint and set aside what came after it; returns its step, 0 without one.
+        """Load the newest valid checkpoint and set aside later files; returns its step, 0 without one.
 
-        CheckpointError when there are checkpoints and none can be used, NotSavedError when what came after cannot be
-        set aside, Stalled when a rank got no further in reading."""
+        CheckpointError if checkpoints exist and none is usable, NotSavedError if later files cannot be set aside,
+        Stalled if a rank makes no progress in reading."""
         with _explained(f"no checkpoint read from {self._root}", CheckpointError):
             return self._read()
 
@@ -247,7 +247,7 @@ class Checkpoints:
             print(f"hpcrl: checkpoints: {problem}", flush=True)
         step = latest.manifest.step if latest is not None and latest.manifest is not None else -1
         self.restored_step = step
-        self.check_owner()  # reading takes long; since then it may have become a newer attempt's
+        self.check_owner()  # reading takes long; a newer attempt may own the run by now
         with self._setting_aside(step):
             abandoned = abandon_after(self._run_dir, step, self._attempt)
         if abandoned:
@@ -260,7 +260,7 @@ class Checkpoints:
         assert latest.manifest is not None
         state = read_state(latest.path)
         trainers = self._layout.ranks["trainer"]
-        # Loading reads the same bytes once more, and cannot tell of its progress: ranks wait for each other in it.
+        # Loading reads the same bytes again and cannot report progress, since its ranks wait for each other.
         loads = dict.fromkeys(trainers, LoadState(str(latest.path)))
         answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
         warnings = {text for answer in answers.values() for text in answer.texts}
@@ -271,7 +271,7 @@ class Checkpoints:
         for warning in sorted(warnings):
             print(f"hpcrl: {warning}", flush=True)
         with self._setting_aside(step):
-            # Once more: an attempt that does not know yet that it is superseded may have logged while this one loaded.
+            # Again: a superseded attempt that does not know it yet may have logged during loading.
             cut_metrics(self._run_dir, step, self._attempt)
         self._owner.load_state_dict(state)
         names = [entry.path for entry in latest.manifest.files]
@@ -287,7 +287,7 @@ class Checkpoints:
         return _explained(f"what was written {since(step)} not set aside in {self._run_dir}", NotSavedError)
 
     def _damage(self, folder: Path, entries: Sequence[FileEntry]) -> str:
-        """What is wrong with the first damaged file that a rank comes upon; every trainer rank reads its share."""
+        """The defect of the first damaged file that a rank finds; every trainer rank reads its share."""
         start, trainers = time.perf_counter(), self._layout.ranks["trainer"]
         shares = {rank: entries[i :: len(trainers)] for i, rank in enumerate(trainers)}
         files = {rank: [(entry.path, entry.size, entry.sha256) for entry in share] for rank, share in shares.items()}
@@ -303,7 +303,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
-    """Turn what a full disk or damaged files raise, here or on a rank that saves or loads, into an error of `kind`."""
+    """Turn errors of a full disk or damaged files, on this or a saving or loading rank, into an error of `kind`."""
     try:
         yield
     except (OSError, ValueError, Stalled) as error:
@@ -317,7 +317,7 @@ def _explained(what: str, kind: type[Exception]) -> Iterator[None]:
 
 
 def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
-    """On what the bits of a deterministic run depend beside what it computes, by key."""
+    """Further conditions of bit-identical results in a deterministic run, by key."""
     values = config.model_dump(mode="json")
     keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *division_keys(values))
     ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
@@ -328,13 +328,13 @@ def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
 
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What is not as it was where a checkpoint was written, in words; empty where all is."""
+    """Differences from the conditions under which a checkpoint was written, as text; empty without any."""
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list) and len(value) > 2:  # ranks, which follow each other
+    if isinstance(value, list) and len(value) > 2:  # ranks, which are consecutive
         return f"{value[0]}..{value[-1]}"
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 

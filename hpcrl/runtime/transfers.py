@@ -1,4 +1,4 @@
-"""What every rank is told of a transfer: its own moves only, in parts that fit into a message."""
+"""The commands of a transfer: each rank gets only its own moves, in parts that fit into a message."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.trajectory import Level, Origin, fields_of
 
 PART_SAMPLES = 32_768
-"""Most samples that one message names: id, length, bytes of messages, reward, score and the number of rewards of turns
-take 31 bytes at most, together less than 1 MiB. Rewards of turns take 4 more each, those of tokens 8."""
+"""Maximum samples in a message: id, length, bytes of messages, reward, score and number of turn rewards take at most 31
+bytes, together less than 1 MiB. Each turn reward takes 4 bytes more, each token reward 8."""
 
 
 def hand_overs(
@@ -27,7 +27,7 @@ def hand_overs(
     fields: Sequence[str],
 ) -> Iterator[dict[int, HandOver]]:
     """The commands that form a batch on `dests`, part by part, by rank. scored: the scorer's fields of each sample by
-    name. fields: names of the generator's fields that travel."""
+    name. fields: names of the generator's fields to transfer."""
     of_rows, of_turns = fields_of(Origin.SCORER, Level.ROW), fields_of(Origin.SCORER, Level.TURN)
     of_tokens = [f for f in fields_of(Origin.SCORER, Level.TOKEN) if any(s.get(f.name) for s in scored.values())]
     most_turns = max((len(s[f.name]) for s in scored.values() for f in of_turns), default=0)
@@ -56,15 +56,14 @@ def hand_overs(
 def token_transfers(
     batch: int, group: str, field: str, moves: Sequence[Move], ranks: Collection[int]
 ) -> Iterator[dict[int, SendTokens]]:
-    """The commands that bring a token field to the ranks that train on it, part by part, by rank; `ranks` are all of
+    """The commands that send a token field to the ranks that train on it, part by part, by rank; `ranks`: all ranks of
     both sides."""
     for part in _parts(moves, ranks, PART_SAMPLES):
         yield {rank: SendTokens(batch, group, field, own) for rank, own in part.items()}
 
 
 def _parts(moves: Sequence[Move], ranks: Collection[int], most: int) -> list[dict[int, list[Move]]]:
-    """The moves that touch each rank, cut into as many parts as the rank with the most samples needs, where a part has
-    at most so many."""
+    """The moves that touch each rank, cut into parts of at most `most` samples per rank."""
     touched: Counter[int] = Counter()
     for move in moves:
         for rank in {move.source, move.dest}:
