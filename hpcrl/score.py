@@ -168,7 +168,7 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
 
 
 def _opened(file: Path) -> TextIO:
-    """The open file. ValueError if it cannot be opened."""
+    """The file, opened. ValueError if it cannot be."""
     try:
         return file.open(encoding="utf-8", errors="strict")
     except OSError as error:

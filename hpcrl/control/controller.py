@@ -1,5 +1,4 @@
-"""Rank 0's side of the control plane: send commands in one total order, wait for answers, and handle ranks that do not
-answer."""
+"""Rank 0's side of the control plane: send commands in one total order, wait for answers, handle silent ranks."""
 
 from __future__ import annotations
 
@@ -202,7 +201,7 @@ class Controller:
 
     @staticmethod
     def _is_own(event: Failed) -> bool:
-        """Whether the failure concerns that rank alone, so that other ranks of its role may succeed: neither its input
+        """Whether the failure concerns only that rank, so that other ranks of its role may succeed: neither its input
         nor a peer is the cause."""
         return not event.seq or (event.command == Burst.__name__ and event.kind == "")
 

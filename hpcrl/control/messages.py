@@ -65,8 +65,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def truncates(self) -> bool:
-        """Whether there are behaviour log-probs besides gen_logprobs; the engines' SamplingParams have the same
-        rule."""
+        """Whether there are behaviour log-probs besides gen_logprobs; same rule as the engines' SamplingParams."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 

@@ -151,7 +151,7 @@ def _first_sentence(text: str) -> str:
 
 def _last_line(text: str) -> str | None:
     text = text.strip()
-    for opened, closed in ((r"\[", r"\]"), ("$$", "$$")):  # a formula on lines of its own
+    for opened, closed in ((r"\[", r"\]"), ("$$", "$$")):  # a formula on separate lines
         if text.endswith(closed) and opened in text[:-2]:
             return text[text.rindex(opened, 0, -2) + 2 : -2].strip()
     line = _HOPE.sub("", text.rsplit("\n", 1)[-1]).strip()

@@ -1,7 +1,6 @@
 """Scoring without blocking: cheap rewards at once, others in worker processes that are killed when they hang.
 
-A response whose reward raises, hangs, kills its process or gives no number costs only that sample: Score(0, 0,
-error=...).
+If a reward raises, hangs, kills its process or gives no number, only that sample fails: Score(0, 0, error=...).
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class RewardPool:
                 self._crews[key] = _Crew(name, section, clock)
 
     def scores(self, domain: str) -> Literal["samples", "groups"] | None:
-        """What the domain's reward scores; None while the reward is being loaded. ValueError names a domain without
-        one."""
+        """What the domain's reward scores; None while the reward loads. ValueError names a domain without one."""
         key = self._key(domain)
         return self._inline[key].scores if key in self._inline else self._crews[key].scores
 

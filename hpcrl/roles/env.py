@@ -148,8 +148,7 @@ class EnvRole:
             playing = _Playing(turn, section, self._config.turn_timeout_s(config))
             self._playing[turn.sample] = playing
             playing.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
-            # A daemon thread per turn: an environment that hangs keeps its thread, and no other may wait for that
-            # thread.
+            # A daemon thread per turn: an environment that hangs keeps its thread, for which no other may wait.
             threading.Thread(target=self._run, args=(playing,), name="environment", daemon=True).start()
         self._waiting = later
 

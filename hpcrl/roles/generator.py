@@ -201,8 +201,7 @@ class GeneratorRole:
         return sample.ended(with_text=self._worker.config.rollout.save_rollouts)
 
     def _play(self, samples: Sequence[HeldSample]) -> None:
-        """Send the last turn of each sample to its environment; for a sample without a turn, the start of the
-        episode."""
+        """Send each sample's last turn to its environment; for a sample without a turn, the start of the episode."""
         posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in samples:
             prompt, held = sample.prompt, sample.held

@@ -88,8 +88,7 @@ class Worker:
         self.emit(Joined(self.world.host, os.getpid()))
 
     def pump(self) -> bool:
-        """One round of the loop without waiting, for the controller, which receives failures of this rank as of
-        others."""
+        """One round of the loop without waiting, for the controller, which also receives failures of its own rank."""
         try:
             return self.execute_one(0.0) | self._look_after()
         except Reported:

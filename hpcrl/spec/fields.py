@@ -48,6 +48,6 @@ S = TypeVar("S", bound=Section)
 
 def with_fields(base: type[S], **fields: Any) -> type[S]:
     """The section with more or other fields, given as to pydantic's create_model()."""
-    # Where the class has no source, the search for docstrings of its fields takes long and finds none.
+    # If the class has no source, the search for docstrings of its fields takes long and finds none.
     options = {"use_attribute_docstrings": False}
     return create_model(base.__name__, __base__=base, __doc__=base.__doc__, __cls_kwargs__=options, **fields)

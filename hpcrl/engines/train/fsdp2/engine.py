@@ -255,7 +255,7 @@ class FSDP2Engine:
         return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
-        """The micro-batches to run: as given, or without packing one per row, the same number on every rank
+        """The micro-batches to run: as given, or one per row without packing, equally many on every rank
         (collective)."""
         rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
         if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
@@ -330,8 +330,7 @@ class FSDP2Engine:
         return merge(collected)
 
     def _update(self) -> Stats:
-        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, so that they count once.
-        Collective."""
+        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, to count once. Collective."""
         assert self.optimizer is not None
         gradients = [_local(p.grad) for p in self.shards if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).float().square().to(self.device)
