@@ -10,14 +10,25 @@ from itertools import accumulate
 from typing import Any
 
 from hpcrl.rewards.base import MAX_TOKEN_REWARDS, Reward, RewardItem, Score
+from hpcrl.trajectory import MAX_REWARD
 
 MAX_ERROR_CHARS = 300
-SUM_TOLERANCE = 1e-6
+SUM_TOLERANCE = 1e-5
+"""Of the sum of magnitudes: float32 sums of many parts are that far off."""
 
 
 def describe(error: BaseException) -> str:
     """One line that describes the exception."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARS]
+    try:
+        said = str(error)
+    except Exception:
+        said = "its message cannot be read"
+    return _sendable(" ".join(f"{type(error).__name__}: {said}".split()))
+
+
+def _sendable(text: str) -> str:
+    """A text that can be sent, whatever user code put into it."""
+    return text[:MAX_ERROR_CHARS].encode(errors="replace").decode()
 
 
 def failed(error: str) -> Score:
@@ -67,17 +78,20 @@ def _checked(item: RewardItem, score: Any) -> Score:
         return failed(f"the reward returned {type(score).__name__} instead of a Score")
     try:
         reward, value = float(score.reward), float(score.score)
-        metrics = {str(name): float(number) for name, number in score.metrics.items()}
+        metrics = {_sendable(str(name)): float(number) for name, number in score.metrics.items()}
         turns = tuple(map(float, score.turn_rewards))
         tokens = {int(place): float(number) for place, number in sorted(score.token_rewards.items())}
     except Exception as error:
         return failed(describe(error))
-    if not (math.isfinite(reward) and math.isfinite(value)):
-        return failed(f"the reward returned {value if math.isfinite(reward) else reward}")
+    for number in (reward, value):
+        if not math.isfinite(number):
+            return failed(f"the reward returned {number}")
+        if abs(number) > MAX_REWARD:
+            return failed(f"the reward returned {number:g}, at most {MAX_REWARD:g} is possible")
     if problem := _problem_of_parts(item, reward, turns, tokens):
         return failed(problem)
     finite = {name: number for name, number in metrics.items() if math.isfinite(number)}
-    text = str(score.error)[:MAX_ERROR_CHARS]
+    text = _sendable(str(score.error))
     return Score(reward, value, text, finite, turns or _of_turns(item, tokens), tokens, score.given, score.gold)
 
 
@@ -97,7 +111,9 @@ def _problem_of_parts(item: RewardItem, reward: float, turns: Sequence[float], t
         return f"the reward gave token_rewards[{outside[0]}], the model wrote {count} tokens that are known here"
     if not all(map(math.isfinite, parts)):
         return f"the reward gave {name} that are not finite"
-    if abs(math.fsum(parts) - reward) > SUM_TOLERANCE * max(1.0, *map(abs, parts)):
+    if max(map(abs, parts)) > MAX_REWARD:
+        return f"the reward gave {name} above {MAX_REWARD:g}"
+    if abs(math.fsum(parts) - reward) > SUM_TOLERANCE * max(1.0, math.fsum(map(abs, parts))):
         return f"the {name} add up to {math.fsum(parts):.9g}, the reward is {reward:.9g}"
     return ""
 

@@ -48,11 +48,10 @@ def observation_ids(tokenizer: Any, observation: Messages, last_token: int) -> n
         text = render(tokenizer, observation, None)
         return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
     dialogue = [{"role": "user", "content": "0"}, {"role": "assistant", "content": CONTENT}, *observation]
-    text = tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=True)
-    _, found, following = text.partition(CONTENT)
+    _, found, following = render(tokenizer, dialogue, None).partition(CONTENT)
     if not found:
         raise ValueError("the chat template does not show an assistant turn that an observation follows")
-    ids = tokenizer.encode(following, add_special_tokens=False)
+    ids = encode(tokenizer, following)
     # Only an added token ends a turn: a newline that the model wrote is content, even if the template adds another.
     if ids and ids[0] == last_token and last_token in tokenizer.added_tokens_decoder:
         ids = ids[1:]

@@ -211,7 +211,7 @@ def pack(
     batch = Batch(_offsets(counts), filled, texts)
     if turn_rewards is not None:
         batch.turn_rewards = _spread(turn_rewards, batch)
-        batch.token_rewards = _placed(token_rewards, batch)
+        batch.token_rewards = place_rewards(token_rewards, batch)
     return batch
 
 
@@ -228,7 +228,7 @@ def _spread(given: Sequence[Sequence[float] | np.ndarray], batch: Batch) -> Tens
     return rewards
 
 
-def _placed(given: Sequence[np.ndarray] | None, batch: Batch) -> Tensor:
+def place_rewards(given: Sequence[np.ndarray] | None, batch: Batch) -> Tensor:
     """float32 [T]: the rewards of all tokens."""
     placed = torch.zeros(batch.num_tokens)
     written = batch.loss_mask.nonzero()[:, 0]

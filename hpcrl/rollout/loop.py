@@ -250,7 +250,7 @@ class RolloutLoop:
         """The environments or scorers for this replica's responses: only itself if all of them generate, since mail
         would only cost time and the load is equal."""
         own = [rank for rank in replica.ranks if rank in ranks]
-        if own and self._generating.issuperset(ranks) and not (self._awaited.siblings_meet and ranks == self._scorers):
+        if own and self._generating.issuperset(ranks) and not (self._awaited.siblings_meet and ranks is self._scorers):
             return own
         return [rank for rank in ranks if rank not in self._controller.lost]
 

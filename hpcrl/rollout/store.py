@@ -21,7 +21,7 @@ import torch
 
 from hpcrl import __version__
 from hpcrl.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
-from hpcrl.rollout.batch import STATUS, Batch, concat
+from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
 from hpcrl.rollout.types import Disposition, split_sample_id
 from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 
@@ -252,6 +252,8 @@ def _read_rollouts(path: Path, step: int) -> tuple[Rollouts, int]:
         for name, group in file.get("texts", {}).items():
             _learn(name, group.attrs, TEXT)
             batch.texts[name] = _get_texts(group)
+        if batch.turn_rewards is not None and batch.token_rewards is None:  # as written before tokens had rewards
+            batch.token_rewards = place_rewards(None, batch)
         if (batch.num_sequences, batch.num_tokens) != (file.attrs["num_sequences"], file.attrs["num_tokens"]):
             raise ValueError(f"it has {batch.num_sequences} rows of {batch.num_tokens} tokens and says otherwise")
         facts = {name: value.item() if hasattr(value, "item") else value for name, value in file["facts"].attrs.items()}

@@ -49,6 +49,7 @@ def given(reward: float, turns: Any = (), tokens: Any = None) -> Score:
         (0.75, [1, -0.25], {}, (1.0, -0.25)),
         (0.0, np.array([0.5, -0.5], dtype=np.float32), {}, (0.5, -0.5)),
         (0.3, (0.1, 0.2), {}, (0.1, 0.2)),  # whose sum is no .3 in binary
+        (20.0000401, (), dict.fromkeys(range(5), 4.0), (12.0, 8.0)),  # a running sum in float32
         (1.0, (), {0: 0.25, 2: 0.5, 4: 0.25}, (0.75, 0.25)),
         (-1.0, (), {np.int64(3): np.float32(-1)}, (0.0, -1.0)),
         (0.0, (0.0, 0.0), {}, (0.0, 0.0)),
@@ -67,13 +68,15 @@ def test_rewards_of_turns_or_tokens_that_add_up(
     [
         (1.0, [1.0], {}, "the reward gave 1 turn_rewards for 2 turns of the model"),
         (1.0, [1.0, 0.5], {}, "the turn_rewards add up to 1.5, the reward is 1"),
-        (0.0, [1e6, -1e6 + 3], {}, "the turn_rewards add up to 3, the reward is 0"),
+        (0.0, [1e6, -1e6 + 300], {}, "the turn_rewards add up to 300, the reward is 0"),
         (1.0, [math.nan, 1.0], {}, "the reward gave turn_rewards that are not finite"),
         (1.0, ["much", 1.0], {}, "ValueError: could not convert string to float: 'much'"),
         (1.0, 1.0, {}, "TypeError: 'float' object is not iterable"),
         (1.0, (), {5: 1.0}, "the reward gave token_rewards[5], the model wrote 5 tokens that are known here"),
         (1.0, (), {-1: 1.0}, "the reward gave token_rewards[-1], the model wrote 5 tokens that are known here"),
         (1.0, (), {0: math.inf}, "the reward gave token_rewards that are not finite"),
+        (0.0, (), {0: 1e39, 1: -1e39}, "the reward gave token_rewards above 1e+30"),
+        (-1e300, (), {}, "the reward returned -1e+300, at most 1e+30 is possible"),
         (1.0, (), {0: 0.5, 4: 0.25}, "the token_rewards add up to 0.75, the reward is 1"),
         (1.0, (), [0.5, 0.5], "AttributeError: 'list' object has no attribute 'items'"),
         (1.0, (), dict.fromkeys(range(257), 1 / 257), "the reward gave 257 token_rewards, a response can have 256"),
@@ -137,3 +140,26 @@ def test_the_example_of_rewards_of_tokens_and_of_a_credit_that_reads_them(writte
     batch.token_rewards = None
     with pytest.raises(ValueError, match=r"batch\.token_rewards must be filled for credit of steps"):
         names["StepCredit"](None).assign(batch, None, lambda tensor: tensor)
+
+
+class Raising(Reward):
+    """Raises what cannot be sent as it is."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        raise self._error
+
+
+class Mute(ValueError):
+    def __str__(self) -> str:
+        raise TypeError
+
+
+def test_errors_and_metrics_that_cannot_be_sent_are_made_so() -> None:
+    for error, said in ((ValueError(chr(0xD800)), "ValueError: ?"), (Mute(), "Mute: its message cannot be read")):
+        [score] = score_each(Raising(error), [EPISODE]) or []
+        assert score.error == said
+    [score] = score_each(Given(Score(1.0, 1.0, metrics={chr(0xD800): 2.0})), [EPISODE]) or []
+    assert score.metrics == {"?": 2.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,3 +60,5 @@ def test_a_reward_that_is_not_finite_leaves_none_of_its_parts() -> None:
     done = DoneSample(1, 0, 4, FinishReason.STOP, math.inf, 0.0)
     result = with_score(done, Scored(1, 1.0, 1.0, "", (1.0,), bytes(8)))
     assert result.error and (result.turn_rewards, result.token_rewards) == ((), b"")
+    large = with_score(replace(done, reward=8e29), Scored(1, 8e29, 1.0))
+    assert large.reward == 0 and large.error == "reward 1.6e+30 and score 1.0 are not both finite and below 1e+30"

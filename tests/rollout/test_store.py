@@ -264,6 +264,14 @@ def test_a_reader_learns_the_fields_it_does_not_know_from_the_file(tmp_path: Pat
     assert FIELDS["novelty"] == field
 
 
+def test_rewards_of_turns_stand_at_their_last_tokens_where_a_file_has_no_rewards_of_tokens(tmp_path: Path) -> None:
+    batch = make_batch([3])
+    batch.turn_rewards, batch.token_rewards = torch.tensor([0.5, 2.0]), None
+    write(tmp_path, 1, 0, 1, batch)
+    read = RolloutReader(tmp_path, provisional=True).batch(1)
+    assert read.token_rewards.sum() == read.turn_rewards.sum() and not read.token_rewards[~read.loss_mask].any()
+
+
 def write_version_1(path: Path) -> None:
     """A file of two rows as the first schema had it: no field describes itself."""
     path.parent.mkdir(parents=True)

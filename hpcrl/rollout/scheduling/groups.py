@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
@@ -12,6 +11,7 @@ from typing import Any
 from hpcrl.rollout.scheduling.events import Answered, DoneSample, Group, Played, Scored
 from hpcrl.rollout.scheduling.prompt_queue import Start
 from hpcrl.rollout.types import FinishReason, make_sample_id, split_sample_id
+from hpcrl.trajectory import MAX_REWARD
 
 
 class State(Enum):
@@ -110,7 +110,7 @@ def with_score(done: DoneSample, event: Scored) -> DoneSample:
         turns = (*[0.0] * (len(done.turn_rewards) - 1), event.reward)
     turns = tuple(sum(pair) for pair in zip_longest(done.turn_rewards, turns, fillvalue=0.0))
     tokens = event.token_rewards
-    if not all(math.isfinite(number) for number in (reward, score, *turns)):
-        error = error or f"reward {reward} and score {score} are not both finite"
+    if not all(abs(number) <= MAX_REWARD for number in (reward, score, *turns)):
+        error = error or f"reward {reward} and score {score} are not both finite and below {MAX_REWARD:g}"
         reward, score, turns, tokens = 0.0, 0.0, (), b""
     return replace(done, reward=reward, score=score, error=error, turn_rewards=turns, token_rewards=tokens)
