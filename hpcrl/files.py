@@ -62,7 +62,9 @@ def no_room_for(folder: Path, num_bytes: int) -> str:
     """Why the user may not write so many bytes into a folder: free space that the file system shows may be more than
     the user's quota. Empty where they could be reserved, or where the file system reserves nothing (NFS 3, ZFS)."""
     # Not os.posix_fallocate, which writes to each block where the file system reserves nothing.
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)  # musl has none
+    if fallocate is None:
+        return ""
     fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

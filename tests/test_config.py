@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -562,3 +563,13 @@ def test_further_options_are_a_mapping_or_a_list() -> None:
 
 def test_text_for_the_model_may_look_like_a_placeholder() -> None:
     assert load(["rollout.stop=['<answer>']", "data.system_prompt='<think>'"]).rollout.stop == ["<answer>"]
+
+
+def test_a_file_of_conf_that_was_edited_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep, or a script of one's own, may compose more than once in a process."""
+    folder = tmp_path / "conf"
+    shutil.copytree(conf_dir(), folder)
+    monkeypatch.setattr("hpcrl.config.compose.conf_dir", lambda: folder)
+    for steps in (5, 77):
+        (folder / "experiment/mine.yaml").write_text(f"# @package _global_\nmax_steps: {steps}\n")
+        assert load(["+experiment=mine"]).max_steps == steps

@@ -81,6 +81,7 @@ def check_layout(config: Config) -> list[Problem]:
     if not problems:
         ranks, world_size = _assign(config)
         problems += [p for role in needed for p in _check_ranks(config, role, ranks, world_size)]
+        problems += _check_default_groups(config, ranks)
     return problems
 
 
@@ -133,12 +134,7 @@ def _check_ranks(
         yield Problem((*at, "tensor_parallel"), text, ((*at, "num_ranks"),))
     if ROLES[role].forms_replicas:
         yield from check_replicas(config, len(mine) // spec.tensor_parallel)
-    try:
-        ROLES[role].division(config, len(mine))
-    except DivisionError as error:
-        yield from error.problems
-    except ValueError as error:  # the specification contradicts itself
-        yield Problem(at, f"layout.{role}: trainer.engine={config.train_engine}: {error}", (("trainer", "engine"),))
+    yield from _check_division(config, role, len(mine))
     if spec.min_ranks > len(mine):
         text = f"layout.{role}.min_ranks: {spec.min_ranks} is more than the {len(mine)} ranks of {role}"
         yield Problem((*at, "min_ranks"), text, ((*at, "num_ranks"),))
@@ -151,6 +147,41 @@ def _check_ranks(
             # Both engines own the default process group of their ranks, so they share all of these ranks or none.
             text = f"layout.{role}: ranks {_span(mine)} overlap with ranks {_span(theirs)} of {other}"
             yield Problem(at, f"{text}; give {role} all of these ranks, or separate ranks")
+
+
+def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[Problem]:
+    """Whether the engine can divide the role's ranks, and its specification does so without contradictions."""
+    at, involved = ("layout", role), (("trainer", "engine"),)
+    try:
+        division = ROLES[role].division(config, num_ranks)
+    except DivisionError as error:
+        for problem in error.problems:
+            yield Problem(problem.path, f"{problem.text} (layout.{role})", (*problem.involves, at))
+    except Exception as error:  # the specification may be of an installed package
+        text = f"layout.{role}: trainer.engine={config.train_engine}: {type(error).__name__}: {error}"
+        yield Problem(at, text, involved)
+    else:
+        if division.ranks != tuple(range(num_ranks)):
+            text = f"layout.{role}: trainer.engine={config.train_engine} divides ranks {_span(division.ranks)}"
+            yield Problem(at, f"{text}, and {role} has {num_ranks}", involved)
+
+
+def _check_default_groups(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
+    """Replicas of several ranks of which some, but not all, belong to an engine that owns the default group."""
+    size = config.layout.generator.tensor_parallel
+    for name, spec in ROLES.items():
+        for first in range(0, len(ranks[name]), size) if spec.forms_replicas and size > 1 else ():
+            replica = set(ranks[name][first : first + size])
+            for other in (other for other, its in ROLES.items() if its.owns_default_group):
+                shared = replica & set(ranks[other])
+                if shared and shared != replica:
+                    text = f"layout.{name}: ranks {_span(tuple(sorted(shared)))} of a replica are also {other} ranks"
+                    yield Problem(
+                        ("layout", name),
+                        f"{text}, its others are not; let all ranks of each replica or none of them be {other} ranks",
+                        (("layout", other),),
+                    )
+                    return
 
 
 def _before(role: RoleName) -> list[RoleName]:

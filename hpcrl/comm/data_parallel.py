@@ -24,8 +24,8 @@ class DataParallel:
         self._across: Any = dist.group.WORLD
         self._inside: Any = None
         if division.is_split:
-            self._across = world.group(f"{role}/across/{across[0]}", across, epoch)
-            self._inside = world.group(f"{role}/inside/{group[0]}", group, epoch)
+            self._across = world.group(f"{role}/across/{across[0]}", across, epoch, of_engine=True)
+            self._inside = world.group(f"{role}/inside/{group[0]}", group, epoch, of_engine=True)
 
     def pass_on(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the head, in host memory. Called by all ranks of a data-parallel rank that has several."""

@@ -102,14 +102,28 @@ def compose(words: Sequence[str]) -> Composition:
     return result
 
 
-@functools.cache
 def read_yaml(name: str) -> dict[str, Any]:
     """Content of a file of conf/, empty if it is missing or unreadable (which Hydra has reported); to be read only."""
+    path = conf_dir() / name
+    return _read_yaml(path, _stamp(path))
+
+
+def _stamp(path: FilePath) -> tuple[int, int]:
+    """Changes when the file does; a process may read it again after an edit."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, -1
+    return status.st_mtime_ns, status.st_size
+
+
+@functools.lru_cache(maxsize=256)
+def _read_yaml(path: FilePath, stamp: tuple[int, int]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
     try:
-        return OmegaConf.to_container(OmegaConf.load(conf_dir() / name), resolve=False) or {}  # type: ignore[return-value]
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {}  # type: ignore[return-value]
     except (OSError, YAMLError):
         return {}
 
@@ -176,7 +190,9 @@ def _compose_groups(result: Composition) -> Any:
     listed = {key for entry in read_yaml(f"{PRIMARY}.yaml")["defaults"] if isinstance(entry, dict) for key in entry}
     words = [("" if group in listed else "+") + f"{group}={option}" for group, option in result.choices.items()]
     try:
-        data, choices = _of_hydra(conf_dir(), tuple(words))
+        folder = conf_dir()
+        stamps = tuple((path, _stamp(path)) for path in sorted(folder.rglob("*.yaml")))
+        data, choices = _of_hydra(folder, tuple(words), stamps)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         result.problems.append(Problem((), f"conf/: {_first_line(error)}"))
         return OmegaConf.create({})
@@ -184,8 +200,10 @@ def _compose_groups(result: Composition) -> Any:
     return OmegaConf.create(data)
 
 
-@functools.cache  # takes a tenth of a second, and the points of a sweep differ in values more than in groups
-def _of_hydra(folder: FilePath, words: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+@functools.lru_cache  # takes a tenth of a second, and the points of a sweep differ in values more than in groups
+def _of_hydra(
+    folder: FilePath, words: tuple[str, ...], stamps: tuple[Any, ...]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The values, with interpolations as they are written, and the option of each group; neither is to be changed."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

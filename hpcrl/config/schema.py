@@ -35,7 +35,7 @@ from hpcrl.spec.fields import (
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, Spec
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Path
-from hpcrl.spec.table import SpecError, Table
+from hpcrl.spec.table import SpecError, Table, leave_out
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
@@ -453,24 +453,25 @@ class Named:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Named:
         """The parts named in plain data."""
-        return cls(*(_path(data, *keys) for keys, _ in NAMED))
+        return cls(*(_path(data, *keys) for keys, _, _ in NAMED))
 
 
-NAMED: tuple[tuple[tuple[str, ...], Table[Any]], ...] = (
-    (("pipeline",), PIPELINES),
-    (("trainer", "engine"), TRAIN_ENGINES),
-    (("generator", "engine"), GEN_ENGINES),
-    (("algorithm", "name"), ALGORITHMS),
+NAMED: tuple[tuple[tuple[str, ...], Table[Any], type[Section] | None], ...] = (
+    (("pipeline",), PIPELINES, Config),
+    (("trainer", "engine"), TRAIN_ENGINES, TrainerConfig),
+    (("generator", "engine"), GEN_ENGINES, GeneratorConfig),
+    (("algorithm", "name"), ALGORITHMS, None),
 )
-"""Keys that select a part with its own section, in the order of Named's fields."""
+"""Keys that select a part with its own section, in the order of Named's fields, and what holds these sections."""
 
 
 def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yields (key, error) for every part that is named by a path without a specification."""
-    for keys, table in NAMED:
+    for keys, table, base in NAMED:
         if path := _path(data, *keys):
             try:
-                table[path]
+                if base is not None and (text := _clash(base, path, table[path])):
+                    yield keys, text
             except SpecError as error:
                 yield keys, str(error)
 
@@ -486,9 +487,9 @@ def config_class(named: Named = Named()) -> type[Config]:
     """Config with the choices and sections of all parts in the tables, and of parts named by path.
 
     Raises SpecError if a specification cannot be loaded."""
-    pipelines = _choices(PIPELINES, named.pipeline)
-    trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine))
-    generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine))
+    pipelines = _choices(PIPELINES, named.pipeline, Config)
+    trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine, TrainerConfig))
+    generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine, GeneratorConfig))
     layout = layout_class()
     algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
     union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
@@ -499,15 +500,28 @@ def config_class(named: Named = Named()) -> type[Config]:
         "layout": (layout, Field(layout(), description=Config.model_fields["layout"].description)),
         "trainer": (trainer, Field(trainer(), description=Config.model_fields["trainer"].description)),
         "generator": (generator, Field(generator(), description=Config.model_fields["generator"].description)),
-        **_sections(Config, pipelines),
+        **_sections(pipelines),
     }
     return with_fields(Config, **fields)
 
 
-def _choices(table: Table[Any], path: str) -> dict[str, Spec]:
-    """The entries that a key may select."""
-    found = {name: spec for name, spec in table.items() if getattr(spec, "offered", True)}
+def _choices(table: Table[Any], path: str, base: type[Section] | None = None) -> dict[str, Spec]:
+    """The entries that a key may select; without those of packages whose sections would hide a key of base."""
+    found: dict[str, Spec] = {}
+    for name, spec in table.items():
+        if base is not None and (text := _clash(base, name, spec)):
+            leave_out(f"the {table.kind} {name}", text)
+        elif getattr(spec, "offered", True):
+            found[name] = spec
     return found | ({path: table[path]} if path else {})
+
+
+def _clash(base: type[Section], name: str, spec: Spec) -> str:
+    """Why a part's section cannot stand beside the keys of base; empty if it can."""
+    key = _section_name(name, spec)
+    if spec.section is None or not (key in base.model_fields or hasattr(base, key)):
+        return ""
+    return f"{base.__name__} has a key or a method {key} of its own; choose another name"
 
 
 def _named(name: str, spec: Spec) -> type[Section]:
@@ -521,20 +535,17 @@ def _named(name: str, spec: Spec) -> type[Section]:
 
 def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:
     engine = (_literal(engines), _described(base, "engine"))
-    fields: dict[str, Any] = {"engine": engine, **_sections(base, engines)}
+    fields: dict[str, Any] = {"engine": engine, **_sections(engines)}
     return with_fields(base, **fields)
 
 
-def _sections(base: type[Section], entries: Mapping[str, Spec]) -> dict[str, Any]:
-    """The sections of the entries that have keys of their own. SpecError where one would hide what all have."""
-    sections: dict[str, Any] = {}
-    for name, spec in entries.items():
-        if spec.section is not None:
-            key = _section_name(name, spec)
-            if key in base.model_fields or hasattr(base, key):
-                raise SpecError(f"{name}: {base.__name__} has a key or a method {key} of its own; choose another name")
-            sections[key] = (spec.section, Field(spec.section(), description=spec.about))
-    return sections
+def _sections(entries: Mapping[str, Spec]) -> dict[str, Any]:
+    """The sections of the entries that have keys."""
+    return {
+        _section_name(name, spec): (spec.section, Field(spec.section(), description=spec.about))
+        for name, spec in entries.items()
+        if spec.section is not None
+    }
 
 
 def _described(base: type[Section], key: str) -> Any:

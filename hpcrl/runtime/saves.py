@@ -27,6 +27,7 @@ from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.held import drop_others
 from hpcrl.rundir import check_owner, division_keys
 from hpcrl.runtime.longwork import LongWork, Stalled
+from hpcrl.spec.tables import ROLES
 
 COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
 LOOK_EVERY_S = 5.0  # at a running save, within a step
@@ -322,13 +323,17 @@ def _world(config: Config, layout: RoleLayout) -> dict[str, Any]:
     keys = ("layout.generator.tensor_parallel", "cluster.device", "cluster.threads_per_rank", *division_keys(values))
     ranks: dict[str, Any] = {f"{role} ranks": list(ranks) for role, ranks in layout.ranks.items()}
     for role, division in layout.divisions.items():
-        if division.is_split:
-            ranks[f"ranks that share the rows of {role}"] = len(division.groups[0])
+        ranks[_sharing(role)] = len(division.groups[0])
     return ranks | {key: functools.reduce(lambda at, name: at[name], key.split("."), values) for key in keys}
+
+
+def _sharing(role: str) -> str:
+    return f"ranks that share the rows of {role}"
 
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Differences from the conditions under which a checkpoint was written, as text; empty without any."""
+    before = dict.fromkeys(map(_sharing, ROLES), 1) | before  # which earlier versions did not write
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
 

@@ -49,9 +49,10 @@ class Division:
         places = zip(self.outputs, self.groups, strict=False)
         if len(self.outputs) != len(self.groups) or any(rank not in group for rank, group in places):
             raise ValueError(f"a division needs an output rank in each of {self.groups}, not {self.outputs}")
-        owners = {rank for share in self.weights for rank in share}
-        if ranks and not (self.weights and all(self.weights) and owners.issubset(ranks)):
-            raise ValueError(f"each share of a division's weights needs some of the ranks, not {self.weights}")
+        owners = [rank for share in self.weights for rank in share]
+        sound = all(self.weights) and set(owners).issubset(ranks) and len(set(owners)) == len(owners)
+        if ranks and not (self.weights and sound):
+            raise ValueError(f"each share of a division's weights needs ranks of its own, not {self.weights}")
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Table(Generic[S]):
         for entry in entry_points(group=GROUP):
             for name, path in _added(entry).get(self.kind, {}).items():
                 if paths.setdefault(name, path) != path:
-                    _leave_out(f"the {self.kind} {name} of {entry.value}", f"there is another, {paths[name]}")
+                    leave_out(f"the {self.kind} {name} of {entry.value}", f"there is another, {paths[name]}")
         return paths
 
     def __iter__(self) -> Iterator[str]:
@@ -68,7 +68,7 @@ class Table(Generic[S]):
             except SpecError as error:
                 if name in self._entries:
                     raise
-                _leave_out(f"the {self.kind} {name}", str(error))
+                leave_out(f"the {self.kind} {name}", str(error))
         return found
 
 
@@ -89,12 +89,12 @@ def _added(entry: EntryPoint) -> Mapping[str, Mapping[str, str]]:
         if not isinstance(found, Mapping) or not all(isinstance(names, Mapping) for names in found.values()):
             raise SpecError(f"{entry.value} is not a mapping of kind -> name -> path")
     except SpecError as error:
-        _leave_out(f"the entry point {entry.name} of {GROUP}", str(error))
+        leave_out(f"the entry point {entry.name} of {GROUP}", str(error))
         return {}
     return found
 
 
 @functools.lru_cache
-def _leave_out(what: str, why: str) -> None:
+def leave_out(what: str, why: str) -> None:
     """Report once per process that a package's entry is ignored; the rest of hpcrl works without it."""
     print(f"hpcrl: {what} is ignored: {why}", file=sys.stderr)

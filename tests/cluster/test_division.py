@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, ConfigError, parse
+from hpcrl.planner.memory import check_sizes
+from hpcrl.planner.shapes import read_shape
 from hpcrl.spec.division import Division
 from hpcrl.spec.kinds import TrainEngineSpec
+from tests.planner.models import PUBLISHED
 
 PAIRS = Division(((0, 1), (2, 3)), (1, 3), ((0, 2), (1, 3)))
 
@@ -45,6 +49,7 @@ def test_commands_and_groups_follow_from_the_pairs() -> None:
         (((0, 1), (2, 3)), (0, 2), ()),
         (((0, 1), (2, 3)), (0, 2), ((0,), ())),
         (((0, 1), (2, 3)), (0, 2), ((0, 4),)),
+        (((0, 1), (2, 3)), (0, 2), ((0, 2), (1, 2))),
     ],
 )
 def test_an_engine_that_contradicts_itself_is_told(groups: Any, outputs: Any, weights: Any) -> None:
@@ -70,19 +75,46 @@ def test_megatron_divides_as_megatron_core_does(num_ranks: int, tensor: int, pip
     assert set(division.outputs) <= set(stages[-1]) and set(division.heads) <= set(stages[0])
 
 
-TWISTED = TrainEngineSpec(
-    about="An engine whose ranks are in two groups at once.",
-    make="nowhere:make",
-    division=lambda config, num_ranks: Division(((0, 1), (1, 2)), (0, 1), ((0,),)),
+def engine(division: Callable[[Any, int], Division]) -> TrainEngineSpec:
+    return TrainEngineSpec(about="An engine of an installed package.", make="nowhere:make", division=division)
+
+
+TWISTED = engine(lambda config, num_ranks: Division(((0, 1), (1, 2)), (0, 1), ((0,),)))
+SMALL = engine(lambda config, num_ranks: Division.unsplit(num_ranks - 1))
+LARGE = engine(lambda config, num_ranks: Division.unsplit(num_ranks + 1))
+RAISING = engine(lambda config, num_ranks: Division.unsplit(num_ranks // 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("TWISTED", ": ValueError: the groups of a division are disjoint"),
+        ("SMALL", " divides ranks 0, and trainer has 2"),
+        ("LARGE", " divides ranks 0-2, and trainer has 2"),
+        ("RAISING", ": ZeroDivisionError: "),
+    ],
 )
-
-
-def test_a_division_of_an_installed_engine_that_contradicts_itself_is_one_line() -> None:
-    name = "tests.cluster.test_division:TWISTED"
+def test_a_division_of_an_installed_engine_that_cannot_be_is_one_line(name: str, said: str) -> None:
+    path = f"tests.cluster.test_division:{name}"
     with pytest.raises(ConfigError) as told:
-        RoleLayout.from_config(parse({"trainer": {"engine": name}}))
+        RoleLayout.from_config(parse({"trainer": {"engine": path}}))
     (text,) = told.value.problems
-    assert text.startswith(f"layout.trainer: trainer.engine={name}: the groups of a division are disjoint"), text
+    assert text.startswith(f"layout.trainer: trainer.engine={path}{said}"), text
+
+
+def test_a_replica_shares_all_of_its_ranks_with_an_engine_or_none() -> None:
+    layout = {"generator": {"num_ranks": 2, "tensor_parallel": 2, "colocate_with": None}}
+    layout["trainer"] = {"num_ranks": 1, "colocate_with": "generator"}
+    with pytest.raises(ConfigError) as told:
+        RoleLayout.from_config(parse({"generator": {"engine": "vllm"}, "layout": layout}))
+    assert "layout.generator: ranks 1 of a replica are also trainer ranks, its others are not" in str(told.value)
+
+
+def test_sizes_that_do_not_divide_are_told_where_a_fake_engine_stands_in() -> None:
+    config = megatron(2, tensor_parallel=4).model_copy(update={"debug": "fake"})
+    shape = read_shape(PUBLISHED["Qwen2.5-7B"][0])
+    texts = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
+    assert any("= 4 ranks hold the model, and the layout gives 2" in text for text in texts), texts
 
 
 def test_the_ranks_of_every_role_must_divide() -> None:

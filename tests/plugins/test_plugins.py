@@ -134,6 +134,19 @@ def test_a_specification_is_named_by_its_path_without_an_entry_point(site: Path,
     assert line.startswith("trainer.engine: training engine hpcrl_example.specs:NOTHING: ") and "NOTHING" in line
 
 
+def test_a_name_that_would_hide_a_key_is_ignored_or_refused(site: Path, tmp_path: Path) -> None:
+    clashing = tmp_path / "site"
+    shutil.copytree(site, clashing)
+    with open(clashing / "hpcrl_example" / "__init__.py", "a") as file:
+        file.write('ENTRIES["training engine"]["lr"] = "hpcrl_example.specs:NOISY"\n')
+    with open(clashing / "hpcrl_example" / "specs.py", "a") as file:
+        file.write('HIDING = TrainEngineSpec(about="Noisy.", make="a:b", section=NoisyConfig, name="lr")\n')
+    planned = call(clashing, "layout=single", f"run_dir={tmp_path / 'run'}", "dry_run=true")
+    assert planned.returncode == 0 and "the training engine lr is ignored: TrainerConfig has a key" in planned.stderr
+    refused = call(clashing, "trainer.engine=hpcrl_example.specs:HIDING", "dry_run=true")
+    assert refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: TrainerConfig has a key" in refused.stderr
+
+
 def test_a_broken_package_is_told_of_and_left_out(site: Path, tmp_path: Path) -> None:
     broken = tmp_path / "site"
     shutil.copytree(site, broken)

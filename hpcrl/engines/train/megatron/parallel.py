@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.megatron.spec import MegatronConfig, problem
+from hpcrl.engines.train.megatron.spec import MegatronConfig, indivisible, problem
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.shapes import ModelShape
 
@@ -69,7 +69,8 @@ def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | Non
 def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
     """Problems of the trainer's sizes with the model or the ranks."""
     megatron, ranks = own(config), len(layout.ranks["trainer"])
-    problems = [*_tensors(megatron, shape), *_experts(megatron, shape)]
+    # A layout refuses what does not divide, unless debug=fake replaces the engine.
+    problems = [*indivisible(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
     problems += _stages(megatron, shape)
     return problems or list(_samples(config, Degrees.of(megatron, ranks)))
 

@@ -60,7 +60,7 @@ def divide(config: Any, num_ranks: int) -> Division:
     """In Megatron-Core's order of ranks (parallel_state, "tp-cp-ep-dp-pp"): neighbouring ranks share matrices, then
     sequences, then come copies of the model, then stages. A stage's ranks publish its layers."""
     megatron: MegatronConfig = config.trainer.section(MegatronConfig)
-    if problems := list(_indivisible(megatron, num_ranks)):
+    if problems := list(indivisible(megatron, num_ranks)):
         raise DivisionError(problems)
     copy, stages = megatron.ranks_of_a_copy, megatron.pipeline_parallel
     width, stage = copy // stages, num_ranks // stages
@@ -72,7 +72,8 @@ def divide(config: Any, num_ranks: int) -> Division:
     return Division(groups, outputs, tuple(tuple(range(first, first + stage)) for first in range(0, num_ranks, stage)))
 
 
-def _indivisible(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
+def indivisible(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
+    """Why this many ranks cannot share the model as configured."""
     tensor, pipeline, context = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
     if num_ranks % (size := megatron.ranks_of_a_copy):
         text = (
