@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV ?= .venv
 JOBS ?= 2
+FAST_JOBS ?= 4 # two for each core: many fast tests wait for something
 PYTEST_ARGS ?=
 SLURM_ARGS ?=
 BIN := $(VENV)/bin
@@ -38,7 +39,7 @@ test: $(DEV) ## every test
 	@$(PYTEST)
 
 test-fast: $(DEV) ## the tests that finish in under 2 minutes
-	@$(PYTEST) -m "not slow and not soak"
+	@$(PYTEST) -n $(FAST_JOBS) -m "not slow and not soak"
 
 test-avx2: $(DEV) ## the tests of learning and parity with AVX2 instructions, where make test ran them with AVX-512
 	@if $(PY) -c 'import sys, torch; sys.exit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then \
