@@ -14,7 +14,17 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from hpcrl.rewards.notation import close, has_other_words, names, normalise, plain, quantity, unit_apart
+from hpcrl.rewards.notation import (
+    UNIT_MARK,
+    close,
+    has_other_words,
+    is_surely_unit,
+    names,
+    normalise,
+    plain,
+    quantity,
+    unit_apart,
+)
 
 T = TypeVar("T")
 LIMIT_S = 2.0  # CPU time of one comparison; the pool's timeout ends code that no signal interrupts
@@ -78,7 +88,7 @@ def _equal(gold: str, given: str) -> bool:
         return bool(right) and _equal(gold, right if not left or _is_label(left) else left)
     if _with_decimal_point(gold, given) or _with_decimal_point(given, gold):
         return True
-    for decide in (_parts_equal, _sides_equal, _words_equal):
+    for decide in (_parts_equal, _sides_equal, _units_equal, _words_equal):
         if (decided := decide(gold, given)) is not None:
             return decided
     return not _misread(gold, given) and _verify(gold, given)
@@ -89,7 +99,7 @@ def _equal_at_sight(gold: str, given: str) -> bool | None:
     if gold == given or plain(gold) == plain(given) != "":
         return True
     a = quantity(gold)
-    b = quantity(given) if a is not None else None
+    b = quantity(given, letter_after_number=True) if a is not None else None
     return None if a is None or b is None else a.equals(b)
 
 
@@ -244,6 +254,17 @@ def _is_label(text: str) -> bool:
     return not _NOT_IN_LABELS.search(_INDEX.sub("", text))
 
 
+def _units_equal(gold: str, given: str) -> bool | None:
+    """Equality of the expressions before the units, if at most one unit is missing; None without units, and if the
+    letters of unequal answers may be variables."""
+    (bare_gold, gold_unit), (bare_given, given_unit) = unit_apart(gold), unit_apart(given)
+    if not (gold_unit or given_unit):
+        return None
+    if (gold_unit == given_unit or not (gold_unit and given_unit)) and _equal(bare_gold, bare_given):
+        return True
+    return False if is_surely_unit(gold) or is_surely_unit(given) else None
+
+
 def _words_equal(gold: str, given: str) -> bool | None:
     """Equality of answers with words, as text and without case; None without words."""
     if has_other_words(gold) or has_other_words(given):
@@ -304,16 +325,8 @@ def within_limit(action: Callable[[], T]) -> T:
 def _verify(gold: str, given: str) -> bool:
     from math_verify import verify
 
-    def same(gold: str, given: str) -> bool:
-        golds, givens = list(_parse_gold(gold)), _parse(given)
-        return bool(givens) and verify(golds, givens, allow_set_relation_comp=True, timeout_seconds=None)
-
-    if same(gold, given):
-        return True
-    (bare_gold, gold_unit), (bare_given, given_unit) = unit_apart(gold), unit_apart(given)
-    if not (gold_unit or given_unit) or (gold_unit and given_unit and gold_unit != given_unit):
-        return False
-    return same(bare_gold, bare_given)
+    golds, givens = list(_parse_gold(gold)), _parse(given)
+    return bool(givens) and verify(golds, givens, allow_set_relation_comp=True, timeout_seconds=None)
 
 
 def _parse(text: str) -> list[Any]:
@@ -333,7 +346,7 @@ def _latex() -> Any:
 
 
 def _spaced(text: str) -> str:
-    return re.sub(r",(?=\d)", ", ", text)  # else math-verify reads (12,102) as 12102
+    return re.sub(r",(?=\d)", ", ", text.replace(UNIT_MARK, " "))  # else math-verify reads (12,102) as 12102
 
 
 _normalise_gold = lru_cache(maxsize=4096)(normalise)  # siblings share their gold answer

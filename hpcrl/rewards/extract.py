@@ -24,7 +24,7 @@ _CONNECTIVE = re.compile(
     r"(?:thus|so|hence|therefore|then|finally|we (?:get|have|find)|that is)\b[\s,:]*", re.IGNORECASE
 )
 _VERB = re.compile(r"(?:\b(?:is|are|equals?|be|to|at|gives?|becomes?)|:)\s+", re.IGNORECASE)
-_HOPE = re.compile(r"\s*I hope (?:it|this|that) is correct\W*$", re.IGNORECASE)
+_HOPE = re.compile(r"I hope (?:it|this|that) is correct\W*$", re.IGNORECASE)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 

@@ -52,7 +52,8 @@ _RENAMED_NAMES = [
 ]
 _MAY_BE_RENAMED = re.compile(r"[<>!_^]|(?<![\\A-Za-z])(?:pi|sqrt|sin|cos|tan|log|ln|exp|inf)")
 _TEXT = re.compile(
-    r"\\(?:text|textnormal|textbf|textit|textrm|texttt|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
+    r"\\(?:(?P<upright>text|textnormal|textrm|mathrm|mbox)|textbf|textit|texttt|mathbf|mathit|operatorname)"
+    r"\s*\{(?P<content>[^{}]*)\}"
 )
 _LATEX_THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:(?:\s?\{,\s*\}\s?|,\s*\\!\s*|\\,\s?)\d{3})+(?!\d)")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
@@ -74,12 +75,21 @@ _LITERAL = re.compile(
 )
 _UNIT_WORD = r"[A-Za-z]+(?:\^\{?-?\d\}?)?"
 _UNITS = re.compile(rf"{_UNIT_WORD}(?:(?:\s*(?:/|-)\s*|\s+){_UNIT_WORD}){{0,5}}")
-_EXPRESSION_WITH_UNIT = re.compile(rf"(.*(?:[\d)}}\]]|\\[A-Za-z]+))(\s*)({_UNITS.pattern})")
+UNIT_MARK = "\x1f"
+"""In a normal form, before letters that were in \\text or \\mathrm: they may be a unit, but not a product of
+variables. This character counts as a space in str.strip and in regular expressions."""
+_EXPRESSION_WITH_MARK = re.compile(rf"([^{UNIT_MARK}]*[^\s=]) ?{UNIT_MARK}({_UNITS.pattern})")
+_EXPRESSION_WITH_UNIT = re.compile(rf"(.*(?:[\d)}}\]]|\\[A-Za-z]+(?![A-Za-z])))(\s*)({_UNITS.pattern})")
+_ONE_UNIT = rf"\s*{UNIT_MARK}([A-Za-z]+(?:\s?\^\{{?\d\}}?)?)\s?"
+_UNIT_FRACTION = re.compile(rf"\s*\\[dtc]?frac\s?\{{{_ONE_UNIT}\}}\s?\{{{_ONE_UNIT}\}}")
+_CONSTANT = re.compile(r"(?:\\(?:pi|sqrt|frac|cdot|times|pm|log|ln|sin|cos|tan)(?![A-Za-z])|[^A-Za-z\\])*")
+_RATE = re.compile(r"(?:/\s*|\s(?:an?|per)\s+)(day|min|[A-Za-z]{4,})")
 _SHORT_UNITS = """
     mm cm dm km mg kg lb lbs oz ft in yd mi qt pt ml cl dl ms hr hrs mph kph kmh rpm fps hz khz mhz ghz kw kwh mw wh kj
-    mj ev kv db pa kpa mol sq cu st pm am
+    mj ev kv db pa kpa mol sq cu st pm am min mins
 """
 _LETTER_UNITS = "m s g h l"
+_MARKED_LETTERS = "L N V W J K C A"
 _CHANGE_A_NUMBER = """
     zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty
     ninety hundred thousand million billion trillion dozen score gross half halves third quarter fourth fifth sixth
@@ -95,6 +105,7 @@ _MATHEMATICAL = """
     det abc xyz infinity inf infty
 """
 LENGTHS = frozenset(["mm", "cm", "dm", "km", "ft"])
+MARKED_LETTERS = frozenset(_MARKED_LETTERS.split())
 SHORT_UNITS, LETTER_UNITS = frozenset(_SHORT_UNITS.split()), frozenset(_LETTER_UNITS.split())
 PRODUCTS = frozenset({"abc", "xyz"})
 """Neither units nor words: products of letters."""
@@ -142,9 +153,10 @@ def normalise(text: str) -> str:
     if "\\" in text or "$" in text:
         text = _LATEX_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
         text = _DELIMITER.sub(" ", text)
-        text = _TEXT.sub(r" \1 ", _TEXT.sub(r" \1 ", text))
+        text = _TEXT.sub(_marked, _TEXT.sub(_marked, text.replace(UNIT_MARK, " ")))
         text = _LAYOUT.sub(" ", text)
-    text = _SPACING.sub(" ", text).strip()
+        text = _UNIT_FRACTION.sub(rf"{UNIT_MARK}\1/\2", text)
+    text = _SPACING.sub(lambda match: UNIT_MARK if UNIT_MARK in match[0] else " ", text).strip()
     if not text.isdigit():
         if "\\" in text:
             for pattern, replacement in _RENAMED_COMMANDS:
@@ -162,12 +174,13 @@ def plain(text: str) -> str:
     """Normal form for comparison as text: without redundant spaces and percent signs."""
     if text.isalnum():
         return text
-    text = re.sub(r"(?<=[\d}])\s*\\?%", "", text)
+    text = re.sub(r"(?<=[\d}])\s*\\?%", "", text.replace(UNIT_MARK, " "))
     return re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text)
 
 
-def quantity(text: str) -> Quantity | None:
-    """The number and unit of an answer in normal form; None if the answer is no number."""
+def quantity(text: str, letter_after_number: bool = False) -> Quantity | None:
+    """The number and unit of an answer in normal form; None if the answer is no number. 5 m is a number with a unit, 5m
+    only with `letter_after_number`: m may be a variable."""
     if text.isascii() and text.isdigit():
         return Quantity(int(text))
     match = _LITERAL.match(text)
@@ -179,21 +192,38 @@ def quantity(text: str) -> Quantity | None:
     if rest and (rest[0].isdigit() or rest[0] in ".,_^"):
         return None
     value = _value(match)
-    unit = _unit(rest)
+    unit = _unit(rest, letter_after_number)
     return None if value is None or unit is None else Quantity(value, percent is not None, unit)
 
 
 def unit_apart(text: str) -> tuple[str, str]:
-    """An expression in normal form and the unit after it ("" without one). A unit of one letter needs a space before
-    it, else it is a factor; so do most letters after a name: 2\\pi hr is a product."""
-    match = _EXPRESSION_WITH_UNIT.fullmatch(text)
-    if match is None:
+    """An expression in normal form and the unit after it ("" without one).
+
+    Letters from \\text or \\mathrm are a unit after any expression. Other letters are a unit only after an expression
+    without variables: x^2 h is a product. After a name they are a length or a word: 2\\pi hr is a product.
+    """
+    if match := _EXPRESSION_WITH_MARK.fullmatch(text):
+        expression, letters = match.groups()
+        known = SHORT_UNITS | LETTER_UNITS | MARKED_LETTERS
+        if _CONSTANT.fullmatch(expression) or known.issuperset(re.findall(r"[A-Za-z]+", letters)):
+            return (expression, unit) if (unit := _unit(UNIT_MARK + letters)) else (text, "")
         return text, ""
-    expression, space, unit = match.groups()
-    first, *others = re.findall("[A-Za-z]+", unit.lower())
-    known = LENGTHS if re.search(r"\\[A-Za-z]+$", expression) else SHORT_UNITS | (LETTER_UNITS if space else set())
-    is_unit = first in known and (SHORT_UNITS | LETTER_UNITS).issuperset(others)
-    return (expression, unit.lower()) if is_unit else (text, "")
+    match = _EXPRESSION_WITH_UNIT.fullmatch(text)
+    if match is None or not _CONSTANT.fullmatch(match[1]):
+        return text, ""
+    expression, space, letters = match.groups()
+    first = re.match("[A-Za-z]+", letters)[0].lower()  # type: ignore[index]
+    after_name = re.search(r"\\[A-Za-z]+$", expression)
+    known = LENGTHS | {"m"} if after_name else SHORT_UNITS | LETTER_UNITS
+    unit = _unit(space + letters) if first in known or len(first) > 3 else None
+    return (expression, unit) if unit else (text, "")
+
+
+def is_surely_unit(text: str) -> bool:
+    """Whether an answer in normal form ends in a unit that cannot be a product: \\text{ m}, or a length as in 2 cm."""
+    expression, unit = unit_apart(text)
+    rest = text[len(expression) :]
+    return bool(unit) and (UNIT_MARK in rest or (rest[0].isspace() and re.split(r"[ /^-]", unit)[0] in LENGTHS))
 
 
 def has_other_words(text: str) -> bool:
@@ -212,6 +242,11 @@ def names(text: str) -> list[str]:
 
 def _letters(text: str) -> list[str]:
     return re.findall(r"[A-Za-z]{2,}", re.sub(r"\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\[A-Za-z]+", " ", text))
+
+
+def _marked(match: re.Match[str]) -> str:
+    is_mark = match["upright"] and re.match(r"\s*[A-Za-z]", match["content"])
+    return f"{UNIT_MARK if is_mark else ' '}{match['content']} "
 
 
 def _ascii(text: str) -> str:
@@ -257,20 +292,34 @@ def _value(match: re.Match[str]) -> Fraction | int | None:
 
 
 @lru_cache(maxsize=4096)
-def _unit(text: str) -> str | None:
+def _unit(text: str, letter_after_number: bool = False) -> str | None:
     """The unit after a number, in comparable form ("" without one); None if the words may change the number."""
     if not text:
         return ""
-    attached, text = not text[0].isspace(), text.strip()
+    if rate := _RATE.fullmatch(text):
+        return None if _changes(rate[1].lower()) and rate[1] != "min" else f"per {_singular(rate[1].lower())}"
+    marked, attached, text = text.lstrip(" ").startswith(UNIT_MARK), not text[0].isspace(), text.strip()
     if len(text) > 100 or not _UNITS.fullmatch(text):
         return None
     words = re.findall(_UNIT_WORD, text)
+    before = ["", *(gap.strip() for gap in re.split(_UNIT_WORD, text)[1:-1])]
     for place, word in enumerate(words):
-        letters = re.match("[A-Za-z]+", word)[0].lower()  # type: ignore[index]
-        known = letters in SHORT_UNITS or (letters in LETTER_UNITS and (place > 0 or not attached))
-        if not known and (len(letters) < 3 or (attached and place == 0) or _changes(letters)):
+        letters = re.match("[A-Za-z]+", word)[0]  # type: ignore[index]
+        if letters in LETTER_UNITS:
+            is_factor = place > 0 and not before[place] and set(words[place - 1]) <= LETTER_UNITS  # m g h
+            known = marked or not (is_factor or (attached and place == 0 and not letter_after_number))
+        else:
+            known = letters.lower() in SHORT_UNITS or (marked and place == 0 and letters in MARKED_LETTERS)
+        if not known and (len(letters) < 3 or (attached and place == 0) or _changes(letters.lower())):
             return None
-    return " ".join(word.lower().removesuffix("s") or word.lower() for word in words)
+    return "".join(
+        f"{gap if gap or not place else ' '}{_singular(word.lower())}"
+        for place, (gap, word) in enumerate(zip(before, words, strict=True))
+    )
+
+
+def _singular(unit: str) -> str:
+    return unit.removesuffix("s") if len(unit) > 2 else unit
 
 
 def _changes(word: str) -> bool:
