@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 if a response could not be scored, 2 on bad input."""
+    """Returns 0, 1 if a response could not be scored, 2 on bad input. Stops if the reader of its output has stopped."""
     try:
         words = _parser().parse_args(argv)
         reward = _reward(words)
@@ -46,18 +47,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hpcrl.score: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     scores: list[Score] = []
+    try:
+        for place, item, score in _scored(reward, rows):
+            scores.append(score)
+            _print(_shown(place, item, score, words.json))
+        if len(scores) > 1 and not words.json:
+            _print(f"\n{_summary(scores)}")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's last flush fails again
+    return 1 if any(score.error for score in scores) else ExitCode.DONE
+
+
+def _scored(reward: Reward, rows: Sequence[tuple[str, RewardItem]]) -> Iterator[tuple[str, RewardItem, Score]]:
+    """(place, row, score) of each response."""
     for group in _calls(reward, rows):
         places, items = zip(*group, strict=True)
         found = score_each(reward, items)
         found = found if found is not None else [score_each(reward, [item])[0] for item in items]  # type: ignore[index]
-        for place, item, score in zip(places, items, found, strict=True):
-            print(_shown(place, item, score, words.json), flush=True)
-        scores += found
+        yield from zip(places, items, found, strict=True)
+
+
+def _summary(scores: Sequence[Score]) -> str:
+    mean = [sum(values) / len(scores) for values in ([s.reward for s in scores], [s.score for s in scores])]
     errors = sum(bool(score.error) for score in scores)
-    if len(scores) > 1 and not words.json:
-        mean = [sum(values) / len(scores) for values in ([s.reward for s in scores], [s.score for s in scores])]
-        print(f"\n{len(scores)} responses: mean reward {mean[0]:.4g}, mean score {mean[1]:.4g}, {errors} errors")
-    return 1 if errors else ExitCode.DONE
+    return f"{len(scores)} responses: mean reward {mean[0]:.4g}, mean score {mean[1]:.4g}, {errors} errors"
+
+
+def _print(text: str) -> None:
+    """Print with escapes for what the output's encoding lacks, such as a lone surrogate in a reward's error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def _parser() -> _Parser:
@@ -107,6 +126,8 @@ def _pairs(option: str, words: Sequence[str]) -> dict[str, Any]:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
             found[key] = value
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise ValueError(f"{option} {key}: {error}") from error
     return found
 
 
@@ -146,10 +167,7 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
                 if not line.strip():
                     continue
                 where = f"{file}:{number}"
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{where}: no JSON: {error.msg} (column {error.colno})") from error
+                row = _row(line, where)
                 turns = _turns(row)
                 if not turns:
                     there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
@@ -165,6 +183,20 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
             raise ValueError(f"{file}: no UTF-8 text") from error
     if not count:
         raise ValueError(f"{file}: no rows")
+
+
+def _row(line: str, where: str) -> Any:
+    """The JSON value of a line. ValueError if it is not JSON, or has a text that cannot be written as UTF-8."""
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: no JSON: {error.msg} (column {error.colno})") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: a text with half a character: {error.object[error.start]!a}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise ValueError(f"{where}: {error}") from error
+    return row
 
 
 def _opened(file: Path) -> TextIO:

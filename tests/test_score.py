@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,11 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--file", "bad.jsonl"], 'bad.jsonl:2: expected an object with a text "response", there is: respons'),
         (["--file", "broken.jsonl"], "broken.jsonl:1: no JSON: "),
         (["--file", "empty.jsonl"], "empty.jsonl: no rows"),
+        (["--file", "half.jsonl"], "half.jsonl:2: a text with half a character: '\\ud800'"),
+        (["--file", "half.jsonl", "--json"], "half.jsonl:2: a text with half a character: '\\ud800'"),
+        (["--file", "deep.jsonl"], "deep.jsonl:1: maximum recursion depth exceeded"),
+        (["--answer", "3", "--column", f"level={'[' * 100_000}", "x"], "--column level: maximum recursion depth"),
+        (["--answer", "3", "--column", f"level={'9' * 5000}", "x"], "--column level: Exceeds the limit (4300 digits)"),
         (["--file", "latin.jsonl"], "latin.jsonl: no UTF-8 text"),
         (["--whatever", "x"], "unrecognized arguments: --whatever"),
     ],
@@ -93,11 +99,39 @@ def test_bad_input_is_one_line(
     Path("empty.jsonl").write_text("\n")
     Path("open.jsonl").write_text('{"response": "a"}\n')
     Path("leaves.py").write_text("raise SystemExit(0)\n")
+    Path("half.jsonl").write_text('{"response": "a", "answer": "3"}\n{"response": "a", "answer": "\\ud800"}\n')
+    Path("deep.jsonl").write_text(f'{{"response": "a", "level": {"[" * 100_000}{"]" * 100_000}}}\n')
     Path("latin.jsonl").write_bytes(b'{"response": "\xe4"}\n')
     assert main(words) == 2
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
     assert told.err.startswith("hpcrl.score: ") and message in told.err and "--help" in told.err
+
+
+def test_what_a_reward_took_may_be_any_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from hpcrl.rewards.base import Score\n"
+        "def f(items):\n"
+        "    return [Score(1, 1, error='half \\ud800', given=18, gold={2}) for item in items]\n"
+    )
+    words = ["--reward", f"{tmp_path}/mine.py:f", "x"]
+    assert main(words) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [r"error   half \ud800", "taken   18", "gold    {2}"]
+    assert main([*words, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["error"], found["given"], found["gold"]) == ("half \ud800", "18", "{2}")
+
+
+def test_a_reader_that_stops_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["--answer", "3", "3", "4"]) == 0
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
 
 
 def test_standard_input_has_to_be_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,7 @@ def _checked(item: RewardItem, score: Any) -> Score:
         metrics = {_sendable(str(name)): float(number) for name, number in score.metrics.items()}
         turns = tuple(map(float, score.turn_rewards))
         tokens = {int(place): float(number) for place, number in sorted(score.token_rewards.items())}
+        given, gold = (None if part is None else str(part) for part in (score.given, score.gold))
     except Exception as error:
         return failed(describe(error))
     for number in (reward, value):
@@ -92,7 +93,7 @@ def _checked(item: RewardItem, score: Any) -> Score:
         return failed(problem)
     finite = {name: number for name, number in metrics.items() if math.isfinite(number)}
     text = _sendable(str(score.error))
-    return Score(reward, value, text, finite, turns or _of_turns(item, tokens), tokens, score.given, score.gold)
+    return Score(reward, value, text, finite, turns or _of_turns(item, tokens), tokens, given, gold)
 
 
 def _problem_of_parts(item: RewardItem, reward: float, turns: Sequence[float], tokens: Mapping[int, float]) -> str:
