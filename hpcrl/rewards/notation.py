@@ -81,12 +81,12 @@ variables. This character counts as a space in str.strip and in regular expressi
 _EXPRESSION_WITH_MARK = re.compile(rf"([^{UNIT_MARK}]*[^\s=]) ?{UNIT_MARK}({_UNITS.pattern})")
 _EXPRESSION_WITH_UNIT = re.compile(rf"(.*(?:[\d)}}\]]|\\[A-Za-z]+(?![A-Za-z])))(\s*)({_UNITS.pattern})")
 _ONE_UNIT = rf"\s*{UNIT_MARK}([A-Za-z]+(?:\s?\^\{{?\d\}}?)?)\s?"
-_UNIT_FRACTION = re.compile(rf"\s*\\[dtc]?frac\s?\{{{_ONE_UNIT}\}}\s?\{{{_ONE_UNIT}\}}")
+_UNIT_FRACTION = re.compile(rf"\\[dtc]?frac\s?\{{{_ONE_UNIT}\}}\s?\{{{_ONE_UNIT}\}}")
 _CONSTANT = re.compile(r"(?:\\(?:pi|sqrt|frac|cdot|times|pm|log|ln|sin|cos|tan)(?![A-Za-z])|[^A-Za-z\\])*")
 _RATE = re.compile(r"(?:/\s*|\s(?:an?|per)\s+)(day|min|[A-Za-z]{4,})")
 _SHORT_UNITS = """
     mm cm dm km mg kg lb lbs oz ft in yd mi qt pt ml cl dl ms hr hrs mph kph kmh rpm fps hz khz mhz ghz kw kwh mw wh kj
-    mj ev kv db pa kpa mol sq cu st pm am min mins
+    mj ev kv db pa kpa mol sq cu st pm am min mins gms
 """
 _LETTER_UNITS = "m s g h l"
 _MARKED_LETTERS = "L N V W J K C A"
@@ -307,10 +307,12 @@ def _unit(text: str, letter_after_number: bool = False) -> str | None:
         letters = re.match("[A-Za-z]+", word)[0]  # type: ignore[index]
         if letters in LETTER_UNITS:
             is_factor = place > 0 and not before[place] and set(words[place - 1]) <= LETTER_UNITS  # m g h
-            known = marked or not (is_factor or (attached and place == 0 and not letter_after_number))
+            may_be_unit = letter_after_number and letters in (word, "m")  # 4s^2 is none, 4m^2 may be one
+            known = marked or not (is_factor or (attached and place == 0 and not may_be_unit))
         else:
             known = letters.lower() in SHORT_UNITS or (marked and place == 0 and letters in MARKED_LETTERS)
-        if not known and (len(letters) < 3 or (attached and place == 0) or _changes(letters.lower())):
+        is_product = LETTER_UNITS.issuperset(letters)  # mgh
+        if not known and (len(letters) < 3 or (attached and place == 0) or is_product or _changes(letters.lower())):
             return None
     return "".join(
         f"{gap if gap or not place else ' '}{_singular(word.lower())}"
