@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_REWARD = 1e30
-"""Largest magnitude of a reward or score: beyond it, sums and squares overflow in float32."""
+"""Largest magnitude of a reward or score: beyond it, sums of them overflow in float32."""
 TEXT = "text"
 """dtype of a field that holds one string per row."""
 
