@@ -16,7 +16,7 @@ from hpcrl.spec.division import Division
 class DataParallel:
     """A rank's place in its engine's division. Built by all ranks of the engine together, after their default group."""
 
-    def __init__(self, world: World, role: str, division: Division, epoch: int = 0):
+    def __init__(self, world: World, role: str, division: Division):
         group, across = division.inside(world.rank), division.across(world.rank)
         self.is_head, self.holds_outputs = world.rank == group[0], world.rank in division.outputs
         self.num_data_parallel = len(division.groups)
@@ -24,8 +24,8 @@ class DataParallel:
         self._across: Any = dist.group.WORLD
         self._inside: Any = None
         if division.is_split:
-            self._across = world.group(f"{role}/across/{across[0]}", across, epoch, of_engine=True)
-            self._inside = world.group(f"{role}/inside/{group[0]}", group, epoch, of_engine=True)
+            self._across = world.group(f"{role}/across/{across[0]}", across, 0, of_engine=True)
+            self._inside = world.group(f"{role}/inside/{group[0]}", group, 0, of_engine=True)
 
     def pass_on(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the head, in host memory. Called by all ranks of a data-parallel rank that has several."""
