@@ -33,8 +33,8 @@ class Table(Generic[S]):
     def paths(self) -> dict[str, str]:
         """Name -> path, including installed packages. Errors of a package are reported, and the entry is ignored."""
         paths = dict(self._entries)
-        for entry in entry_points(group=GROUP):
-            for name, path in _added(entry).get(self.kind, {}).items():
+        for entry, added in _packages().items():
+            for name, path in added.get(self.kind, {}).items():
                 if paths.setdefault(name, path) != path:
                     leave_out(f"the {self.kind} {name} of {entry.value}", f"there is another, {paths[name]}")
         return paths
@@ -72,6 +72,7 @@ class Table(Generic[S]):
         return found
 
 
+@functools.cache
 def load(path: str, what: str) -> Any:
     """The object named by `module:NAME`. SpecError says why `what` is not available."""
     module, _, name = path.partition(":")
@@ -81,7 +82,12 @@ def load(path: str, what: str) -> Any:
         raise SpecError(f"{what}: {path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-@functools.lru_cache
+@functools.cache
+def _packages() -> dict[EntryPoint, Mapping[str, Mapping[str, str]]]:
+    """The entries of every installed package. Searching all packages takes several milliseconds, so once."""
+    return {entry: _added(entry) for entry in entry_points(group=GROUP)}
+
+
 def _added(entry: EntryPoint) -> Mapping[str, Mapping[str, str]]:
     """The entries of an installed package."""
     try:

@@ -33,7 +33,7 @@ def shape() -> ModelShape:
 
 
 def by_name(config: Config, shape: ModelShape, stage: int) -> dict[str, int]:
-    return {part.name: part.num_bytes for part in stage_parts(config, shape, 256, stage)}
+    return {part.name: part.num_bytes for part in stage_parts(config, shape, 256)[stage]}
 
 
 def test_bytes_of_an_inner_stage_by_hand(shape: ModelShape) -> None:
@@ -44,7 +44,7 @@ def test_bytes_of_an_inner_stage_by_hand(shape: ModelShape) -> None:
     """
     dense = 12 * ((2 * 4096 * 8192 + 2 * 4096 * 512) // 4 + 2 * 4096 + 2 * 128 + 128 * 4096)
     experts = 12 * 16 * 3 * 4096 * 1536
-    assert (dense, experts) == (220_302_336, 3_623_878_656) == rank_numbers(shape, SIZES, 3)
+    assert (dense, experts) == (220_302_336, 3_623_878_656) == rank_numbers(shape, SIZES)[3]
     parts = by_name(run_of(256, **LARGEST), shape, 3)
     assert parts["weights"] == 7_688_361_984  # bf16
     assert parts["gradients"] == 15_376_723_968  # fp32
@@ -55,13 +55,13 @@ def test_bytes_of_an_inner_stage_by_hand(shape: ModelShape) -> None:
 def test_numbers_of_the_first_and_the_last_stage_by_hand(shape: ModelShape) -> None:
     """11 layers each; the vocabulary padded to 152064 rows over 4 ranks; the last one has the final norm too."""
     dense, experts = 11 * 18_358_528, 11 * 16 * 3 * 4096 * 1536
-    assert rank_numbers(shape, SIZES, 0) == (dense + 152_064 * 4096 // 4, experts)
-    assert rank_numbers(shape, SIZES, 7) == (dense + 152_064 * 4096 // 4 + 4096, experts)
+    assert rank_numbers(shape, SIZES)[0] == (dense + 152_064 * 4096 // 4, experts)
+    assert rank_numbers(shape, SIZES)[7] == (dense + 152_064 * 4096 // 4 + 4096, experts)
 
 
 def test_ranks_of_a_copy_hold_the_model_once(shape: ModelShape) -> None:
     """Over tensor and expert ranks: what is whole is on each of 4, so the sum is the model and three more of that."""
-    stages = [rank_numbers(shape, SIZES, stage) for stage in range(8)]
+    stages = rank_numbers(shape, SIZES)
     whole = sum(parameter.size for parameter in shape.parameters if parameter.split == "whole")
     padding = 2 * (152_064 - 151_936) * 4096
     total = sum(4 * dense + 8 * experts for dense, experts in stages)
@@ -70,9 +70,9 @@ def test_ranks_of_a_copy_hold_the_model_once(shape: ModelShape) -> None:
 
 def test_a_tied_head_is_an_embedding_on_the_last_stage() -> None:
     shape = read_shape(PUBLISHED["Qwen2.5-0.5B"][0])
-    first, last = (rank_numbers(shape, MegatronConfig(pipeline_parallel=2), stage)[0] for stage in (0, 1))
+    first, last = (dense for dense, _ in rank_numbers(shape, MegatronConfig(pipeline_parallel=2)))
     assert last - first == shape.hidden_size  # the final norm
-    assert rank_numbers(shape, MegatronConfig(), 0)[0] == shape.num_parameters  # 1187 x 128 rows: no padding
+    assert rank_numbers(shape, MegatronConfig())[0][0] == shape.num_parameters  # 1187 x 128 rows: no padding
 
 
 def test_activations_by_hand(shape: ModelShape) -> None:
@@ -104,7 +104,7 @@ def test_micro_batches_come_in_groups_of_stages(shape: ModelShape) -> None:
 
 def test_the_fullest_stage_counts(shape: ModelShape) -> None:
     config = run_of(256, **LARGEST)
-    totals = [sum(part.num_bytes for part in stage_parts(config, shape, 256, stage)) for stage in range(8)]
+    totals = [sum(part.num_bytes for part in parts) for parts in stage_parts(config, shape, 256)]
     assert sum(part.num_bytes for part in megatron_parts(config, shape, 256)) == max(totals) > min(totals)
 
 

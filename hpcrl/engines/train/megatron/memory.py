@@ -31,29 +31,30 @@ def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[Stage]:
     return stages
 
 
-def rank_numbers(shape: ModelShape, megatron: MegatronConfig, stage: int) -> tuple[int, int]:
-    """(numbers outside experts, numbers of experts) on a rank of a stage.
+def rank_numbers(shape: ModelShape, megatron: MegatronConfig) -> list[tuple[int, int]]:
+    """(numbers outside experts, numbers of experts) on a rank of each stage.
 
     The embedding is on the first stage, the final norm and the head on the last; a tied head is a second embedding.
     """
-    layers = {layer for chunk in _stages(shape, megatron)[stage] for layer in chunk}
-    first, last = stage == 0, stage == megatron.pipeline_parallel - 1
+    stages = _stages(shape, megatron)
+    stage_of = {layer: stage for stage, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
+    first, last = 0, len(stages) - 1
     padding = padded_vocabulary(shape.vocab_size, megatron) - shape.vocab_size
     experts = megatron.expert_parallel * megatron.expert_tensor_parallel
-    counts = [0, 0]
+    counts = [[0, 0] for _ in stages]
     for parameter in shape.parameters:
-        if parameter.layer is None:
-            is_head = parameter.name in ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight")
-            copies = int(last) if is_head else int(first)
-            if parameter.split == "vocabulary" and shape.tied and last and not first:
-                copies = 1
+        if parameter.layer is not None:
+            on = {stage_of[parameter.layer]}
+        elif parameter.name in ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight"):
+            on = {last}
         else:
-            copies = int(parameter.layer in layers)
+            on = {first, last} if parameter.split == "vocabulary" and shape.tied else {first}
         size = split_size(parameter, shape, megatron.tensor_parallel, experts)
         if parameter.split == "vocabulary":
             size += -(-padding * shape.hidden_size // megatron.tensor_parallel)
-        counts[parameter.split == "expert"] += copies * size
-    return counts[0], counts[1]
+        for stage in on:
+            counts[stage][parameter.split == "expert"] += size
+    return [(dense, expert) for dense, expert in counts]
 
 
 def micro_batches_in_flight(megatron: MegatronConfig, stage: int, num_micro_batches: int) -> int:
@@ -77,12 +78,16 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
     return -(-count // group) * group
 
 
-def stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int) -> list[Part]:
-    """Parts of a rank of a stage."""
+def stage_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[list[Part]]:
+    """Parts of a rank of each stage. The sizes must fit (check_parallel)."""
+    numbers = rank_numbers(shape, own(config))
+    return [_stage_parts(config, shape, num_ranks, stage, *counts) for stage, counts in enumerate(numbers)]
+
+
+def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, dense: int, experts: int) -> list[Part]:
     trainer, megatron = config.trainer, own(config)
     degrees, compute = Degrees.of(megatron, num_ranks), BYTES[trainer.param_dtype]
     tokens = Tokens.of(config, -(-samples_of_an_update(config) // degrees.data))
-    dense, experts = rank_numbers(shape, megatron, stage)
     per_number = 2 * FP32 + FP32 * (compute < FP32)  # two moments; a master copy of weights that are not fp32
     shares = (degrees.optimizer, degrees.expert_data) if megatron.distributed_optimizer else (1, 1)
     optimizer = per_number * (-(-dense // shares[0]) + -(-experts // shares[1]))
@@ -108,11 +113,7 @@ def stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int) -
 
 def megatron_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of a rank of the fullest stage. The sizes must fit (check_parallel)."""
-    stages = range(own(config).pipeline_parallel)
-    return max(
-        (stage_parts(config, shape, num_ranks, stage) for stage in stages),
-        key=lambda parts: sum(part.num_bytes for part in parts),
-    )
+    return max(stage_parts(config, shape, num_ranks), key=lambda parts: sum(part.num_bytes for part in parts))
 
 
 class MegatronPlan:
@@ -126,8 +127,7 @@ class MegatronPlan:
 
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         compute, megatron = BYTES[config.trainer.param_dtype], own(config)
-        stages = range(megatron.pipeline_parallel)
-        weights = max(sum(rank_numbers(shape, megatron, stage)) for stage in stages) * compute
+        weights = max(sum(counts) for counts in rank_numbers(shape, megatron)) * compute
         return forward_parts(config, shape, num_ranks, weights, gathered=0, on_host=False)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
