@@ -21,6 +21,14 @@ def test_every_link_leads_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_anchor_is_a_heading(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (document.parent / target if target else document).read_text(), re.M)
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{document.name} links to {target}#{anchor}"
+
+
 def test_every_document_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     assert [
