@@ -28,6 +28,7 @@ class Table(Generic[S]):
         """entries: name -> `module:NAME` of a torch-free specification, in the order in which help lists them."""
         self.kind = kind
         self._specification, self._entries = specification, dict(entries)
+        self._found: dict[str, S] = {}  # a plan asks thousands of times
 
     @functools.cached_property
     def paths(self) -> dict[str, str]:
@@ -44,6 +45,8 @@ class Table(Generic[S]):
 
     def __getitem__(self, name: str) -> S:
         """The specification. SpecError if the name is unknown or its path does not lead to a specification."""
+        if name in self._found:
+            return self._found[name]
         path = name if ":" in name else self.paths.get(name)
         if path is None:
             near = get_close_matches(name, self.paths, n=1)
@@ -53,7 +56,7 @@ class Table(Generic[S]):
         if not isinstance(found, self._specification):
             kind = self._specification.__name__
             raise SpecError(f"{self.kind} {name}: {path} is not a {kind} but {type(found).__name__}")
-        return found
+        return self._found.setdefault(name, found)
 
     def items(self) -> Iterator[tuple[str, S]]:
         """Every listed name and its specification, except those of installed packages that cannot be loaded."""
@@ -72,7 +75,6 @@ class Table(Generic[S]):
         return found
 
 
-@functools.cache
 def load(path: str, what: str) -> Any:
     """The object named by `module:NAME`. SpecError says why `what` is not available."""
     module, _, name = path.partition(":")
