@@ -21,7 +21,7 @@ from hpcrl.runtime.rows import AnswerRows
 
 
 class Run:
-    """Made by hpcrl.rank0 of the parts that hpcrl.runtime.building has built."""
+    """hpcrl.rank0 makes it from the parts that hpcrl.runtime.building builds."""
 
     def __init__(self, config: Config, run_dir: Path, parts: Parts):
         self.config, self._run_dir = config, run_dir
@@ -41,20 +41,20 @@ class Run:
 
     @property
     def rollouts(self) -> Rollouts | StoredRollouts:
-        """The training rollouts of a reinforcement run."""
+        """The training rollouts of a pipeline that generates."""
         assert isinstance(self._data, Rollouts | StoredRollouts), f"pipeline {self.config.pipeline} has no rollouts"
         return self._data
 
     @property
     def rows(self) -> AnswerRows:
-        """The training rows of a supervised run."""
+        """The training rows of a supervised pipeline."""
         assert isinstance(self._data, AnswerRows), f"pipeline {self.config.pipeline} has no rows of answers"
         return self._data
 
     def steps(self) -> Iterator[int]:
-        """Steps still to do, from 1; each is trained on weights version step - 1 and publishes version step.
+        """The remaining steps, counted from 1. A step trains weights version step - 1 and publishes version step.
 
-        Stopped, with a checkpoint, after the first boundary at which a signal had come or the job would end before
+        Stopped, with a checkpoint, at the first step boundary at which a signal has arrived or the job would end before
         another step is trained and saved.
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
@@ -67,34 +67,34 @@ class Run:
                 raise Stopped(step, saved, self.guard.stop_signal, why)
 
     def ask(self, role: str, question: str, **values: Any) -> Stats:
-        """What all ranks of a role that answers questions (hpcrl.roles.base.Answers) say, merged."""
+        """Merged answers of all ranks of a role that answers questions (hpcrl.roles.base.Answers)."""
         return self._roles.ask(role, question, values)
 
     def publish(self, version: int) -> Stats:
-        """Give every living replica the trainers' weights under this version."""
+        """Load the trainers' weights into every living replica, as this version."""
         stats = self._weights.publish(version)
         if isinstance(self._data, Rollouts):
             self._data.scheduler.weights_arrived(version)
         return stats
 
     def evaluate(self, step: int) -> Stats:
-        """Held-out scores where they are due at this step (0: before training); nothing otherwise."""
+        """Scores on held-out prompts if due at this step (0: before training); otherwise empty."""
         every = self.config.eval_every
         due = bool(every) and (step % every == 0 or step == self.config.max_steps)
         return self.evaluation.scores(step) if due and self.evaluation is not None else {}
 
     def end_at(self, step: int, why: str) -> None:
-        """The run is complete at this step, before its last one."""
+        """Declare the run complete at this step, before max_steps."""
         self.last_step, self._why = step, why
 
     @property
     def reason(self) -> str:
-        """How a run that is complete came to its end."""
+        """Why a complete run ended."""
         return f"trained {self.last_step} steps" + (f": {self._why}" if self._why else "")
 
     def log(self, step: int, *parts: Stats) -> None:
-        """Write the step's metrics. NoProgress once they show that training has come to nothing; SupersededError, with
-        nothing written, when another attempt owns the run."""
+        """Write the step's metrics. SupersededError, before anything is written, if another attempt owns the run;
+        NoProgress if the metrics of several steps show that nothing is learnt."""
         stats = merge([*parts, self.checkpoint.take_stats()])
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
         evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
@@ -110,7 +110,7 @@ class Run:
         self.last_logged = dict(flat)
 
     def finish(self) -> str:
-        """Save, export the policy, draw the plot; returns what to tell the user."""
+        """Save, export the policy, draw the plot; returns the text for the user."""
         last = self.last_step
         self.checkpoint.save(last)
         self.trainer.export(self._run_dir / "hf")

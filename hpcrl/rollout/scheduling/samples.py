@@ -1,9 +1,9 @@
-"""The samples that the scheduler follows: the state of each, what their replicas carry, and what these are told to do.
+"""The scheduler's samples: their states, the load of their replicas, and the commands to these replicas.
 
-A sample is WAITING for room, RUNNING on a replica, SCORING, then DONE; one with an environment alternates between
-RUNNING, ACTING (its environment has it, its slot is free) and ANSWERED (waiting for a slot of its replica), and begins
-with its environment: it is ACTING before it has a token. After its episode it is DONE, or SCORING where a reward is
-added. Dropped samples leave the table; what arrives about them later is counted as stale and ignored.
+A sample is WAITING for room on a replica, RUNNING there, SCORING, then DONE. A sample with an environment alternates
+between RUNNING, ACTING (with its environment; its slot is free) and ANSWERED (waiting for a slot of its replica). Its
+environment also starts it, so it may be ACTING before it has a token. After its episode it is DONE, or SCORING if a
+reward is added. Dropped samples are forgotten; later events about them are counted as stale and ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hpcrl.rollout.types import FinishReason
 
 
 class Samples:
-    """Living samples by id. `replicas`: where they live; `waiting`: those that have no replica yet."""
+    """The samples that are neither dropped nor taken. `replicas`: living replicas; `waiting`: samples without one."""
 
     def __init__(self, capacities: Mapping[int, int], tally: Tally, spare_slow_replicas: bool):
         self.replicas = Replicas(capacities)
@@ -49,12 +49,13 @@ class Samples:
         self._orders = Outbox()
         self._touched: set[int] = set()  # replicas that may be able to continue answered samples
 
-    # -- what happens to them
+    # -- events
 
     def observe(self, event: Event) -> Iterator[tuple[LiveSample, str]]:
-        """Take in an event: the samples that are DONE by it, and those that cannot end, with the cause.
+        """Apply an event. Yields (sample, "") for samples that are DONE now, (sample, cause) for those that cannot end.
 
-        What the caller does about one counts for those that follow: its siblings may be dropped by then."""
+        Handle the items one by one: dropping the siblings of one sample changes which samples follow.
+        """
         match event:
             case BurstDone():
                 yield from self._burst_done(event)
@@ -80,7 +81,7 @@ class Samples:
                         self.replicas[sample.replica].answered.append(sample_id)
             case Aborted():
                 for _, length in event.lengths:
-                    if length:  # others were still waiting in the engine
+                    if length:  # 0: the sample still waited in the engine
                         self._tally.record("aborted_length", length)
             case Failed():
                 for sample_id in event.sample_ids:
@@ -112,19 +113,20 @@ class Samples:
         if name not in self.replicas:
             return
         for sample_id in sorted(self.replicas.pop(name).samples):
-            if (sample := self._living.get(sample_id)) is not None:  # else its group was given up for a sibling
+            if (sample := self._living.get(sample_id)) is not None:  # None: dropped together with a sibling
                 yield sample, REPLICA_LOST
                 self.forget(sample)
 
     @staticmethod
     def _is_early(sample: LiveSample, event: Scored | Answered | Played) -> bool:
-        """Keep an answer that overtook the BurstDone it belongs to: they come from different ranks."""
+        """Whether the event overtook the BurstDone before it, which comes from another rank; the sample then keeps the
+        event."""
         if sample.state is State.RUNNING:
             sample.early = event
         return sample.state is State.RUNNING
 
     def _find(self, sample_id: int, *states: State) -> LiveSample | None:
-        """The sample, where it is in one of these states; others, dropped or of another scheduler, are counted."""
+        """The sample if it is in one of these states; otherwise None, and the event counts as stale."""
         sample = self._living.get(sample_id)
         if sample is not None and sample.state in states:
             return sample
@@ -139,37 +141,37 @@ class Samples:
             sample = self._living.get(sample_id)
             if sample is None:
                 unwanted.append(sample_id)
-            elif sample.state is State.SCORING:  # else its replica has not yet told of its end
+            elif sample.state is State.SCORING:  # otherwise its replica has not reported its end yet
                 groups.setdefault(sample.group.uid, []).append(sample)
         complete = []
         for samples in groups.values():
-            missing = samples[0].group.keep - samples[0].group.num_done  # one that ended without a scorer is done
+            missing = samples[0].group.keep - samples[0].group.num_done  # samples without a scorer are done already
             if len(samples) >= missing:
                 complete.append(sorted(sample.id for sample in samples)[: max(missing, 0)])
         return [ids for ids in complete if ids], unwanted
 
-    # -- what is decided about them
+    # -- decisions
 
     def add(self, sample: LiveSample) -> None:
-        """Follow a sample, which waits for its first replica."""
+        """Add a sample that waits for its first replica."""
         self._living[sample.id] = sample
         self.waiting.add(sample)
 
     def restore(self, sample: LiveSample) -> None:
-        """Follow a sample that is DONE, on its replica where that is left."""
+        """Add a sample that is DONE, and assign it to its replica if that replica is alive."""
         self._living[sample.id] = sample
         if (replica := self.replicas.get(sample.replica)) is not None:
             replica.samples.add(sample.id)
 
     def admit(self, sample: LiveSample, name: int) -> None:
-        """Have a replica generate a sample that waited for one."""
+        """Let a replica generate a sample that was WAITING."""
         sample.replica = name
         self.replicas[name].samples.add(sample.id)
         self._move(sample, State.RUNNING)
         self._orders.put(Admit, name, sample.id)
 
     def continue_answered(self, turns: Callable[[Replica], Iterator[int]]) -> None:
-        """Have replicas generate the next turn of answered samples: of each those that `turns` names, one by one."""
+        """Let replicas generate the next turn of those answered samples that `turns` yields for them."""
         for name in sorted(self._touched):
             replica = self.replicas.get(name)
             if replica is None or not replica.answered:
@@ -185,19 +187,19 @@ class Samples:
         self._touched.update(self.replicas.pause(names))
 
     def abort(self, sample: LiveSample) -> None:
-        """Drop a sample whose tokens were in vain; one that decodes is counted by its replica."""
+        """Drop a sample and count its tokens as wasted; the replica reports the tokens of a sample that is decoding."""
         if sample.id in self._living and sample.state not in (State.WAITING, State.RUNNING):
             self._tally.record("aborted_length", sample.done.num_tokens)
         self.drop(sample)
 
     def drop(self, sample: LiveSample) -> None:
-        """Forget the sample and have its replica forget it."""
+        """Forget the sample, also on its replica."""
         if sample.id in self._living and sample.replica >= 0:
             self._orders.put(Drop, sample.replica, sample.id)
         self.forget(sample)
 
     def forget(self, sample: LiveSample) -> None:
-        """Follow the sample no more; its replica keeps its tokens."""
+        """Forget the sample; its replica keeps its tokens."""
         if self._living.pop(sample.id, None) is None:
             return
         if sample.state is State.WAITING:
@@ -209,11 +211,11 @@ class Samples:
             self.replicas[sample.replica].samples.discard(sample.id)
 
     def commands(self) -> list[Command]:
-        """What replicas are to do since the last call, Drops first."""
+        """New commands to replicas since the last call, Drops first."""
         return self._orders.take(self.replicas, self._living)
 
     def _move(self, sample: LiveSample, state: State) -> None:
-        """Change a sample's state and its replica's counts."""
+        """Change a sample's state and the counts of its replica."""
         old, sample.state = sample.state, state
         if (replica := self.replicas.get(sample.replica)) is None:
             return

@@ -1,39 +1,37 @@
-"""The rollout scheduler: which prompt is generated where, which groups make the batch, which are given up.
+"""The rollout scheduler decides which replica generates which prompt, which groups form the batch, and which are
+dropped.
 
-A pure state machine: no torch, no torch.distributed, no clock, no randomness. The loop feeds it events
-(hpcrl.rollout.scheduling.events) and carries out its commands:
+The scheduler is a pure state machine: no torch, no clock, no randomness. The rollout loop passes it events
+(hpcrl.rollout.scheduling.events) and executes its commands:
 
     scheduler = RolloutScheduler(SchedulerConfig.of(config), replicas={replica: capacity, ...})
     scheduler.begin_step(version, need=config.rollout.num_prompts)
     while not scheduler.ready():
-        scheduler.tell(events that arrived)                        # there may be none
+        scheduler.tell(events that arrived)
         scheduler.offer(uids of scheduler.wants() fresh prompts)
         for command in scheduler.plan():
-            push it to command.replica
-    groups = scheduler.take()                                      # `need` groups in order of uid
-                                                               # give_back() where they cannot be handed over
-    ended = scheduler.settled()                                    # one Settled per prompt that ended
-    stats = scheduler.metrics()                                    # name -> (sum, count, min, max), reset by the call
+            send it to command.replica
+    groups = scheduler.take()          # `need` groups in order of uid; give_back() if they cannot be transferred
+    ended = scheduler.settled()        # one Settled per prompt that ended
+    stats = scheduler.metrics()        # name -> (sum, count, min, max) since the last call
 
-A prompt is known by its uid, a response by its sample id (hpcrl.rollout.types); the loop keeps prompts by uid until
-they are settled.
+The scheduler knows a prompt by its uid and a response by its sample id (hpcrl.rollout.types).
 
-`capacity` is the number of requests a replica is given at once: its slots, plus as many as may wait there for the next
-slot. Commands to one replica are carried out in the order given, so the room freed by a Drop is used by the Admit
-behind it.
+`capacity` is the number of requests a replica gets at once: its slots, plus the requests that may wait there for the
+next free slot. A replica must execute its commands in order: an Admit uses the room that the Drop before it frees.
 
-This file has the life of a group: it is started, gets its verdict (valid, filtered, to be started anew, failed), and is
-taken or dropped. The rest is one idea a file:
+This file contains the life of a group: it is started, gets its verdict (valid, filtered, restarted or failed), and is
+taken or dropped. The other files:
 
-    samples.py     the states of samples, what the replicas carry and are told to do
-    modes.py       when work starts, where it goes and when verdicts are passed: by flow, or deterministic in waves
-    selection.py   which groups make the batch, and which it waits for; freshness.py: max_lag
-    accounts.py    how prompts ended, and the step's counts and values
-    policies.py    the settings, and the filters
+    samples.py     states of samples, load of replicas, commands to replicas
+    modes.py       when groups start, where samples run, when verdicts are given: Flow, or Wave if deterministic
+    selection.py   which groups form the batch, and for which groups it waits; freshness.py: max_lag
+    accounts.py    how prompts ended, and the counts and values of the step
+    policies.py    settings and filters
 
-Beyond what the batch takes nothing goes on without max_lag: what is in flight when it is ready is dropped, and its
-prompts return to the head of the queue. on_new_weights=restart starts samples anew that are on their way when weights
-arrive. Deterministic mode generates nothing ahead; offer all that wants() asks for before plan().
+With max_lag=0, groups in flight are dropped when the batch is ready, and their prompts return to the head of the queue.
+With on_new_weights=restart, unfinished samples restart when weights arrive. In deterministic mode, offer all prompts
+that wants() asks for before plan().
 """
 
 from __future__ import annotations
@@ -52,22 +50,22 @@ from hpcrl.rollout.scheduling.selection import Selection
 from hpcrl.rollout.types import Disposition, split_sample_id
 
 POISON = 3
-"""Replicas or environments that may be lost under a prompt until it has failed: it may be what kills them."""
+"""A prompt has failed after the loss of this many replicas or env ranks that worked on it: it may be the cause."""
 
 
 class RolloutExhausted(ValueError):
-    """The step can get no batch; the message has the counts."""
+    """The step can no longer get a batch; the message contains the counts."""
 
 
 class RolloutScheduler:
-    """See the module's docstring for its use."""
+    """The module's docstring shows its use."""
 
     def __init__(
         self, config: SchedulerConfig, replicas: Mapping[int, int], kind_of: Callable[[int], str] = lambda uid: ""
     ):
-        """kind_of: class of a prompt (its domain); responses to prompts of one class are of about the same length."""
+        """replicas: capacity by replica. kind_of: class of a prompt (its domain), as in modes.Flow."""
         self.config = config
-        self._newest = -1  # what replicas generate with
+        self._newest = -1  # weights on the replicas
         self._accounts = Accounts()
         self._tally = self._accounts.tally
         self._samples = Samples(replicas, self._tally, config.spare_slow_replicas)
@@ -75,18 +73,18 @@ class RolloutScheduler:
         self._selection = Selection(config)
         self._queue = PromptQueue()
         self._open: dict[int, LiveGroup] = {}  # started, no verdict yet
-        self._generated = 0  # groups that this step had or started
+        self._generated = 0  # groups in flight or valid at the start of the step, and groups started since
 
     # -- steps
 
     @property
     def version(self) -> int:
-        """What the step trains; -1 before the first."""
+        """The version that the step trains; -1 before the first step."""
         return self._selection.version
 
     def begin_step(self, version: int, need: int) -> None:
-        """Open the step that trains `need` groups on weights `version`, which have arrived; starts groups anew that
-        max_lag forbids."""
+        """Open the step that trains weights `version`, which the replicas have, on `need` groups. Restarts groups that
+        are too old for max_lag."""
         if need < 1 or version < self.version:
             raise ValueError(f"begin_step needs need >= 1 and a version of {self.version} or later: {version=} {need=}")
         self._accounts.open_step(self._samples.replicas)
@@ -99,7 +97,8 @@ class RolloutScheduler:
         self._selection.find_due(self._open)
 
     def weights_arrived(self, version: int) -> None:
-        """All replicas have weights `version`; what has not begun starts from them. As late as begin_step() will do."""
+        """All replicas have weights `version`; groups of which no sample has begun start from them. begin_step() calls
+        this too."""
         if version <= self._newest:
             return
         self._newest = version
@@ -114,7 +113,8 @@ class RolloutScheduler:
         return self._selection.is_ready()
 
     def take(self) -> list[Group]:
-        """The step's groups in order of uid; their prompts are settled as trained. Closes the step."""
+        """Close the step and return its groups in order of uid; their prompts are settled as trained. ValueError unless
+        ready()."""
         batch = self._selection.take()
         self._accounts.take(batch, self.version)
         for group in batch:
@@ -123,33 +123,33 @@ class RolloutScheduler:
         return [group.frozen() for group in batch]
 
     def give_back(self) -> None:
-        """Undo take(), whose groups could not be handed over: those of a lost replica start anew, the others wait to be
-        taken again. settled() and metrics() must not have been called since."""
+        """Undo take() because its groups could not be transferred: groups of a lost replica restart, the others wait to
+        be taken again. Call it before settled() and metrics()."""
         taken = self._accounts.give_back()
         self._selection.give_back(taken)
         for group in taken:
-            group.home = None  # that was for the attempt which is done
+            group.home = None  # it served the attempt that ended
             for sample in group.samples:
                 self._samples.restore(sample)
             if any(sample.replica not in self._samples.replicas for sample in group.samples):
                 self._requeue(group, REPLICA_LOST)
 
-    # -- what happens, and what follows
+    # -- events and commands
 
     def wants(self) -> int:
-        """Fresh prompts the loop should offer before the next plan()."""
+        """Number of fresh prompts to offer before the next plan()."""
         return max(0, self._startable() - len(self._queue))
 
     def offer(self, uids: Iterable[int]) -> None:
-        """Queue fresh prompts; uids rise over all calls."""
+        """Queue fresh prompts; uids must increase over all calls."""
         self._queue.offer(uids)
 
     def pause(self, replicas: frozenset[int]) -> None:
-        """Admit and continue nothing on these until the next call, whose replicas take their place."""
+        """Give exactly these replicas no work until the next call."""
         self._samples.pause(replicas)
 
     def tell(self, events: Iterable[Event]) -> None:
-        """Take in events. What wants() and ready() say may have changed then."""
+        """Apply events, which may change wants() and ready()."""
         for event in events:
             for sample, cause in self._samples.observe(event):
                 if cause:
@@ -160,9 +160,10 @@ class RolloutScheduler:
             self._judge(group)
 
     def plan(self, events: Iterable[Event] = ()) -> list[Command]:
-        """tell() the events, and return the commands that follow, Drops first.
+        """tell() the events and return the new commands, Drops first.
 
-        RolloutExhausted when the step can get no batch: too few replicas are left, or max_generated_groups is reached.
+        RolloutExhausted if the step can no longer get a batch: too few replicas are left, or max_generated_groups is
+        reached.
         """
         self.tell(events)
         if not self.generates_ahead and self.ready():
@@ -182,47 +183,47 @@ class RolloutScheduler:
         return self._samples.commands()
 
     def together(self, held: Iterable[int]) -> tuple[list[list[int]], list[int]]:
-        """Of samples that await their siblings at a scorer: those of each group that has all it needs, and those that
-        nobody wants any more."""
+        """Of `held`, samples that wait for their siblings at a scorer: those of each group that can be scored now, and
+        those that are no longer needed."""
         return self._samples.together(held)
 
-    # -- how it stands
+    # -- state
 
     def settled(self) -> list[Settled]:
         """Prompts that ended since the last call."""
         return self._accounts.settled()
 
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
-        """(sum, count, min, max) of what happened since the last call; hpcrl.metrics.stats.Stat(*value) takes them."""
+        """(sum, count, min, max) by name since the last call, as for hpcrl.metrics.stats.Stat."""
         return self._accounts.metrics(self._samples.replicas)
 
     def finished(self) -> list[Group]:
-        """Accepted groups that wait to be taken."""
+        """Valid groups that wait to be taken."""
         return [group.frozen() for group in self._selection.valid.values()]
 
     @property
     def generates_ahead(self) -> bool:
-        """Whether there may be work between two steps."""
+        """Whether replicas may generate between two steps."""
         return self._selection.generates_ahead
 
     @property
     def in_flight(self) -> int:
-        """Groups that were started and have no verdict."""
+        """Number of groups that were started and have no verdict."""
         return len(self._open)
 
     @property
     def budget(self) -> int:
-        """Most groups that may be in flight or finished at once: this step's with the redundant ones, and those that
-        may be trained later. Between two steps more of the old weights would only grow stale."""
+        """Maximum number of groups in flight or valid at once: this step's with extra_prompts, and those that may be
+        trained later. Between two steps there are no extra ones, since they would only grow stale."""
         return self._selection.worth_having + (0 if self._selection.is_closed else self.config.extra_prompts)
 
     @property
     def limit(self) -> int:
-        """Groups that may be started in one step."""
+        """Maximum number of groups that are started in one step."""
         return self.config.max_generated_groups or 20 * self._selection.need
 
     def exhausted(self, way_out: str) -> RolloutExhausted:
-        """What to raise when the step can get no batch, with the counts."""
+        """The exception for a step that can no longer get a batch. way_out: what the user can do."""
         return RolloutExhausted(
             f"version {self.version}: {self._generated} groups were started and "
             f"{len(self._open) + len(self._selection.valid)} of {self._selection.need} can still come "
@@ -230,8 +231,8 @@ class RolloutScheduler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state: prompts to start (those in flight start anew, attempt + 1), finished groups that wait to be
-        taken, and ends that settled() has not told yet."""
+        """JSON-able state: prompts to start (those in flight with attempt + 1), valid groups that wait to be taken, and
+        ends that settled() has not returned yet."""
         started = [[group.uid, group.attempt + 1, group.failures] for group in self._open.values()]
         return {
             "version": self.version,
@@ -242,7 +243,8 @@ class RolloutScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a new scheduler. Finished samples whose replica is no more get a new home: see finished()."""
+        """Restore the state of a new scheduler. Samples whose replica no longer exists get another one: see
+        finished()."""
         self._queue.restore(state["newest_uid"], state["queue"])
         self._selection.version = self._newest = state["version"]
         self._accounts.restore(state.get("settled", []))
@@ -255,7 +257,7 @@ class RolloutScheduler:
     # -- the start of groups
 
     def _startable(self) -> int:
-        """Groups that may be started now."""
+        """Number of groups that may be started now."""
         num_valid = len(self._selection.valid)
         if num_valid >= self._selection.worth_having or not self._mode.may_start(len(self._open)):
             return 0
@@ -292,7 +294,7 @@ class RolloutScheduler:
             self._judge(group)
 
     def _give_up(self, sample: LiveSample, cause: str) -> None:
-        """A sample cannot end. Its group does without it where it has members to spare, else it starts anew."""
+        """A sample cannot end. Its group continues without it if it has members to spare, and restarts otherwise."""
         group = sample.group
         if group.uid in self._selection.valid:
             self._requeue(group, cause)
@@ -305,7 +307,7 @@ class RolloutScheduler:
             if self._mode.judges_at_once:
                 self._judge(group)
             else:
-                self._samples.drop(sample)  # the turns of its siblings must not wait for it
+                self._samples.drop(sample)  # otherwise the turns of its siblings would wait for it
 
     def _judge(self, group: LiveGroup) -> None:
         if not group.cause:
@@ -326,7 +328,7 @@ class RolloutScheduler:
             self._selection.accept(self._open.pop(group.uid))
 
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
-        """Drop the group; its prompt starts anew or, after max_attempts failures, has failed."""
+        """Drop the group. Its prompt restarts, or has failed after max_attempts failures."""
         home = group.samples[0].replica
         for sample in group.samples:
             self._samples.abort(sample)
@@ -344,7 +346,7 @@ class RolloutScheduler:
         self._generated = max(0, self._generated - 1)
 
     def _restart(self, group: LiveGroup) -> None:
-        """Start the samples anew that are on their way, each max_attempts times at most."""
+        """Restart the unfinished samples that have begun, each at most max_attempts times."""
         for sample in list(group.samples):
             going = sample.state in (State.RUNNING, State.ACTING, State.ANSWERED)
             if not going or split_sample_id(sample.id)[1] >= self.config.max_attempts:
@@ -357,7 +359,7 @@ class RolloutScheduler:
             self._samples.add(fresh)
 
     def _release(self, group: LiveGroup) -> None:
-        """Forget the group and have the replicas forget it."""
+        """Forget the group, also on its replicas."""
         self._open.pop(group.uid, None)
         self._selection.remove(group)
         for sample in group.samples:
