@@ -19,7 +19,7 @@ AllSum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Rewards of the whole step, on all ranks, sorted by sample id: group and batch statistics need all rewards.
+    """Rewards of the whole step, on all ranks, sorted by sample id.
 
     rewards float32 [N], group_ids int64 [N], sample_ids int64 [N], scores float32 [N].
     """
@@ -52,10 +52,8 @@ class Credit(ABC):
 
     @abstractmethod
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
-        """Fill batch.advantages and batch.returns [T], 0 outside loss_mask, and optionally change batch.weights [B].
-
-        Returns statistics to log. Collective over the ranks of all_sum, which may hold any number of rows, also none.
-        """
+        """Fill batch.advantages and batch.returns [T], 0 outside loss_mask; may change batch.weights [B]. Returns
+        statistics to log. Collective over the ranks of all_sum, which may hold no rows."""
 
 
 class Objective(ABC):
@@ -68,13 +66,13 @@ class Objective(ABC):
     outputs: frozenset[str] = frozenset()
     """Optional fields of Outputs that the loss needs, with gradients."""
     logged: frozenset[str] = frozenset()
-    """Optional fields of Outputs that are only logged, and therefore computed without gradients."""
+    """Optional fields of Outputs that are only logged, and computed without gradients."""
     num_epochs: int = 1
     """Passes over the batch of a step."""
     num_mini_batches: int = 1
     """Optimizer steps per pass."""
     compares_rows: ClassVar[bool] = False
-    """Whether the loss compares rows of a micro-batch (preference pairs), so that no engine may split a micro-batch."""
+    """Whether the loss compares rows (preference pairs), so that no engine may split a micro-batch."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -85,8 +83,8 @@ class Objective(ABC):
     def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
         """(scalar, statistics) of a micro-batch.
 
-        The scalar is a sum over this micro-batch divided by the global norms, so that the scalars of all micro-batches
-        of all ranks add up to the mini-batch's loss, independent of the split.
+        The scalar is a sum over this micro-batch divided by the global norms: the scalars of all micro-batches of all
+        ranks add up to the mini-batch's loss, however it is split.
         """
 
 
@@ -104,7 +102,7 @@ class Algorithm:
 
 
 def model_tokens(batch: Batch) -> Tensor:
-    """int64 [M]: positions of trained tokens: those in the loss mask, in rows with non-zero weight."""
+    """int64 [M]: positions of trained tokens: in the loss mask, and in rows with non-zero weight."""
     return (batch.loss_mask & (batch.weights > 0)[batch.row_ids]).nonzero().squeeze(1)
 
 

@@ -1,6 +1,6 @@
 """Pure tensor maths of policy-gradient algorithms.
 
-Token tensors here are compact: [M] are the model tokens (loss_mask) of a packed batch in order, `rows` [M] their rows.
+[M] are the model tokens (loss_mask) of a packed batch in order, `rows` [M] their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEGENERATE_STD = 1e-6
 
 def normalize_rewards(rewards: Tensor, group_ids: Tensor, mean: Over, std: Over, eps: float) -> Tensor:
     """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over the batch, the group or not
-    at all. If the spread is at most 1e-6 (one member, or equal rewards), the division is skipped.
+    at all. There is no division if the standard deviation is at most 1e-6 (one member, or equal rewards).
 
     rewards [N], group_ids int64 [N].
     """
@@ -113,12 +113,12 @@ def behaviour_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """(weights, cut), [M] each: importance weights for the loss of tokens from another policy than the proximal one.
+    """(weights, cut), [M] each: importance weights for tokens of another policy than the proximal one.
 
     The ratio is proximal (the trainer's log-probs before the step) over behaviour (the generator's, maybe of older
-    weights). truncate: the ratio is clipped at `high` (TIS, as in arXiv 1802.01561); mask: the weight is 0 outside
-    [low, high] (MIS). The ratio is per token, or per row as the product (sequence) or the geometric mean of its tokens.
-    `cut` is 1 where the weight is not the ratio. Weights are constant in the policy: decoupled PPO (arXiv 2110.00641).
+    weights), per token, or per row as the product (sequence) or the geometric mean of its tokens. truncate: clipped at
+    `high` (TIS, as in arXiv 1802.01561); mask: 0 outside [low, high] (MIS). `cut` is 1 where the weight is not the
+    ratio. The weights have no gradient: decoupled PPO (arXiv 2110.00641).
     """
     log_ratio = (old_logprobs - behaviour_logprobs).detach()
     if level != "token":
@@ -153,8 +153,8 @@ def clipped_policy_loss(
 
 
 def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation) -> Tensor:
-    """float32 [M]: coefficient of each token in the numerator of the aggregation: the row's weight, divided by the
-    row's number of model tokens for seq-mean-token-mean. weights [B]."""
+    """float32 [M]: each token's coefficient in the sum of the aggregation: the row's weight, divided by the row's
+    number of model tokens for seq-mean-token-mean. weights [B]."""
     coefficients = weights[rows]
     if mode == "seq-mean-token-mean":
         coefficients = coefficients / torch.bincount(rows, minlength=weights.numel())[rows]
@@ -162,7 +162,7 @@ def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation) -> Tens
 
 
 def denominator(norms: Norms, mode: Aggregation) -> float:
-    """Denominator of aggregated sums; 1 for a mini-batch without weighted tokens, whose sums are 0."""
+    """Denominator of aggregated sums; 1 for a mini-batch without weighted tokens."""
     return (norms.tokens if mode == "token-mean" else norms.sequences) or 1.0
 
 

@@ -35,7 +35,7 @@ def credit_stats(batch: Batch) -> Stats:
 
 
 def _mixed(batch: Batch) -> Tensor:
-    """bool [B]: rows with model tokens from weights of more than one version. Unless the cache was recomputed
+    """bool [B]: rows with model tokens from several versions of the weights. Unless the cache was recomputed
     (rollout.on_new_weights), their later log-probs belong to no single policy."""
     rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
     first = torch.full((batch.num_sequences,), torch.iinfo(torch.int64).max, device=versions.device)
@@ -60,7 +60,7 @@ def group_outcomes(table: RewardTable) -> Stats:
 class LossSums:
     """Weighted sums of one micro-batch, kept on the device and read in one transfer by stats().
 
-    Means over tokens or sequences are merged from sums and counts, so they do not depend on the split.
+    Means are merged from sums and counts, so they do not depend on the split into micro-batches.
     """
 
     def __init__(self, batch: Batch, rows: Tensor, coefficients: Tensor, mode: Aggregation):
@@ -92,8 +92,8 @@ class LossSums:
         self.add_tokens("actor/clipfrac", clipped)
 
     def add_train_infer(self, old: Tensor, gen: Tensor) -> None:
-        """Difference between trainer and generator on the same tokens: probability ratios and absolute differences, per
-        token, per sequence as the geometric mean of its tokens, and per whole sequence."""
+        """Probability ratios and absolute differences between trainer and generator on the same tokens: per token, per
+        sequence as the geometric mean of its tokens, and per whole sequence."""
         old_sums, gen_sums = (row_sums(values, self._rows, self._num_rows) for values in (old, gen))
         self.add_tokens("actor/train_infer_ratio_token_mean", _exp(old - gen))
         self.add_tokens("actor/train_infer_diff_token_mean", (old.exp() - gen.exp()).abs())

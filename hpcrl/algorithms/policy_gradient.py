@@ -22,8 +22,7 @@ ENTROPY = frozenset({"entropy"})
 
 
 class PolicyGradient(Objective):
-    """See the module's docstring. temperature: that of the rollouts, so that the ratio compares sampling
-    distributions."""
+    """See the module's docstring. temperature: that of the rollouts, so that ratios compare sampling distributions."""
 
     def __init__(self, config: PolicyLoss, temperature: float = 1.0):
         self.config, self.temperature = config, temperature
