@@ -1,4 +1,4 @@
-"""Verifies a rank's share of a checkpoint's files against the manifest, in a thread beside the rank's commands."""
+"""Verifies a rank's share of a checkpoint's files against the manifest, in a thread."""
 
 from __future__ import annotations
 

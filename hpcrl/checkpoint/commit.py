@@ -1,12 +1,12 @@
 """The commit protocol: under its final name, a checkpoint is complete and verifiable, or it does not exist.
 
-Filesystem only, no collectives. One save is
+Files only, no collectives. One save is
 
-    begin (rank 0) -> every rank writes its files -> seal_files (every rank, the files it wrote itself)
+    begin (rank 0) -> every rank writes and seals its own files with seal_files
     -> the entries are sent to rank 0 -> commit (rank 0)
 
-A kill at any point leaves earlier checkpoints untouched, and the new one either complete or ignored. Writing into an
-existing folder would mix two saves, which would load without an error but be wrong.
+A kill at any point leaves earlier checkpoints untouched. No save writes into a committed folder: a mix of two saves
+would load without an error but be wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HASH_THREADS = 4  # hashlib releases the GIL; sha256 runs at 1-2 GB/s per core w
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a checkpoint as it was when sealed. `path` is relative to the checkpoint, with forward slashes."""
+    """A sealed file of a checkpoint; `path` is relative to the checkpoint, with forward slashes."""
 
     path: str
     size: int
@@ -43,7 +43,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Facts about a checkpoint. `world` is the layout that wrote it, in any JSON form."""
+    """`world` is the layout that wrote the checkpoint, in any JSON form."""
 
     config_hash: str
     weight_version: int
@@ -52,7 +52,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of manifest.json. `sha256` is the hash of the rest, computed by seal(); empty in format 1."""
+    """Content of manifest.json. `sha256` is the result of seal(); empty in format 1."""
 
     format: int
     step: int
@@ -61,7 +61,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str = ""
 
     def seal(self) -> str:
-        """SHA-256 of the manifest's compact JSON without the checksum, so independent of spacing."""
+        """SHA-256 of the manifest's compact JSON without the checksum."""
         return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, sha256=""))).hexdigest()
 
 
@@ -99,10 +99,11 @@ def list_files(folder: Path) -> list[str]:
 
 
 def seal_files(folder: Path, names: Iterable[str]) -> list[FileEntry]:
-    """Sync the files a rank wrote to disk and return their sizes and hashes, in the order given.
+    """Sync the files a rank wrote to disk and return their sizes and hashes, in the order given. Every rank calls this
+    for its own files: on a network file system, only the writer's fsync reaches the disk.
 
-    Every rank calls this for the files it wrote: on a network file system, only the writer's own fsync reaches the
-    disk. ValueError for a name that is missing or outside `folder`."""
+    ValueError for a name that is missing or outside `folder`.
+    """
     failpoint("shards_written")
     names = list(names)
     for name in names:
@@ -133,9 +134,10 @@ def commit(
 ) -> Path:
     """Turn a sealed folder into the checkpoint `step_NNNNNN` and return its path. Called by rank 0.
 
-    Writes the manifest, renames, updates LATEST, then deletes the oldest checkpoints until `keep` remain. `fence`,
-    called last before the rename, raises if another attempt has taken over the run. ValueError if the entries of the
-    ranks do not match the folder's files exactly: a shard without an entry would never be verified."""
+    Deletes the oldest checkpoints until `keep` remain. `fence`, called last before the rename, raises if another
+    attempt owns the run. ValueError if the entries do not match the folder's files exactly: a shard without an entry
+    would never be verified.
+    """
     assert keep >= 2, f"keep={keep}: the previous checkpoint is the fallback for a damaged one"
     files = sorted(entries, key=lambda entry: entry.path)
     sealed, present = [entry.path for entry in files], list_files(tmp)
@@ -159,14 +161,13 @@ def commit(
 
 
 def set_latest(root: Path, step: int) -> None:
-    """Set LATEST to this step's checkpoint."""
     write_durably(root / LATEST, f"{step_name(step)}\n".encode())
 
 
 def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lambda _: None) -> str:
     """The damage of a checkpoint's file; empty if its content is as committed.
 
-    `read` is called with the number of bytes of every part read; an exception that it raises ends the reading.
+    `read` gets the number of bytes of every part read; an exception that it raises ends the reading.
     """
     try:
         same = _sha256(folder / entry.path, read) == entry.sha256
@@ -182,12 +183,12 @@ def first_damage(folder: Path, entries: Sequence[FileEntry]) -> str:
 
 
 def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> Latest:
-    """The newest checkpoint whose files all have the size and hash with which they were committed. Writes nothing.
+    """The newest checkpoint whose files have their committed sizes and hashes. Writes nothing.
 
-    damage: verifies the contents of files whose sizes are right, and returns the damage. A damaged checkpoint is
-    skipped for the previous one; `problems` lists what was skipped and why. A committed folder that LATEST does not
-    name yet (after a kill in between) counts. ValueError if there are checkpoints but none is usable: starting over
-    silently would discard the run."""
+    damage: verifies the contents of files whose sizes are right. `problems` lists damaged checkpoints, which are
+    skipped. A committed folder that LATEST does not name (after a kill in between) counts. ValueError if there are
+    checkpoints but none is usable: starting over silently would discard the run.
+    """
     steps = steps_in(root)
     problems: list[str] = []
     if steps and (named := _named(root)) != step_name(steps[-1]):

@@ -1,7 +1,7 @@
-"""The committed lineage: on resume, results of a killed attempt past its checkpoint are moved away, not mixed in.
+"""The committed lineage: on resume, results of a killed attempt past its checkpoint are moved away.
 
-Rollouts, metrics and checkpoints are labelled with the number of completed steps: after `step_000012` of all three, the
-weights have version 12. A run that resumes at checkpoint 12 keeps everything up to label 12.
+Rollouts, metrics and checkpoints are labelled with the number of completed steps, which is also the version of the
+weights. A run that resumes at checkpoint 12 keeps everything up to label 12.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ METRICS = "metrics.jsonl"
 
 def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
     """Move away everything labelled with a step later than `step`; -1 if the run starts over without a checkpoint.
+    Called by rank 0 before anything is written. Returns one line per move, for the log.
 
     Rollouts and metrics move to abandoned/<attempt>/, named after the calling attempt. Checkpoints (only damaged ones
     can be newer) are renamed and deleted by the next commit. After a kill at any point, the next call completes the
-    move. Called by rank 0 before anything is written. Returns one line per move, for the log."""
+    move.
+    """
     # Checkpoints first: if one of them became readable again, its rollouts would still be needed.
     moved = _abandon_checkpoints(run_dir / "checkpoints", step, attempt)
     target = run_dir / "abandoned" / str(attempt)
@@ -37,10 +39,8 @@ def abandon_after(run_dir: Path, step: int, attempt: int) -> list[str]:
 
 
 def gaps(run_dir: Path, step: int, rollouts: bool) -> list[str]:
-    """Gaps in the history up to `step`, one line each; `rollouts`: whether the run stores rollouts.
-
-    Call this after abandon_after. Rollout files are not read: their reader names a damaged file.
-    """
+    """Gaps in the history up to `step`, one line each; `rollouts`: whether the run stores rollouts. Call after
+    abandon_after. Rollout files are not read: their reader names a damaged file."""
     path = run_dir / METRICS
     logged = {_line_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.is_file() else set()
     found = {METRICS: logged}
@@ -68,8 +68,8 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
-    """Append lines of metrics.jsonl past `step`, and unreadable lines (cut short by a kill), to abandoned/<attempt>/,
-    and remove them from metrics.jsonl. Returns their number."""
+    """Move lines of metrics.jsonl past `step`, and unreadable lines (cut short by a kill), to abandoned/<attempt>/.
+    Returns their number."""
     path, target = run_dir / METRICS, run_dir / "abandoned" / str(attempt) / METRICS
     if not path.is_file():
         return 0

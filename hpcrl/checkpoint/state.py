@@ -1,7 +1,7 @@
-"""The small state of a run in a checkpoint: one JSON file, written and sealed like every other file of the commit.
+"""The small state of a run in a checkpoint: one JSON file, sealed like every other file.
 
-Every section is a dict that its owner writes and reads (state_dict / load_state_dict): the data cursor at the trained
-frontier with the ledger of prompts, the rollout scheduler, counters. Additional state goes into a new section.
+Every section is a dict that its owner writes and reads (state_dict / load_state_dict): the data cursor with the ledger
+of prompts, the rollout scheduler, counters.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ SECTIONS = ("cursor", "scheduler", "counters")
 
 
 def encode_state(state: dict[str, Any]) -> bytes:
-    """The content of state.json for the current state, independent of later changes.
-
-    Tuples are read back as lists; everything else is read back equal. ValueError names the entry that JSON would change
-    (non-finite numbers, keys that are not strings, arrays) or the missing section.
-    """
+    """The content of state.json. Tuples are read back as lists, everything else equal. ValueError names an entry that
+    JSON would change (non-finite numbers, keys that are not strings, arrays) or the missing section."""
     _check_sections(state, STATE)
     _check_plain(state, "state")
     return json.dumps({"format": FORMAT, **state}, allow_nan=False, indent=1).encode()

@@ -1,9 +1,9 @@
 """A separate process that writes a rank's checkpoint files while the rank continues to train.
 
-    python -m hpcrl.checkpoint.writer SOCKET PARENT      started by Writer, never by hand
+    python -m hpcrl.checkpoint.writer SOCKET PARENT      started by Writer
 
-The data to write is in anonymous shared memory: nothing is copied, and nothing is left if either process is killed. The
-process does not import torch, so it starts in a tenth of a second and stays small.
+The data is in anonymous shared memory: nothing is copied, and nothing is left if either process is killed. The process
+does not import torch, so it starts in a tenth of a second and stays small.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class SharedFile:
-    """The content of a file in memory that another process can map: `buffer` in this process, `fd` to pass on."""
+    """The content of a file in memory that another process can map."""
 
     def __init__(self, size: int):
         """OSError if there is not enough memory. `size` is at least 1."""
@@ -67,7 +67,7 @@ class _Answer(msgspec.Struct):
 
 
 class Written(NamedTuple):
-    """The result of a writer: files in the order given, and the seconds from the first byte until all are on disk."""
+    """Files in the order given, and the seconds from the first byte until all are on disk."""
 
     entries: list[FileEntry]
     seconds: float
@@ -89,7 +89,7 @@ def _write(path: Path, content: memoryview, wrote: Callable[[int], None] = lambd
 
 
 class Writer:
-    """The writer process of a rank, started with the first files. It writes one set of files at a time."""
+    """The writer process of a rank, started with the first files; writes one set of files at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -123,10 +123,8 @@ class Writer:
             raise self._ended() from error
 
     def result(self, wait_s: float | None) -> Written | None:
-        """What was written, once all of it is on disk; None if that takes longer than the given wait (None: no limit).
-
-        OSError names the file that could not be written, also if the process was killed.
-        """
+        """The files once all are on disk; None if that takes longer than wait_s (None: no limit). OSError names a file
+        that could not be written, also if the process was killed."""
         assert self.busy and self._socket is not None, "nothing is being written"
         deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:

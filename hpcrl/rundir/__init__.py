@@ -3,11 +3,12 @@
     config.yaml   the effective configuration        facts.json   versions, host and start of every attempt
     owners/NNNN   the owner of attempt NNNN          finished.json   written when the run reached its end
 
-The same configuration resumes the run; a different one is refused with the differences. An attempt is owned by the
-process that opened the run, or by its Slurm job. Its record is created with O_EXCL under the number after the last
-attempt, which must have ended or died, so only one of two simultaneous launches succeeds. Slurm is asked whether a job
-is alive. The highest number is the owner; check_owner verifies this before every commit, so a superseded attempt
-commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json)."""
+The same configuration resumes the run; a different one is refused with the differences. The owner of an attempt is the
+process that opened the run, or its Slurm job, about which Slurm is queried. The record of an owner is created with
+O_EXCL under the number after the last attempt, which must have ended or died, so that only one of two simultaneous
+launches succeeds. The highest number owns the run; check_owner verifies this before every commit, so that a superseded
+attempt commits nothing. A submitted job that still waits also holds the run (slurm/submitted.json).
+"""
 
 from hpcrl.rundir.changes import MAY_CHANGE, division_keys, stored_config
 from hpcrl.rundir.opening import RunState, check_run, open_run

@@ -35,14 +35,13 @@ MAY_CHANGE = (
     "cluster",
     "layout",
 )
-"""Keys (with all below them) that may differ between attempts beside division_keys(): they change how long and where a
-run goes on, not what it computes. max_steps also stretches a cosine or linear lr schedule: from there on it follows the
-new length."""
+"""Keys (with all below them) that may differ between attempts, besides division_keys(): they change how long and where
+a run continues, not what it computes. A new max_steps also stretches a cosine or linear lr schedule from there on."""
 _ABSENT = object()
 
 
 def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys that cut the work up for the ranks and their memory, those of the engines too: other values round numbers
+    """Keys that divide the work over ranks and their memory, including those of the engines; other values round
     differently."""
     keys: list[str] = []
     for section, table in (("trainer", TRAIN_ENGINES), ("generator", GEN_ENGINES)):
@@ -81,10 +80,8 @@ def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
-    """`key: old -> new` for every key that differs from the stored configuration.
-
-    ConfigError lists the keys that may not differ at a resume.
-    """
+    """`key: old -> new` for every key that differs from the stored configuration. ConfigError lists the keys that may
+    not differ at a resume."""
     changes = _differences(*_complete(read_config(folder), effective(config, folder)))
     may_change = (*MAY_CHANGE, *division_keys(config))
     refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in may_change)]

@@ -24,8 +24,8 @@ class RunState:
     """State of a run folder.
 
     attempt: from open_run, the number that this process owns; from check_run, the newest so far (0 without one).
-    changes: permitted differences from the stored configuration, `key: old -> new`.
-    finished: content of finished.json if kind is finished.
+    changes: permitted differences from the stored configuration. finished: content of finished.json if kind is
+    finished.
     """
 
     run_dir: Path
@@ -36,10 +36,8 @@ class RunState:
 
 
 def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
-    """What open_run would find, without writing anything; for a dry run and for validation.
-
-    ConfigError, one line each: the folder is unusable or holds no run, another configuration, another live owner.
-    """
+    """What open_run would find; writes nothing. ConfigError, one line each: the folder is unusable or holds no run,
+    another configuration, another live owner."""
     folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
     _check_place(folder)
     if not (folder / CONFIG).exists():
@@ -55,9 +53,10 @@ def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Ru
 def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
     """Create or reopen the run folder and own it until close_run or the end of this process.
 
-    A finished run is returned without taking ownership. Afterwards config.yaml and facts.json describe this attempt.
-    Use the returned run_dir (`resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists). ConfigError as in check_run,
-    also if another launch was faster."""
+    A finished run is returned without taking ownership; otherwise config.yaml and facts.json then describe this
+    attempt. Use the returned run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists. ConfigError as in
+    check_run, also if another launch was faster.
+    """
     while True:
         found = check_run(config, run_dir, resume)
         if found.kind == "finished":

@@ -34,10 +34,8 @@ class SupersededError(RuntimeError):
 
 
 def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
-    """Create the record of the attempt; False if another launch was faster.
-
-    `lasts`: this process lives as long as the run, so its end is the end of the run, even if its job continues.
-    """
+    """Create the record of the attempt; False if another launch was faster. lasts: the end of this process is the end
+    of the run, even if its job continues."""
     (run_dir / OWNERS).mkdir(parents=True, exist_ok=True)
     own, process = slurm.own_job(os.environ), psutil.Process()
     owner: dict[str, Any] = {"since": now(), "host": platform.node()}
@@ -57,7 +55,7 @@ def claim(run_dir: Path, attempt: int, lasts: bool) -> bool:
 
 
 def close_run(run_dir: Path, attempt: int, **told: Any) -> None:
-    """Release the run, so that the next launch need not check whether its owner is alive. `told`: how it ended."""
+    """Release the run, so that the next launch need not check whether its owner is alive. `told`: how the run ended."""
     check_owner(run_dir, attempt)
     owner = read_owner(run_dir, attempt)
     write_durably(owner_path(run_dir, attempt), json.dumps(owner | {"ended": now(), **told}).encode())
@@ -99,12 +97,12 @@ def check_free(folder: Path) -> int:
 
 
 def lives_as_job(owner: Mapping[str, Any]) -> bool:
-    """Whether to ask Slurm about a run's owner: not if the owner is a process in a job that can be checked directly."""
+    """Whether Slurm must be queried about a run's owner: not if the owner is a process that can be checked directly."""
     return "job" in owner and not ("pid" in owner and ("ended" in owner or owner["host"] == platform.node()))
 
 
 def process_lives(pid: int, start: float) -> bool:
-    """Whether the process with this pid and start time still runs; a pid alone may have been reused."""
+    """Whether the process with this pid and start time still runs; another process may have the pid by now."""
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - start) < SAME_START_S and process.status() != psutil.STATUS_ZOMBIE
@@ -113,9 +111,8 @@ def process_lives(pid: int, start: float) -> bool:
 
 
 def _check_job_gone(held: str, record: Path, number: int, restarts: int, cluster: str) -> None:
-    """ConfigError if the job runs or may still run. This job itself, requeued since then, may take over.
-
-    `cluster`: the cluster of the job, empty if unknown. Jobs of another cluster cannot be queried here."""
+    """ConfigError if the job runs or may still run, unless it is this job, requeued since then. cluster: of the job,
+    empty if unknown; jobs of another cluster cannot be queried here."""
     if (own := slurm.own_job(os.environ)) is not None and own[0] == number and own[1] > restarts:
         return
     try:

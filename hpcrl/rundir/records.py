@@ -16,11 +16,11 @@ CONFIG, FACTS, FINISHED, OWNERS = "config.yaml", "facts.json", "finished.json", 
 SLURM = "slurm"
 SUBMITTED = f"{SLURM}/submitted.json"
 AGENT = "agent"
-"""In the folder of an attempt's world; the agent of rank 0 renews this file while it watches its ranks."""
+"""In the folder of an attempt's world: the agent of rank 0 touches this file while it watches its ranks."""
 OUTCOME = "outcome.json"
-"""In the folder of an attempt's world; exit code of the run, written by the agent of rank 0."""
+"""In the same folder: exit code of the run, written by the agent of rank 0."""
 VERDICT = "verdict.json"
-"""In the same folder; exit code and message of a failed run, written by the controller for its agent."""
+"""In the same folder: exit code and message of a failed run, written by the controller for its agent."""
 MOST_PIDS = 1 << 31  # range of the system's calls
 
 
@@ -77,17 +77,15 @@ def last_end(run_dir: Path) -> dict[str, Any]:
 
 
 def finish_run(run_dir: Path, step: int, max_steps: int, reason: str) -> None:
-    """Mark the run as finished: the same configuration then reports this instead of training."""
+    """Mark the run as finished, so that the same configuration does not train again."""
     write_durably(
         run_dir / FINISHED, json.dumps({"step": step, "max_steps": max_steps, "reason": reason, "at": now()}).encode()
     )
 
 
 def read_record(path: Path, **needs: type) -> dict[str, Any]:
-    """The object in a file of the run folder; empty if the file is missing or empty.
-
-    ConfigError if the file is damaged: not an object, or a required value is missing or of another type.
-    """
+    """The object in a file of the run folder; empty if the file is missing or empty. ConfigError if the file is not an
+    object, or a required value is missing or of another type."""
     try:
         text = path.read_text()
         found = json.loads(text) if text else {}
@@ -104,7 +102,6 @@ def read_record(path: Path, **needs: type) -> dict[str, Any]:
 
 
 def damaged(path: Path, why: object) -> ConfigError:
-    """The error for an unreadable record."""
     return ConfigError([f"{path} cannot be read: {why}; if no job of the run lives, remove it"])
 
 
@@ -115,7 +112,6 @@ def newest_attempt(folder: Path) -> int:
 
 
 def owner_path(folder: Path, attempt: int) -> Path:
-    """The path of an attempt's owner record."""
     return folder / OWNERS / f"{attempt:04d}"
 
 
