@@ -35,8 +35,8 @@ class DataParallel:
         return {name: tensor for bucket in receive_buckets(self._inside, 0) for name, tensor in bucket.tensors()}
 
     def outputs(self, values: Tensor | None, num_tokens: int) -> Tensor:
-        """float32 [T]: the values of these rows' tokens from the rank that holds the outputs; other ranks may pass
-        None. Called by all ranks of a data-parallel rank."""
+        """float32 [T]: the values of these rows' tokens from the rank that holds the outputs; others may pass None.
+        Called by all ranks of a data-parallel rank."""
         if self._inside is None or self.holds_outputs:
             assert values is not None, "this rank holds the outputs"
             given = values

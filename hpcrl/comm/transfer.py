@@ -20,7 +20,7 @@ PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection
 
 
 def blames_peer(error: BaseException) -> bool:
-    """Whether this error of a group means that another rank is gone. Gloo and NCCL raise plain RuntimeErrors."""
+    """Whether this error of a group, which gloo and NCCL raise as RuntimeError, means that another rank is gone."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
 
 
@@ -52,8 +52,8 @@ class Fabric:
         of a field of UTF-8 texts, sent with the moves that have text_bytes.
 
         pick(sample ids) gives for every field one array per sample; ValueError if their lengths differ from the move's.
-        Called by every source and destination of a move with the same list; at most one move per pair. Waits under the
-        group's timeout; PeerLost after that timeout or the end of a peer, once every other move is done.
+        Called by every source and destination of a move with the same list; at most one move per pair. PeerLost after
+        the group's timeout or the end of a peer, once every other move is done.
         """
         own = [move for move in moves if rank in (move.source, move.dest)]
         parcels = [
@@ -107,8 +107,8 @@ def _buffer(
 def _gather(
     move: Move, token_fields: Fields, row_fields: Fields, pick: Pick, text: str
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A move filled on the rank that holds its samples, directly in the buffer, since an intermediate array per field
-    would cost more than the transfer."""
+    """A move filled on the rank that holds its samples, directly in the buffer: an intermediate array per field would
+    cost more than the transfer."""
     buffer, fields = _buffer(move, token_fields, row_fields, text)
     arrays = pick(move.samples) if move.samples else {}
     for name, field in fields.items() if move.samples else ():

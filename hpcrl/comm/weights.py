@@ -1,8 +1,8 @@
 """Named tensors in buckets, from one rank of a group to the others: mainly weights, staged once per version and pulled
 by one replica after another.
 
-They are staged in host memory, since the GPU holds the trainer's state, and broadcast from there by gloo, or by NCCL
-with one bucket on the GPU at a time.
+They are staged in host memory, since the GPU holds the trainer's state, and broadcast by gloo, or by NCCL with one
+bucket on the GPU at a time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Bucket:
 
 
 def stage(named: Iterable[tuple[str, torch.Tensor]], keep: bool) -> list[Bucket]:
-    """Exhaust `named` (for weights a collective on the trainers); ranks that send keep copies in buckets of about
-    256 MiB."""
+    """Exhaust `named` (for weights a collective on the trainers); with `keep`, return copies in buckets of about 256
+    MiB."""
     buckets: list[Bucket] = []
     entries: list[Entry] = []
     parts: list[torch.Tensor] = []

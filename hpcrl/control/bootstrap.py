@@ -92,10 +92,8 @@ def _whole_step(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def find_place(environ: Mapping[str, str], world_size: int) -> Place:
-    """Place of this process in a world of `world_size` ranks, from environment variables alone.
-
-    ValueError if a launcher started neither one process per rank nor one per node.
-    """
+    """Place of this process in a world of `world_size` ranks, from environment variables alone. ValueError if a
+    launcher started neither one process per rank nor one per node."""
     if "HPCRL_RANK" in environ:
         node, nodes = int(environ.get("HPCRL_NODE", "0")), int(environ.get("HPCRL_NUM_NODES", "1"))
         return Place("rank", "agent", int(environ["HPCRL_RANK"]), node, nodes)
@@ -123,8 +121,8 @@ def find_place(environ: Mapping[str, str], world_size: int) -> Place:
 def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
     """Rank 0 passes {host, port, key_file, world}; every rank returns it. Collective over all ranks.
 
-    Through torchrun's store, an MPI broadcast, or a file in `folder`. An earlier start may have left its file, so a
-    file counts only if the store in it answers with the same `world`. TimeoutError names the place and the seconds.
+    Through torchrun's store, an MPI broadcast, or a file in `folder`, which counts only if its store answers with the
+    same `world`: an earlier start may have left a file. TimeoutError names the place and the seconds.
     """
     if place.launcher == "mpi":
         return _share_by_mpi(endpoint)
@@ -165,7 +163,7 @@ def _share_by_mpi(endpoint: dict[str, Any] | None) -> dict[str, Any]:
     from mpi4py import MPI
 
     shared = MPI.COMM_WORLD.bcast(endpoint, root=0)
-    # hpcrl makes no other MPI call; without this one mpirun would take the process for a failed one.
+    # The last MPI call; without it, mpirun would take the process for a failed one.
     MPI.Finalize()
     return shared
 
@@ -203,7 +201,7 @@ def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dic
 
 
 def make_key_file(folder: Path, world: str) -> Path:
-    """Write a new random 32-byte key to a file that only this user can read; replaces the keys of earlier starts."""
+    """Write a new random 32-byte key to a file that only this user can read; removes older keys."""
     for old in folder.glob("key_*"):
         old.unlink(missing_ok=True)
     path = folder / f"key_{world}"

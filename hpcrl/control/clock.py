@@ -12,8 +12,8 @@ class AwakeClock:
     """Seconds since the clock was made, for deadlines of `deadline_s` in a process that reads it several times in that
     time.
 
-    Time between two reads counts for a quarter of the deadline at most: more time passes only if the process was
-    stopped or blocked, and could not receive.
+    Time between two reads counts for at most a quarter of the deadline: more time passes only if the process was
+    stopped or blocked.
     """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic):

@@ -14,12 +14,12 @@ from hpcrl.control.world import World, rank_queue
 CHECK_EVERY_S = 10.0  # while no message arrives
 CHECKS_PER_DEADLINE = 8
 LOCAL_EVERY_S = 0.002  # between two looks at the commands of roles in this process
-MAX_TAKEN = 1024  # messages before events are handed out: in a large world they never stop coming
+MAX_TAKEN = 1024  # messages before events are returned; in a large world they never stop
 CAUSE_S = 20.0  # an agent looks once a second and needs seconds to import torch before its first report
 
 
 class RankFailed(RuntimeError):
-    """A command raised on a rank; the message names rank, role, command and cause. `event`: the rank's report."""
+    """A command raised on a rank. `event`: the rank's report."""
 
     def __init__(self, message: str, event: Failed):
         super().__init__(message)
@@ -27,11 +27,11 @@ class RankFailed(RuntimeError):
 
 
 class RankLost(RuntimeError):
-    """The process of a rank ended; the message names rank, role, command and how it ended."""
+    """The process of a rank ended."""
 
 
 class RankSilent(RuntimeError):
-    """A rank did not answer within the deadline; the message names rank, role, command and seconds."""
+    """A rank did not answer within the deadline. As with the errors above, the message names rank, role and command."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ Started = list[tuple[int, int]]
 
 
 class Controller:
-    """Pushes commands and collects answers. `background`: what else goes on in this process while it waits."""
+    """Pushes commands and collects answers. `background`: other work in this process while it waits."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Controller:
         self._answered: dict[int, float] = {}  # rank -> time of its last answer: its present command began then
         self._hosts: dict[int, str] = {}
         self.lost: set[int] = set()
-        self.built = False  # before that no rank may be lost: others may wait for it in the making of a group
+        self.built = False  # before that no rank may be lost: others may wait for it to join a group
 
     def _can_lose(self, rank: int) -> bool:
         return self.built and self._survivable(rank, self.lost | {rank})
@@ -92,7 +92,7 @@ class Controller:
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 
     def send(self, rank: int, command: Command) -> int:
-        """Push a command without waiting for an answer; returns its number, -1 for a lost rank, which gets nothing."""
+        """Push a command without waiting for an answer; returns its number, -1 for a lost rank."""
         return self._push(rank, command, self.command_s, awaited=False)
 
     def _push(self, rank: int, command: Command, allowed_s: float, awaited: bool) -> int:
@@ -112,7 +112,7 @@ class Controller:
     def start(self, commands: Mapping[int, Command], more_s: float = 0.0) -> Started:
         """Push one command per rank; finish() must follow. Several calls may be started first: ranks work in order.
 
-        All commands of a call are pushed before any other, so all ranks see the collectives among them in one order.
+        All commands of a call are pushed before any other, so that all ranks see their collectives in one order.
         """
         self._world.trace.enter("call " + ", ".join(sorted({type(c).__name__ for c in commands.values()})))
         allowed_s = self.command_s + more_s
@@ -154,8 +154,8 @@ class Controller:
         self._lose(Lost(rank, f"no answer for {silent_s:.0f} s: {cause}"))
 
     def lose(self, ranks: Collection[int], cause: str) -> None:
-        """Continue without these ranks, which other ranks could not reach. Their agent may soon report what happened to
-        them; errors as in give_up() if the run needs them."""
+        """Continue without these ranks, which other ranks could not reach, after waiting for their agents' reports.
+        Errors as in give_up() if the run needs them."""
         deadline = self._clock.now() + min(CAUSE_S, self.command_s)
         while not self.lost.issuperset(ranks) and self._clock.now() < deadline:
             self._take(min(self.check_s, 1.0))
@@ -163,7 +163,7 @@ class Controller:
             self._lose(Lost(rank, cause, silent=True))
 
     def dismiss(self) -> None:
-        """Send Leave to every other rank and wait for the answers: this rank hosts the store, so it leaves last."""
+        """Send Leave to every other rank and wait for the answers. This rank hosts the store, so it leaves last."""
         self.call({rank: Leave() for rank in range(self._world.size) if rank != self._world.rank})
 
     def _take(self, timeout_s: float) -> bool:
@@ -201,8 +201,7 @@ class Controller:
 
     @staticmethod
     def _is_own(event: Failed) -> bool:
-        """Whether the failure concerns only that rank, so that other ranks of its role may succeed: neither its input
-        nor a peer is the cause."""
+        """Whether the cause is neither the rank's input nor a peer, so that other ranks of its role may succeed."""
         return not event.seq or (event.command == Burst.__name__ and event.kind == "")
 
     def _cause_of(self, sender: int, event: Failed) -> RankFailed | RankLost | RankSilent:
@@ -251,7 +250,7 @@ class Controller:
         return True
 
     def _check_deadlines(self) -> None:
-        """RankSilent if an answer that the run needs is overdue; checks once per check_s."""
+        """Once per check_s: RankSilent if an answer that the run needs is overdue."""
         now = self._clock.now()
         if not self._outstanding or now < self._next_check:
             return

@@ -12,10 +12,9 @@ WAIT_S = 60.0
 
 
 class Listener:
-    """Takes messages from an inbox on its own thread, which blocks in the store until one arrives.
+    """Takes messages from an inbox, which only the listener may use from now on. Its thread blocks in the store.
 
-    `news` is set after every message, so that the owner of `news` can wait for several listeners. The inbox belongs to
-    the listener from now on.
+    `news` is set after every message, so that the owner of `news` can wait for several listeners.
     """
 
     def __init__(self, inbox: Inbox, news: threading.Event):
@@ -36,7 +35,7 @@ class Listener:
 
 
 def _listen(inbox: Inbox, messages: queue.SimpleQueue, news: threading.Event) -> None:
-    """Holds no reference to the listener, so that an unused listener and its store can be freed."""
+    """Holds no reference to the listener, so that an unused listener can be freed."""
     message: Any = None
     while not isinstance(message, ControlError):
         try:

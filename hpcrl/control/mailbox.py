@@ -1,4 +1,4 @@
-"""Rank to rank, not through the controller: finished text, turns and observations.
+"""Finished text, turns and observations from rank to rank, not through the controller.
 
 The receiving rank hosts the queue, so the load is spread over the ranks that do the work.
 """
@@ -47,8 +47,8 @@ class Mailbox:
     def send(self, rank: int, items: Sequence[Item]) -> None:
         """Send items in chunks of about 1 MiB; items to this rank go directly.
 
-        StoreLost if the receiver is gone, and on every later call at once. ValueError with the size for an item above
-        the maximum of a message.
+        StoreLost if the receiver is gone, and then at once on every later call. ValueError with the size for an item
+        above the maximum of a message.
         """
         if rank == self._rank:
             self._take_in(items)
@@ -70,9 +70,7 @@ class Mailbox:
 
     def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
         """All items of a kind that have arrived, in order per sender; waits up to timeout_s for the first message.
-
-        Items of other kinds are kept: roles that share a rank share its mailbox, and each role takes its own kinds.
-        """
+        Other kinds are kept: roles that share a rank share its mailbox."""
         while self._inbox is not None:
             post = self._inbox.get(0.0 if self._arrived[kind] else timeout_s)
             if post is None:

@@ -29,8 +29,8 @@ class BuildRole(Message):
 
 
 class BuildGroup(Message):
-    """Join the explicit group `name` between roles; all of `ranks` get this command. weights: for large tensors, which
-    go from GPU to GPU if every rank has its own GPU."""
+    """All of `ranks` join the explicit group `name`. weights: for large tensors, which go from GPU to GPU if every rank
+    has its own GPU."""
 
     name: str
     ranks: list[int]
@@ -39,7 +39,7 @@ class BuildGroup(Message):
 
 
 class Ask(Message):
-    """A question of a pipeline to a role that answers questions (hpcrl.roles.base.Answers); values: plain data."""
+    """Question of a pipeline to a role (hpcrl.roles.base.Answers)."""
 
     role: str
     question: str
@@ -47,7 +47,7 @@ class Ask(Message):
 
 
 class Leave(Message):
-    """End the rank's loop; the last command it gets, answered on the way out."""
+    """End the rank's loop; its last command."""
 
 
 # -- commands: rollout -------------------------------------------------------------------------------------------
@@ -65,12 +65,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def truncates(self) -> bool:
-        """Whether there are behaviour log-probs besides gen_logprobs; same rule as the engines' SamplingParams."""
+        """Whether there are gen_logprobs_behaviour; the same rule as in the engines' SamplingParams."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt as the ranks need it: int32 token ids, and what rewards and environments read, as JSON."""
+    """Token ids as int32; `meta` is the JSON that rewards and environments read."""
 
     uid: int
     domain: str
@@ -79,8 +79,8 @@ class PromptPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admit(Message):
-    """Start samples (id, seed) of the given prompts; a sample that is already held continues with its next turn. A
-    sample with an environment starts there: the environment gives its first prompt."""
+    """Start samples (id, seed) of these prompts. A held sample continues with its next turn; a new sample with an
+    environment first gets its prompt there."""
 
     prompts: list[PromptPayload]
     samples: list[tuple[int, int]]
@@ -88,9 +88,11 @@ class Admit(Message):
 
 
 class Burst(Message):
-    """Decode `num_tokens` iterations; the first rank of a replica answers with BurstDone, its other ranks with Done.
-    Finished samples go to receiver_of() the reward ranks (hpcrl.rollout.types), turns of samples with an environment to
-    receiver_of() the env ranks; `receivers` and `envs`: the reward and env ranks that are alive."""
+    """Decode `num_tokens` iterations. The first rank of a replica answers with BurstDone, its other ranks with Done.
+
+    receivers, envs: the living reward and env ranks, to which finished samples and turns go by receiver_of()
+    (hpcrl.rollout.types).
+    """
 
     num_tokens: int
     receivers: list[int]
@@ -104,15 +106,14 @@ class AbortSamples(Message):
 
 
 class Rescore(Message):
-    """Send held, finished samples to a scorer: after the loss of their first scorer, or after the end of their
-    episode."""
+    """Send held, finished samples to a scorer, after the loss of their first scorer or the end of their episode."""
 
     samples: list[int]
     receivers: list[int]
 
 
 class ScoreTogether(Message):
-    """Score these samples as one group; the reward rank has reported them in AwaitSiblings."""
+    """Score these samples, which the reward rank has reported in AwaitSiblings, as one group."""
 
     samples: list[int]
 
@@ -154,8 +155,8 @@ class Peek(Message):
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
-    """Samples that rank `source` holds and rank `dest` gets, in this order; lengths in tokens. text_bytes: sizes of
-    their messages, empty if the messages stay."""
+    """Samples that go from rank `source` to rank `dest`, in this order; lengths in tokens. text_bytes: sizes of their
+    messages, empty if the messages stay."""
 
     source: int
     dest: int
@@ -165,12 +166,11 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandOver(Message):
-    """Carry out the moves that touch this rank; `fields`: names of the generator's fields to transfer
-    (hpcrl.trajectory).
+    """Carry out the moves that touch this rank, with these of the generator's `fields` (hpcrl.trajectory).
 
-    scored: the scorer's fields of the samples that this rank gets, as bytes in the order of its moves; fields of turns
-    and tokens with counts (hpcrl.comm.transfer). A large transfer is split into several commands. After the last one,
-    marked `forms`, every destination forms batch `batch`, even if it received nothing.
+    scored: bytes of the scorer's fields for the samples that this rank gets, in order; fields of turns and tokens with
+    counts (hpcrl.comm.transfer). After the last command of a transfer, marked `forms`, every destination forms batch
+    `batch`, even if it received nothing.
     """
 
     batch: int
@@ -189,7 +189,7 @@ class LoadRows(Message):
 
 
 class LoadRollouts(Message):
-    """Form batch `batch` from these samples of a step in the rollout store of a run."""
+    """Form batch `batch` from these stored samples of a step."""
 
     batch: int
     run_dir: str
@@ -207,8 +207,7 @@ class Logprobs(Message):
 
 
 class SendTokens(Message):
-    """Send one token field of a batch to the ranks that train on it, by all or some of the moves that touch this
-    rank."""
+    """Send one token field of a batch to the ranks that train on it, by the moves that touch this rank."""
 
     batch: int
     group: str
@@ -217,8 +216,8 @@ class SendTokens(Message):
 
 
 class Advantages(Message):
-    """Fill advantages and returns of the batch; answered with the weights that differ from 1. The trainers exchange all
-    rewards for the group statistics."""
+    """Fill advantages and returns of the batch; the trainers exchange all rewards. Answered with the weights other than
+    1."""
 
     batch: int
 
@@ -233,7 +232,7 @@ class TrainStep(Message):
 
 
 class PassOn(Message):
-    """The head of a data-parallel rank sends its other ranks the batch, or this token field of it."""
+    """Send the batch, or this token field of it, from the head of a data-parallel rank to its other ranks."""
 
     batch: int
     role: str
@@ -258,16 +257,16 @@ class WriteRollouts(Message):
 
 
 class Stage(Message):
-    """Gather the weights and keep a copy of this version on the ranks that publish from it: one entry in `sources` per
-    replica and share of the parameters, the last of which frees the copy."""
+    """Gather the weights and keep a copy of this version on the ranks that publish. `sources` has one entry for every
+    replica and share of the parameters; the last frees the copy."""
 
     version: int
     sources: list[int]
 
 
 class Pull(Message):
-    """Load staged weights into a generator replica, share by share: each source (rank, group) sends its share over the
-    group, or copies it if the source is the replica."""
+    """Load staged weights into a generator replica. Each source (rank, group) sends its share over the group, or copies
+    it if it is the replica itself."""
 
     version: int
     sources: list[tuple[int, str]]
@@ -275,28 +274,27 @@ class Pull(Message):
 
 
 class SaveState(Message):
-    """Copy this rank's part of the checkpoint, and start to write it into the folder while later commands run."""
+    """Copy this rank's part of the checkpoint, and start to write it while later commands run."""
 
     folder: str
 
 
 class FinishSave(Message):
-    """Answer with the files of SaveState and time/save_write once the files are on disk, else after wait_s with the
-    progress."""
+    """Answer with the files of SaveState and time/save_write once the files are on disk, or with the progress after
+    wait_s."""
 
     wait_s: float
 
 
 class CheckFiles(Message):
-    """Start to compare files of a checkpoint, given as in Done.files, with the disk; an earlier check is stopped."""
+    """Start to verify files of a checkpoint, given as in Done.files; an earlier check is stopped."""
 
     folder: str
     files: list[tuple[str, int, str]]
 
 
 class FinishCheck(Message):
-    """Answer with the defect of a file of CheckFiles, empty if all are intact; if the check takes longer than wait_s,
-    with the progress."""
+    """Answer with the first defect found by CheckFiles, empty if there is none, or with the progress after wait_s."""
 
     wait_s: float
 
@@ -366,9 +364,8 @@ class Joined(Message):
 class Done(Message):
     """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
 
-    progress: if the command's work is unfinished, the current file and the total bytes done. unreached: ranks that did
-    not send or take their part, and without which the run may continue. weights: (sample, weight in the loss) if it is
-    not 1.
+    progress: the current file and the total bytes done, if the work is unfinished. unreached: ranks that did not send
+    or take their part, and without which the run may continue. weights: (sample, weight in the loss) if not 1.
     """
 
     seq: int
@@ -383,10 +380,9 @@ class Done(Message):
 class Failed(Message):
     """The command `seq` raised; seq 0: a role raised in work outside a command.
 
-    kind: "input" for an exception caused by bad input (ValueError, OSError), "storage" for an OSError of a full or
-    failing file system, "numbers" for values of the model that are not finite, "peer" for a broken connection to
-    another rank, which is a consequence and not a cause, "control" for messages to this rank that were lost, reordered
-    or read by another process; else empty.
+    kind: "input" for ValueError and OSError, "storage" for a full or failing file system, "numbers" for values of the
+    model that are not finite, "peer" for a broken connection to another rank (a consequence, not a cause), "control"
+    for messages to this rank that were lost, reordered or read by another process; else empty.
     """
 
     seq: int
@@ -396,7 +392,7 @@ class Failed(Message):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """A finished response: number of tokens with the prompt, number of model tokens, reason, bytes of its messages."""
+    """A finished response: tokens with the prompt, tokens of the model, reason, bytes of its messages."""
 
     sample: int
     total_tokens: int
@@ -416,8 +412,8 @@ class BurstDone(Message):
 
 
 class ScoredSample(msgspec.Struct, frozen=True, array_like=True):
-    """Reward and score of a sample; `error`: why there is none. turn_rewards: rewards of its turns, which add up to the
-    reward; empty: the last turn has all of it. token_rewards: rewards of tokens within these, as the bytes of
+    """Reward and score; `error`: why there is none. turn_rewards: rewards of the turns, which add up to the reward;
+    empty: the last turn has all of it. token_rewards: rewards of tokens within these, as bytes of
     hpcrl.rollout.types.TOKEN_REWARD."""
 
     sample: int
@@ -436,7 +432,7 @@ class Scored(Message):
 
 
 class AwaitSiblings(Message):
-    """Samples that reached a reward rank whose reward scores groups; each is scored by a ScoreTogether."""
+    """Samples that reached a reward rank whose reward scores groups."""
 
     samples: list[int]
 
@@ -454,8 +450,7 @@ class Observed(Message):
 
 
 class Lost(Message):
-    """A rank's process ended or stopped answering, as its node agent saw it. silent: the agent ended it because it was
-    silent."""
+    """A rank's process ended, or its node agent ended it because it was `silent`."""
 
     rank: int
     cause: str
@@ -469,8 +464,8 @@ Event = Joined | Done | Failed | BurstDone | Scored | AwaitSiblings | Observed |
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A finished response on its way to a reward rank; `meta` is the prompt's JSON, token_ids the last turn as int32.
-    earlier: text and token ids of the model's turns before that."""
+    """A finished response on its way to a reward rank; `meta` is the prompt's JSON, token_ids (int32) the last turn.
+    earlier: text and token ids of the model's turns before it."""
 
     sample: int
     domain: str
@@ -482,10 +477,10 @@ class Response(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Request to the environment of a sample: answer a turn of the model or, with begins, start the episode.
+    """Request to the environment of a sample: answer a turn of the model or, with `begins`, start the episode.
 
     meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: maximum tokens of the
-    observation, so that another turn fits. Reason "abort": the sample was dropped and needs no answer.
+    observation, so that another turn fits. Reason "abort": the sample was dropped, no answer is needed.
     """
 
     sample: int
@@ -500,9 +495,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
 
 
 class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """An observation on its way to the first rank of the replica that holds the sample, and from there to the replica's
-    other ranks: int32 token ids, and their messages in chat form as JSON. The first one is the whole prompt; without
-    tokens the row's own prompt stays."""
+    """An observation on its way to all ranks of the replica that holds the sample: int32 token ids, and messages in
+    chat form as JSON. The first one is the whole prompt; without tokens the row's own prompt stays."""
 
     sample: int
     token_ids: bytes

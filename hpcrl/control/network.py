@@ -13,14 +13,14 @@ import psutil
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address that is reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, and gives the own
-address from which traffic to other networks leaves."""
+"""An address reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, but tells the own address
+from which traffic to other networks leaves."""
 
 CONNECT_S = 10.0
 
 
 class NoInterfaceError(ValueError):
-    """This node has no such interface, or no address on it; the message lists the interfaces that have one."""
+    """This node has no such interface, or no address on it."""
 
 
 class Network(NamedTuple):
@@ -31,14 +31,13 @@ class Network(NamedTuple):
 
 
 def loopback() -> Network:
-    """The loopback interface, for a world on one node: no other host reaches it."""
+    """The loopback interface, for a world on one node."""
     names = [name for name, found in interfaces().items() if "127.0.0.1" in found]
     return Network(names[0] if names else "lo", "127.0.0.1")
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Interfaces that are up -> their addresses, IPv4 first, without link-local ones; without interfaces that have
-    none."""
+    """Interfaces that are up and have addresses -> their addresses, IPv4 first, without link-local ones."""
     up = psutil.net_if_stats()
     found: dict[str, list[str]] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -67,8 +66,8 @@ def own_network(wanted: str | None) -> Network:
 
 
 def choose(found: Mapping[str, Sequence[str]], resolved: Sequence[str], routed: str | None) -> Network:
-    """One of the interfaces `found`: that of the host name's address, if other hosts can reach it. On many systems the
-    host name resolves to 127.0.1.1: then the interface with the address `routed`, else any that is not loopback."""
+    """The interface of the host name's address, if other hosts can reach it. On many systems the host name resolves to
+    127.0.1.1: then the interface with the address `routed`, else any that is not loopback."""
     at = {address: name for name, addresses in found.items() for address in addresses}
     there = [address for address in (*resolved, routed, *at) if address in at]
     reachable = [address for address in there if not ipaddress.ip_address(address).is_loopback]
@@ -82,8 +81,8 @@ def is_loopback(address: str) -> bool:
 
 
 def use(network: Network, wanted: str | None) -> None:
-    """Make torch's own gloo groups use this interface; NCCL too if the configuration names one. Called before the first
-    group is made."""
+    """Make torch's own gloo groups use this interface; NCCL too if the configuration names one. Call it before the
+    first group is made."""
     os.environ[GLOO_INTERFACE] = wanted or os.environ.get(GLOO_INTERFACE) or network.interface
     if wanted:
         os.environ.setdefault(NCCL_INTERFACE, wanted)

@@ -1,12 +1,12 @@
-"""Signed, ordered, schema-checked messages over the queues of a TCPStore.
+"""Signed, ordered, schema-checked messages over the queues of a TCPStore (see docs/control_plane.md).
 
 A message is split into frames of up to 1 MiB of its msgpack. An entry of the queue is HMAC-SHA256 over (queue name,
 frame), then the frame: msgpack of (sender, seq, body, more). The per-job key is never sent. This gives integrity and
-order, not secrecy: any process that reaches the port can list and read the queues. See docs/control_plane.md.
+order, not secrecy: any process that reaches the port can list and read the queues.
 
-Per queue and sender the sequence number rises by one with each frame. Frames that are forged (wrong MAC), replayed (old
-number), malformed or too large are refused and named in `Inbox.refused` and on stderr; a gap means that a message was
-stolen or lost and raises `ControlError`, because a command may be missing.
+Per queue and sender, the sequence number rises by one with each frame. Forged (wrong MAC), replayed (old number),
+malformed or too large frames are refused and named in `Inbox.refused` and on stderr. A gap raises `ControlError`,
+because a command may be lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMED_REFUSALS = 100  # a flood must not fill the memory or the disk
 
 
 class ControlError(RuntimeError):
-    """The control plane is unusable or not trustworthy; the message names the part and the cause."""
+    """The control plane is unusable or not trustworthy."""
 
 
 class StoreLost(ControlError):
@@ -50,7 +50,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A new client of the store at host:port. StoreLost names the address if the store does not answer in time."""
+    """A new client of the store at host:port. StoreLost if the store does not answer in time."""
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (DistError, RuntimeError) as error:
@@ -58,8 +58,7 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def serve(address: str, timeout_s: float) -> TCPStore:
-    """A new store on a free port of this process, with a client to it. It listens on `address` only, not on other
-    addresses of this host."""
+    """A new store on a free port of this process, with a client to it. It listens on `address` only."""
     listener = network.listen(address)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
@@ -111,8 +110,7 @@ class Sender:
 
 
 class Inbox:
-    """The only reader of a queue. It has its own store client: a blocked pop would block every other call of that
-    client."""
+    """The only reader of a queue. Its store client is its own, since a blocked pop blocks all calls of a client."""
 
     def __init__(self, store: TCPStore, name: str, key: bytes, types: Any):
         self.name, self._key, self._store = name, key, store

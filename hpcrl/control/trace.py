@@ -1,7 +1,7 @@
 """The current activity of a rank, readable by its node agent even if the rank is stuck or dead.
 
-Each rank maps a page of memory that its agent has made. The rank's main thread records the command it executes, a
-daemon thread records a heartbeat once a second. No file system is involved: a stalled one does not stop the heartbeat.
+Each rank maps a page of memory that its agent has made. The main thread records the command it executes, a daemon
+thread a heartbeat once a second. No file system is involved: a stalled one does not stop the heartbeat.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _LAYOUT = struct.Struct("=ddq64s")  # beat, since, seq, activity
 _BEAT, _SINCE, _SEQ, _ACTIVITY = 0, 1, 2, slice(24, 88)  # numbers in units of eight bytes
 BEAT_EVERY_S = 1.0
 DESCRIPTOR = "HPCRL_TRACE"
-"""Environment variable of a rank that has an agent: the open file that holds the page."""
+"""Environment variable of a rank that has an agent: the open file of the page."""
 LEAVING = "leave"
-"""The activity of a rank that may end: any other activity at the end of a process means unfinished work."""
+"""The activity of a rank that may end; the end of a process in any other activity means unfinished work."""
 
 
 class Activity(NamedTuple):
-    """The record of a rank: times of its last heartbeat and of the start of its activity, on the host's monotonic
-    clock; the activity's number and name."""
+    """Times of a rank's last heartbeat and of the start of its activity, on the host's monotonic clock; the activity's
+    number and name."""
 
     beat: float
     since: float

@@ -1,8 +1,7 @@
 """Every rank exits when the control store is gone, whatever it does or waits for.
 
-A store call to a host that stopped answering does not return (torch 2.13 has no timeout on reading an answer), and a
-rank in a long command makes no calls. So one thread with its own store client polls the store, and another thread
-checks the answers.
+A store call to a host that stopped answering does not return (torch 2.13), and a rank in a long command makes no calls.
+So one thread with its own store client polls the store, and another checks the answers.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ ROUNDS = 8  # questions in a deadline
 
 
 class StoreWatch:
-    """Ends this process with ExitCode.STORE_LOST and a line on stderr when `store` breaks or is silent for deadline_s.
-
-    `store` is used by nothing else. `doing`: the rank's activity, for the message.
-    """
+    """Ends this process with ExitCode.STORE_LOST and a line on stderr when `store`, which nothing else may use, breaks
+    or is silent for deadline_s. `doing`: the rank's activity, for the message."""
 
     def __init__(self, store: TCPStore, who: str, doing: Callable[[], str], deadline_s: float):
         self._store, self._who, self._doing, self._deadline_s = store, who, doing, deadline_s

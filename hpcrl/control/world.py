@@ -1,7 +1,7 @@
 """The world: a store and a rank table, not one process group.
 
-Every rank has an inbox, a sender and a mailbox. Process groups are made by commands, over exactly the named ranks: an
-engine's default group, or an explicit group between roles.
+Process groups are made by commands, over exactly the named ranks: an engine's default group, or an explicit group
+between roles.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from hpcrl.control.watch import StoreWatch
 
 CONTROLLER_QUEUE = "controller"
 PEER_SHARE = 0.8
-"""Share of a command's time that a rank waits for another rank: the rest is time to report which rank it was."""
+"""Share of a command's time that a rank waits for another rank; the rest is time to report that rank."""
 UNCOUNTED = timedelta(days=30)
 """Timeout of an engine's collectives. The controller's deadline for the command ends the wait long before; gloo's own
-timeout would count the time in which the whole job is suspended, and fail after it."""
+timeout would count the time in which the job is suspended."""
 
 
 def rank_queue(rank: int) -> str:
-    """Name of a rank's command queue."""
     return f"rank/{rank}"
 
 
@@ -61,7 +60,7 @@ class World:
     timeout_s: float
 
     def leave(self) -> None:
-        """This process and the store may end from now on; called before the last answer."""
+        """This process and the store may end from now on; call it before the last answer."""
         self.trace.enter(LEAVING)
         if self.watch is not None:
             self.watch.stop()
@@ -69,9 +68,8 @@ class World:
     def group(self, name: str, ranks: Sequence[int], epoch: int, *, of_engine: bool = False) -> Any:
         """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
 
-        Pairs connect at their first communication, so a large group is no full mesh. A higher epoch makes a new group.
-        of_engine: its collectives may last as long as the controller allows the command; a pause of the job is not
-        counted.
+        Pairs connect at their first communication, so there is no full mesh. A higher epoch makes a new group.
+        of_engine: collectives may last as long as the controller allows the command, not counting pauses of the job.
         """
         store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
         gloo: Any = dist.ProcessGroupGloo
@@ -81,10 +79,8 @@ class World:
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
     def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
-        """A group for large tensors: ProcessGroupNCCL if each of `ranks` has its own GPU, else as `group`.
-
-        Collective over `ranks`, which learn of each other's GPU through the store.
-        """
+        """A group for large tensors: ProcessGroupNCCL if each of `ranks` has its own GPU, else as `group`. Collective
+        over `ranks`."""
         store = dist.PrefixStore(f"gpus/{name}/{epoch}", self.store)
         own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
         store.set(str(self.rank), own)
@@ -121,8 +117,8 @@ def join(
 ) -> World:
     """Join the world of `size` ranks of the attempt in `folder`. Called by every rank; waits for rank 0's store.
 
-    `interface`: of this node, on which a world of several nodes listens and connects; None: see network.own_network.
-    StoreLost or TimeoutError if rank 0 is not up within start_s; NoInterfaceError without that interface.
+    `interface`: on which a world of several nodes listens and connects; None: see network.own_network. StoreLost or
+    TimeoutError if rank 0 is not up within start_s; NoInterfaceError without that interface.
     """
     # torch resolves the name of every peer's address, at 5 s an attempt if name servers are missing or lossy.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
