@@ -1,7 +1,8 @@
 """From messages to token ids, through the tokenizer's chat template if it has one.
 
 Only the template writes special tokens: `<|im_end|>` in a message is encoded as plain text, since it would otherwise
-end the message. Without a template, the prompt is the text itself, including any special tokens."""
+end the message. Without a template, the prompt is the text itself, including any special tokens.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def plain(text: str) -> str:
 
 
 def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
-    """Token ids of a rendered text. A template writes its own special tokens; without one, the tokenizer adds them at
-    the start of the text."""
+    """Token ids of a rendered text. Without a template, the tokenizer adds its special tokens at the start of the
+    text."""
     templated = bool(getattr(tokenizer, "chat_template", None))
     if not templated or MARK not in text or (special := _special(tokenizer)) is None:
         return list(tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]) if text else []
@@ -54,14 +55,14 @@ def encode(tokenizer: Any, text: str, begins: bool = True) -> list[int]:
 
 @functools.lru_cache(maxsize=8)
 def _special_tokens(tokenizer: Any) -> list[str]:
-    """The tokenizer's special tokens, longest first."""
+    """Longest first."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return sorted((token.content for token in added if token.special), key=len, reverse=True)
 
 
 @functools.lru_cache(maxsize=8)
 def _special(tokenizer: Any) -> re.Pattern[str] | None:
-    """A pattern that matches them; None if there are none."""
+    """A pattern that matches special tokens; None if there are none."""
     tokens = _special_tokens(tokenizer)
     return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 

@@ -21,19 +21,16 @@ ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_DOMAIN = "default"
 MAX_PROBLEMS = 10  # lines shown; the others are counted
 MAX_ROW_BYTES = 16 << 20
-"""Limit for the JSON of a row's answer and other columns, which are sent with each of its responses to the reward or
-environment: a message between ranks holds 64 MiB, including the prompt."""
+"""Limit for the JSON of a row's answer and other columns, which go to the reward or environment with each response: a
+message between ranks holds 64 MiB, including the prompt."""
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An interpreted row. `messages` end with the turn to answer; `response` is a reference answer for the SFT
-    pipeline.
-
-    `extra` holds all columns except the prompt.
-    """
+    """`messages` end with the turn to answer; `response` is a reference answer for the SFT pipeline; `extra` holds all
+    columns except the prompt."""
 
     messages: Messages
     answer: Any
@@ -75,7 +72,7 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
 
 
 def _check_size(answer: Any, extra: dict[str, Any], where: str) -> None:
-    """BadRow if the row is too large to send; it would end the run at the step that draws it."""
+    """BadRow if the row is too large to send: it would end the run at the step that draws it."""
     num_bytes = len(msgspec.json.encode((answer, extra)))
     if num_bytes > MAX_ROW_BYTES:
         largest = max(extra, key=lambda name: len(msgspec.json.encode(extra[name])))
@@ -148,8 +145,8 @@ def sources(config: DataConfig, split: Split) -> list[DataSource]:
 class RowSet:
     """All rows of a split, checked, source after source. ValueError lists all problems.
 
-    `domain_names`: domains in order of appearance; `domains`: int32 [rows], each row's index into domain_names;
-    `unanswered`: domain -> number of rows without an answer, and `file:line` of the first.
+    `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
+    domain -> number of rows without an answer, and `file:line` of the first.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int):
@@ -208,7 +205,6 @@ class RowSet:
         return number, row - int(self._starts[number])
 
     def domain_of(self, row: int) -> str:
-        """The domain of a row."""
         return self.domain_names[self.domains[row]]
 
     def row(self, row: int) -> Row:
@@ -216,7 +212,6 @@ class RowSet:
         return self._parse(*self._locate(row))
 
     def where(self, row: int) -> str:
-        """`file:line` of a row."""
         number, index = self._locate(row)
         return self.tables[number].where(index)
 
@@ -245,10 +240,8 @@ def require_same(was: dict[str, str], now: dict[str, str], place: str) -> None:
 
 
 def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) -> dict[str, int]:
-    """Prompts of each domain in a rollout batch: int(p * batch); the last domain of `probs` gets the remainder.
-
-    ValueError if `probs` does not name the domains of the data or would never draw one of them.
-    """
+    """Prompts of each domain in a rollout batch: int(p * batch_size); the last domain of `probs` gets the remainder.
+    ValueError if `probs` does not name the domains of the data or would never draw one of them."""
     wrong = sorted(set(probs) ^ set(names))
     if wrong:
         raise ValueError(f"data.domain_interleave_probs must name the domains {', '.join(names)}; {wrong[0]!r} differs")
@@ -264,8 +257,8 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
 
 
 def read_splits(config: DataConfig, seed: int) -> tuple[dict[Split, RowSet], list[str]]:
-    """The rows of data.train and data.val if they are set and valid, and all errors of the others that can be found
-    without a tokenizer, one line each."""
+    """The valid rows of data.train and data.val, and all errors of the others that can be found without a tokenizer,
+    one line each."""
     found: dict[Split, RowSet] = {}
     problems: list[str] = []
     splits: tuple[Split, ...] = ("train", "val")

@@ -12,7 +12,7 @@ from hpcrl.data.tasks import Split
 
 
 class SFTRows:
-    """Random access to (token_ids, loss_mask). Every assistant turn is marked, each with its end token."""
+    """Random access to (token_ids, loss_mask). Every assistant turn is marked, including its end token."""
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int):
         if tokenizer.eos_token_id is None:
@@ -33,7 +33,7 @@ class SFTRows:
         return len(self._rows)
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of a row, of equal length. BadRow (a ValueError) if a row has no answer.
+        """Token ids and loss mask of a row, of equal length. BadRow if the row has no answer.
 
         The prompt has the tokens that PromptSource gives; the answer is tokenised separately, as in generation.
         """

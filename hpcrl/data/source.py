@@ -28,7 +28,7 @@ def epoch_order(seed: int, name: str, epoch: int, num_rows: int, shuffle: bool =
 
 @dataclass(slots=True)
 class _Stream:
-    """Rows that are drawn from together: those of one domain, or all rows if no mix is configured."""
+    """Rows that are drawn together: those of one domain, or all rows if no mix is configured."""
 
     name: str
     rows: np.ndarray
@@ -38,8 +38,7 @@ class _Stream:
 
 
 class PromptSource:
-    """An endless stream of the prompts of a split. `dispositions` holds prompts that were drawn and are not settled
-    yet.
+    """An endless stream of the prompts of a split. `dispositions` holds drawn prompts that are not settled yet.
 
     With data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, spread
     evenly; the last domain gets the remainder. A prompt dropped for its length is replaced from its own domain.
@@ -99,9 +98,9 @@ class PromptSource:
 
     def next(self) -> Prompt:
         """Draw the next prompt. Over-long prompts on the way are settled as too_long (data.overlong_prompts=drop),
-        unusable rows as failed: rows of files were checked before, rows of generated sources were not.
+        unusable rows of generated sources as failed.
 
-        ValueError if a whole epoch contains no usable prompt, or names the row that is over the limit
+        ValueError if a whole epoch has no usable prompt, or if a prompt is over the limit
         (data.overlong_prompts=error).
         """
         stream = self._streams[self._pattern[self._num_given % len(self._pattern)]]
@@ -123,22 +122,20 @@ class PromptSource:
         raise ValueError(self._all_too_long(stream))
 
     def take_dropped(self) -> list[Settled]:
-        """The prompts that next() skipped since the last call (a resume keeps those not fetched)."""
+        """The prompts that next() skipped since the last call; a resume keeps those not fetched."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def prompt(self, uid: int) -> Prompt:
-        """An open prompt again (after a resume, or for another attempt). KeyError if it is not open."""
+        """An open prompt again, after a resume or for another attempt. KeyError if it is not open."""
         epoch, row = self.dispositions.origin(uid)
         parsed = self._rows.row(row)
         text, token_ids = self._tokens(parsed, row)
         return _prompt(uid, epoch, row, parsed, text, token_ids)
 
     def head(self, count: int) -> list[Prompt]:
-        """The first `count` rows that are not over-long, in data order, with the row as uid; for evaluation.
-
-        Opens no prompts. Fewer rows if the data has fewer.
-        """
+        """The first `count` rows that are not over-long, or all if there are fewer, in data order, with the row as uid;
+        for evaluation. Opens no prompts."""
         found: list[Prompt] = []
         for row in range(len(self._rows)):
             if len(found) == count:

@@ -84,8 +84,8 @@ TASKS: dict[str, tuple[Make, type[Section], str]] = {
 
 
 class GeneratedTask:
-    """A task of `TASKS`. A row's content alone decides whether the row is held out, so that train and val are disjoint
-    under any two seeds."""
+    """A task of `TASKS`. Its content alone decides whether a row is held out, so that train and val are disjoint under
+    any two seeds."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
         self.name = name
@@ -105,7 +105,7 @@ class GeneratedTask:
 
 
 class ReasoningGymTask:
-    """A data set of reasoning-gym (arXiv 2505.24760); item i is generated from seed + i; the seeds of the splits are
+    """A data set of reasoning-gym (arXiv 2505.24760). Item i is generated from seed + i; the seeds of the splits are
     far apart."""
 
     def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: Split):
@@ -135,10 +135,8 @@ def make_reasoning_gym(name: str, size: int, seed: int, options: dict[str, Any])
 
 
 def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, split: Split) -> Task:
-    """The task of a path `task:NAME` or `reasoning_gym:NAME`, epochs of `size` rows (null: 65536, val 1024).
-
-    ValueError describes an error of name, options or size.
-    """
+    """The task `task:NAME` or `reasoning_gym:NAME`, with epochs of `size` rows (null: 65536, val 1024). ValueError
+    describes an error of name, options or size."""
     kind, _, name = path.partition(":")
     rows = size or DEFAULT_SIZE[split]
     if kind == "reasoning_gym":

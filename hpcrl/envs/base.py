@@ -12,18 +12,16 @@ to images: {"role": "user", "content": "...", "images": ["file.png"]}."""
 class Env(Protocol):
     """One episode. `info["metrics"]` (name -> float) is logged under env/<domain>/.
 
-    The constructor gets env.<domain>.options, and those columns of the prompt's row (answer, prompt, messages and the
-    columns of the data) that it names; with **columns it gets all of them.
-
-    An environment that holds a resource (a process, a file) also has close(), called once after its last step, which
-    may be before the end of the episode.
+    The constructor gets env.<domain>.options, and the columns of the prompt's row (answer, prompt, messages and the
+    columns of the data) that it names; with **columns it gets all of them. An environment that holds a resource (a
+    process, a file) also has close(), called once after its last step, even if the episode has not ended.
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
         """Start an episode, which is a function of row and seed only; returns (first observation, info).
 
         The observation is the first prompt: a text replaces the last message of the row's prompt, a list of messages
-        replaces all messages, and an empty text leaves the row's prompt unchanged.
+        replaces all messages, and an empty text keeps the row's prompt.
         """
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""A scripted two-turn environment: asks for a second answer and compares it with the gold answer. For tests and
-examples."""
+"""A scripted two-turn environment that asks for a second answer. For tests and examples."""
 
 from __future__ import annotations
 
