@@ -1,7 +1,5 @@
-"""Tiny models in HF layout with seeded random weights, and a byte-level BPE tokenizer trained on the text below.
-
-Nothing is downloaded: demos, tests and dry runs work on a machine without a network.
-"""
+"""Tiny models in HF layout with seeded random weights, and a byte-level BPE tokenizer trained on the text below: demos,
+tests and dry runs need no network."""
 
 from __future__ import annotations
 
@@ -72,11 +70,8 @@ CHAT_TEMPLATE = """\
 
 
 def make_tiny_model(spec: TinyModel, folder: Path) -> None:
-    """Write model, tokenizer (ChatML) and generation config to `folder`, which appears whole or not at all.
-
-    The same spec gives the same files. An existing model folder is left as it is. ValueError when the numbers of the
-    spec do not make a model.
-    """
+    """Write model, tokenizer (ChatML) and generation config to `folder`, which appears whole or not at all. The same
+    spec gives the same files; an existing model is kept. ValueError if the spec's numbers do not make a model."""
     if (folder / "config.json").exists():
         return
     check_spec(spec)
@@ -98,7 +93,7 @@ def make_tiny_model(spec: TinyModel, folder: Path) -> None:
 
 
 def check_spec(spec: TinyModel) -> None:
-    """ValueError when the numbers of `spec` do not fit together."""
+    """ValueError if the numbers of `spec` do not fit together."""
     if spec.hidden_size % (2 * spec.num_heads):
         raise ValueError(
             f"model.tiny.hidden_size={spec.hidden_size} must be a multiple of 2 x num_heads ({spec.num_heads}): "

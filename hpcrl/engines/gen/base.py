@@ -1,7 +1,6 @@
 """The protocol of generation engines: continuous batching, driven burst by burst.
 
-One engine serves one replica. Every rank of a replica makes the same calls in the same order and sees the same
-results.
+One engine serves one replica. All ranks of a replica make the same calls in the same order and see the same results.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from hpcrl.rollout.types import FinishReason
 class ReplicaRanks:
     """The world ranks of a replica; this rank is at `index`.
 
-    group: a dist.ProcessGroupGloo of these ranks for the engine's own collectives, in calls that all of them make; None
-    for a replica of one rank. The process's default group has the same ranks in this order if there are several and
-    none of them is a trainer or reference rank; else it is the group of all trainer or reference ranks."""
+    group: a dist.ProcessGroupGloo of these ranks for the engine's own collectives; None for a replica of one rank. The
+    process's default group has the same ranks in this order if there are several and none of them is a trainer or
+    reference rank; else it is the group of all trainer or reference ranks.
+    """
 
     ranks: tuple[int, ...]
     index: int = 0
@@ -31,7 +31,7 @@ class ReplicaRanks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 turn truncation off."""
+    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 turn truncation off."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -59,16 +59,16 @@ class Request:
 
 
 class PromptRefused(ValueError):
-    """The engine can never serve this prompt, with any parameters; other requests are not affected."""
+    """The engine can never serve this prompt, with any parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A finished or aborted request. Arrays have one entry per generated token.
+    """A finished or aborted request. Arrays have one entry per generated token, including a stop token.
 
-    A stop token is part of the output. `gen_logprobs` are log-softmax(logits / temperature) without truncation (for
-    greedy sampling: at temperature 1); `gen_logprobs_behaviour` the renormalised ones, None without truncation.
-    `columns`: additional token fields declared by the engine (hpcrl.trajectory), by name.
+    `gen_logprobs` are log-softmax(logits / temperature) without truncation (for greedy sampling: at temperature 1),
+    `gen_logprobs_behaviour` those after truncation, renormalised; None without truncation. `columns`: additional token
+    fields declared by the engine (hpcrl.trajectory), by name.
     """
 
     id: int
@@ -90,30 +90,26 @@ class GenEngine(Protocol):
     max_slots: int  # requests decoded at once; more wait in order of add()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. ValueError names the request if its id is in use or its parameters are invalid; PromptRefused
+        """Queue requests. ValueError names a request whose id is in use or whose parameters are invalid; PromptRefused
         if its prompt can never be served (length, vocabulary). After an error, none of them is queued."""
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
         """Stop the requests and return their partial outputs in the order of `ids`; unknown ids are ignored."""
 
     def step(self, num_tokens: int) -> list[Output]:
-        """Run `num_tokens` decode iterations (admitting waiting requests into free slots as they appear).
-
-        Returns requests that finished, in order of finishing, then of slot. Ends early only if no request is left.
-        """
+        """Run `num_tokens` decode iterations, admitting waiting requests into free slots. Returns the requests that
+        finished, in order of finishing, then of slot. Ends early only if no request is left."""
 
     def progress(self) -> dict[int, int]:
         """Request id -> number of tokens generated so far, for every running or waiting request."""
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights by tensors under their HF names. Running requests keep their KV cache and continue.
-
-        ValueError on an unknown or missing name or a wrong shape, before anything is changed, if this can be checked in
-        advance."""
+        ValueError on an unknown or missing name or a wrong shape, before anything is changed if possible."""
 
     def recompute(self) -> None:
-        """Recompute the KV cache of the running requests with the loaded weights; their tokens stay. Later log-probs
-        belong to one policy."""
+        """Recompute the KV cache of the running requests with the loaded weights, so that later log-probs belong to one
+        policy; their tokens stay."""
 
     def sleep(self) -> None:
         """Free KV cache and weights (idempotent); nothing may be running."""

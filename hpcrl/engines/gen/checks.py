@@ -10,8 +10,7 @@ from hpcrl.engines.gen.base import PromptRefused, Request
 def check_requests(
     requests: Sequence[Request], in_use: Container[int], *, max_length: int, vocab_size: int, has_tokenizer: bool
 ) -> None:
-    """ValueError names the first request that can never be served (PromptRefused if the cause is its prompt); call this
-    before anything is queued."""
+    """ValueError names the first request that can never be served (PromptRefused if the cause is its prompt)."""
     seen: set[int] = set()
     for request in requests:
         if request.id in in_use or request.id in seen:

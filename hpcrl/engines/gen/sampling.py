@@ -1,7 +1,7 @@
 """Sampling one token per row: inverse CDF over (truncated) softmax, one uniform number per token.
 
-A row's uniform number is a function of its seed and its number of drawn tokens, and rows are independent, so a response
-never depends on the samples of other rows.
+A row's uniform number is a function of its seed and its number of drawn tokens, so a response never depends on other
+rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def stream_origin(seed: int, start: int) -> np.uint64:
-    """Origin of the stream of `seed` whose first number is drawn at iteration `start`: see `uniforms`."""
+    """For `uniforms`: origin of the stream of `seed` whose first number is drawn at iteration `start`."""
     x = seed & MASK64  # mix64 in Python's integers: ten times faster for a single number
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
@@ -32,10 +32,10 @@ def stream_origin(seed: int, start: int) -> np.uint64:
 
 
 def uniforms(origins: np.ndarray, iteration: int) -> np.ndarray:
-    """float32 [R] in [0, 1): the numbers of the streams with these origins (uint64 [R]) at this iteration.
+    """float32 [R] in [0, 1): the numbers of the streams with these origins (uint64 [R]) at this iteration. The n-th
+    number of a stream is a function of (seed, n) only.
 
-    The n-th number of a stream is a function of (seed, n) only. The largest is 1 - 2^-22 or so, which keeps
-    `uniform * total` below `total` in float32.
+    The largest number is about 1 - 2^-22, which keeps `uniform * total` below `total` in float32.
     """
     bits = mix64(origins + np.array([iteration + 1], dtype=np.uint64) * GOLDEN) >> np.uint64(40)
     return bits.astype(np.float32) * np.float32((1 - 2.0**-22) * 2.0**-24)
@@ -43,9 +43,9 @@ def uniforms(origins: np.ndarray, iteration: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Sampling parameters of R rows; a field is None if no row needs it, so that the common case costs nothing.
+    """Sampling parameters of R rows; a field that no row needs is None.
 
-    temperatures: float32 [R, 1]. greedy: bool [R]. truncated: int64 [r], the rows with a truncation, for which top_k
+    temperatures: float32 [R, 1]. greedy: bool [R]. truncated: int64 [r], the rows with truncation, for which top_k
     (int64 [r, 1], vocabulary size = off), top_p (float32 [r, 1], above 1 = off) and min_p (float32 [r, 1]) are given.
     """
 
@@ -116,10 +116,8 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
 
 def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of the rest, then min-p (arXiv
-    2407.01082) drop a token; the most probable token, and ties with the last kept token, stay. Not renormalised.
-
-    Parameters as in SamplingPlan.
-    """
+    2407.01082) drop a token; not renormalised. The most probable token, and ties with the last kept token, stay.
+    Parameters as in SamplingPlan."""
     vocab = probs.shape[1]
     values = _descending(probs)
     cumulative = values.cumsum(-1)

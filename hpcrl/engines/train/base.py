@@ -24,11 +24,11 @@ class TrainEngine(Protocol):
     computes: frozenset[str]  # the optional fields of Outputs that it computes
 
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
-        """float32 [T] on the batch's device: log-softmax(logits / temperature) at tokens of loss_mask, 0 elsewhere.
-        Ranks that hold no outputs may return None.
+        """float32 [T] on the batch's device: log-softmax(logits / temperature) at tokens of loss_mask in the rows of
+        micro_batches, 0 elsewhere. Ranks that hold no outputs may return None.
 
         The vocabulary projection of other tokens (prompts, tool results) is not computed, also not for an objective.
-        Rows in no micro-batch get 0. Collective over the engine's ranks. No gradients.
+        Collective over the engine's ranks. No gradients.
         """
 
     def train_step(
@@ -40,20 +40,16 @@ class TrainEngine(Protocol):
     ) -> Stats:
         """Forward, backward over all micro-batches, clip, one optimizer and scheduler step. Collective.
 
-        The mini-batch is the rows in micro_batches, each once; norms are of the mini-batch over all ranks. The
-        objective gives the temperature, and which outputs it needs with and without gradients.
-
-        Returns the loss stats of the rows, plus actor/grad_norm and actor/lr, equal on all ranks, on the first
-        data-parallel rank only; only stats of ranks that hold outputs are read. A gradient norm that is not finite
-        skips the update and counts actor/skipped_update.
+        The mini-batch is the rows in micro_batches, each once; norms are of the mini-batch over all ranks. Returns the
+        loss stats of the rows, plus actor/grad_norm and actor/lr (equal on all ranks) on the first data-parallel rank
+        only; only stats of ranks that hold outputs are read. A gradient norm that is not finite skips the update and
+        counts actor/skipped_update.
         """
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the full weights under HF names, one at a time, in a fixed order.
-
-        Names are those of transformers' state_dict(), a tied weight once. Collective: every rank must exhaust it. A
-        rank yields its share of the parameters according to the division; all shares together have each name once.
-        """
+        """Copies of the full weights, one at a time, in a fixed order, under the names of transformers' state_dict(), a
+        tied weight once. Collective: every rank must exhaust it. A rank yields its share of the parameters according to
+        the division; all shares together have each name once."""
 
     def offload(self) -> None:
         """Move parameters, gradients and optimizer state to host memory (idempotent)."""
@@ -62,16 +58,12 @@ class TrainEngine(Protocol):
         """Move them back (idempotent)."""
 
     def snapshot(self) -> Files:
-        """Copy this rank's part of a checkpoint to host memory: parameters, optimizer, scheduler, random state.
-
-        Returns the files that this rank must write, valid until the next call. Collective.
-        """
+        """Copy this rank's part of a checkpoint (parameters, optimizer, scheduler, random state) to host memory.
+        Returns the files that this rank must write, valid until the next call. Collective."""
 
     def load(self, folder: Path) -> list[str]:
-        """Restore the state from the files of all ranks, also on another number of ranks. Collective.
-
-        Returns warnings: on another number of ranks random state is not restored.
-        """
+        """Restore the state from the files of all ranks. Collective. Returns warnings: on another number of ranks,
+        random state is not restored."""
 
     def export_hf(self, folder: Path) -> None:
         """Write config, sharded safetensors with index, tokenizer and generation config. Collective; rank 0 writes."""

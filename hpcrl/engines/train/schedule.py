@@ -10,8 +10,8 @@ from hpcrl.config import TrainerConfig
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     """The rate of optimizer step `step` (0 is the first) of `total_steps`.
 
-    The rate rises linearly over warmup_steps, reaching lr at step warmup_steps - 1, then follows the schedule; linear
-    and cosine end at min_lr in the last step and stay there.
+    It rises linearly over warmup_steps, reaching lr at step warmup_steps - 1, then follows the schedule; linear and
+    cosine end at min_lr in the last step and stay there.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

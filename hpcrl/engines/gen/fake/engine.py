@@ -1,5 +1,5 @@
-"""A generator without a model: configured lengths and durations, tokens from the seed only; for tests and
-debug=fake."""
+"""A generator without a model, for tests and debug=fake: lengths and durations are configured, tokens follow from the
+seed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class _Growing:
 
 
 def seeded_length(request: Request) -> int:
-    """A length between 1 and max_new_tokens, a function of the request's seed."""
+    """A length from 1 to max_new_tokens, by the request's seed."""
     return 1 + request.seed % request.params.max_new_tokens
 
 
 def long_tailed(median: int | None, tail: float) -> Callable[[Request], int]:
-    """Lognormal lengths, functions of the request's seed: median `median` (None: an eighth of max_new_tokens), `tail`
-    is the standard deviation of the logarithm. Never above max_new_tokens."""
+    """Lognormal lengths by the request's seed, up to max_new_tokens: median `median` (None: an eighth of
+    max_new_tokens); `tail` is the standard deviation of the logarithm."""
 
     def length(request: Request) -> int:
         longest = request.params.max_new_tokens
@@ -66,10 +66,10 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 class FakeEngine:
     """GenEngine whose n-th token of a request is a function of (seed, n), uniform over the vocabulary.
 
-    lengths: the response length of a request; one below max_new_tokens ends with STOP. Stop ids and, unless
-    ignore_eos, `eos_id` stop too; stop strings never appear. shapes: accepted by load_weights, None for any shapes. The
-    last loaded tensors are in `weights`. step() sleeps decode_s seconds for each decode step and prefill_s for each
-    request that gets a slot, load_weights() load_s.
+    lengths: the response length of a request; one below max_new_tokens ends with STOP. Stop ids and, unless ignore_eos,
+    `eos_id` stop too; stop strings never appear. shapes: accepted by load_weights, None for any. `weights` holds the
+    last loaded tensors. step() sleeps decode_s seconds per decode step and prefill_s per request that gets a slot,
+    load_weights() load_s.
     """
 
     def __init__(

@@ -54,11 +54,9 @@ class Architecture:
 
 
 def read_architecture(path: Path) -> Architecture:
-    """Architecture of the HF folder `path`.
-
-    ValueError if there is no config.json, the family is not one of FAMILIES or the config needs a feature that is not
-    implemented (sliding windows, rope scaling other than llama3, quantisation, activations other than silu).
-    """
+    """Architecture of the HF folder `path`. ValueError if there is no config.json, the family is not one of FAMILIES or
+    the config needs a feature that is not implemented (sliding windows, rope scaling other than llama3, quantisation,
+    activations other than silu)."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
     model_type = json.loads((path / "config.json").read_text()).get("model_type")

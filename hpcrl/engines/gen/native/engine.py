@@ -1,8 +1,8 @@
-"""The native generator: continuous batching in plain torch, embedded in the rank's process.
+"""The native generator: continuous batching in plain torch, in the rank's process.
 
-Live requests occupy consecutive slots 0..B-1 of a slot-wise KV cache that is sliced to the longest live length. A
-request is admitted by writing the keys and values of its prompt without the last token; that token is fed by the next
-decode iteration like any other, so all sampling happens in one place.
+Live requests occupy consecutive slots 0..B-1 of a slot-wise KV cache that is sliced to the longest live length.
+Admission writes the keys and values of a request's prompt without the last token, which the next decode iteration feeds
+like any other: all sampling happens in one place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are 
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> NativeEngine:
-    """The engine of one replica, without weights: these come from the trainer."""
+    """The engine of one replica; its weights come from the trainer."""
     return NativeEngine(
         model_path,
         tokenizer=tokenizer,
@@ -47,15 +47,13 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 
 
 class NativeEngine:
-    """GenEngine for Qwen2, Qwen3, Qwen3-MoE and Llama folders in HF layout.
+    """GenEngine for Qwen2, Qwen3, Qwen3-MoE and Llama folders in HF layout. ValueError if the folder or the sizes are
+    invalid.
 
-    tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of
-    prompt and response together. kv_bucket: the KV cache is read up to a multiple of this. deterministic: always decode
-    max_slots rows, so that a request's bits do not depend on how many others are live, and start from an empty cache
-    whenever nothing is live, so that they do not depend on what ran before. load=False leaves the weights to
-    load_weights().
-
-    ValueError if the folder or the sizes are invalid.
+    tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of prompt
+    and response together. kv_bucket: the KV cache is read up to a multiple of this. deterministic: always decode
+    max_slots rows, and start from an empty cache whenever nothing is live, so that a request's bits do not depend on
+    other requests. load=False leaves the weights to load_weights().
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class NativeEngine:
             self.load_weights(read_safetensors(Path(model_path)), version=0)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. ValueError names a request that can never be served; then none is queued."""
+        """See GenEngine."""
         check_requests(
             requests,
             self._waiting.keys() | self._slots.slot_of.keys(),
@@ -107,7 +105,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[int]) -> list[Output]:
-        """Stop the requests and return their partial outputs in the order of `ids`; unknown ids are ignored."""
+        """See GenEngine."""
         outputs: dict[int, Output] = {}
         for request_id in dict.fromkeys(ids):
             if request_id in self._slots.slot_of:
@@ -119,7 +117,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self, num_tokens: int) -> list[Output]:
-        """Run `num_tokens` decode iterations; see GenEngine.step. ValueError if the weights are not loaded."""
+        """See GenEngine. ValueError if the weights are not loaded."""
         if self.version < 0 and (self._slots.num_live or self._waiting):
             raise ValueError("the generator has no weights: call load_weights() before step()")
         finished: list[Output] = []
@@ -132,7 +130,7 @@ class NativeEngine:
         return finished
 
     def progress(self) -> dict[int, int]:
-        """Request id -> number of tokens generated so far, for every running or waiting request."""
+        """See GenEngine."""
         running = zip(self._slots.requests, self._slots.tracks, strict=True)
         return {request.id: self._tape.end - track.start for request, track in running} | dict.fromkeys(
             self._waiting, 0
@@ -145,11 +143,8 @@ class NativeEngine:
 
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights by tensors under their HF names; running requests keep their KV cache and continue.
-
-        ValueError on an unknown or missing name or a wrong shape: before anything is changed when `named` is a
-        collection. An iterator is consumed tensor by tensor; the engine has no weights (version -1) if that fails.
-        """
+        """See GenEngine. A collection is checked before anything is changed. An iterator is consumed tensor by tensor;
+        the engine has no weights (version -1) if that fails."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
         weights = self._weights or Weights(self._arch, self._dtype, self._device)
@@ -163,7 +158,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Recompute the KV cache of the running requests with the loaded weights; their tokens stay."""
+        """See GenEngine. ValueError if the weights are not loaded."""
         if self.version < 0 and self._slots.num_live:
             raise ValueError("the generator has no weights: call load_weights() before recompute()")
         prefixes: dict[bytes, tuple[np.ndarray, list[int]]] = {}
@@ -173,17 +168,17 @@ class NativeEngine:
         self._prefill_all(prefixes)
 
     def sleep(self) -> None:
-        """Free KV cache and weights (idempotent). ValueError while requests are running."""
+        """See GenEngine. ValueError while requests are running."""
         if self._slots.num_live:
             raise ValueError(f"cannot sleep while {self._slots.num_live} requests are running: abort or finish them")
         self._cache.clear()
         self._weights, self._model, self.version = None, None, -1
 
     def wake(self) -> None:
-        """Undo sleep(). Memory is allocated when needed; weights must be loaded again before the next step."""
+        """See GenEngine. Memory is allocated when needed."""
 
     def close(self) -> None:
-        """Drop every request and release everything."""
+        """See GenEngine. Drops every request."""
         self.abort(list(self.progress()))
         self.sleep()
 
@@ -213,7 +208,7 @@ class NativeEngine:
             queue = queue[count:]
 
     def _prefill(self, groups: list[tuple[np.ndarray, list[int]]]) -> None:
-        """Prefill prefixes, the longest first, each into all the slots that share it."""
+        """Prefill prefixes, the longest first, each into all slots that share it."""
         assert self._model is not None
         longest = len(groups[0][0])
         ids = np.zeros((len(groups), longest), dtype=np.int64)
@@ -300,7 +295,6 @@ class NativeEngine:
 
 
 def _share(prefixes: dict[bytes, tuple[np.ndarray, list[int]]], tokens: Sequence[int] | np.ndarray, slot: int) -> None:
-    """Record that a slot starts with these tokens."""
     prefix = np.asarray(tokens, dtype=np.int64)
     prefixes.setdefault(prefix.tobytes(), (prefix, []))[1].append(slot)
 

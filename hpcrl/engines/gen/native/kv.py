@@ -16,9 +16,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class KVCache:
-    """Keys and values per layer: [2 (k, v), slots, kv_heads, capacity, head_dim], one tensor per layer.
+    """Keys and values: one tensor [2 (k, v), slots, kv_heads, capacity, head_dim] per layer.
 
-    Rows of free slots and positions past a request's end hold garbage that is finite, so that masking it suffices.
+    Rows of free slots and positions past a request's end hold finite garbage, so that masking it suffices.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class KVCache:
         return torch.zeros(*self._shape, capacity, self._head_dim, dtype=self._dtype, device=self._device)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions per slot: half as much again as before, so that copies stay rare."""
+        """Make room for `length` positions per slot; grows by at least half, so that copies stay rare."""
         if length <= self.capacity:
             return
         capacity = round_up(max(length, self.capacity * 3 // 2), self._bucket)

@@ -54,8 +54,8 @@ class Slots:
         return slot
 
     def remove(self, slots: list[int], iteration: int) -> tuple[list[int], list[int]]:
-        """Free these slots and close the gaps with the last live requests, which are in their new slots from
-        `iteration` on. Returns the moves (from, to), which the KV cache must follow."""
+        """Free these slots and move the last live requests into the gaps, where they are from `iteration` on. Returns
+        the moves (from, to), which the KV cache must follow."""
         left = self.num_live - len(slots)
         gone = set(slots)
         targets = [slot for slot in sorted(gone) if slot < left]

@@ -11,7 +11,7 @@ UNDECODED = "\ufffd"  # written by tokenizers for bytes of an incomplete charact
 
 
 class StopStrings:
-    """Finds stop strings in responses as they grow, with a Hugging Face tokenizer. Special tokens count as text."""
+    """Finds stop strings in growing responses, with a Hugging Face tokenizer. Special tokens count as text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -19,7 +19,8 @@ class StopStrings:
         self._closers: dict[tuple[str, ...], np.ndarray] = {}
 
     def closers(self, stop: tuple[str, ...]) -> np.ndarray:
-        """bool [vocab]: the tokens that may complete one of the strings, i.e. whose text has one's last character."""
+        """bool [vocab]: tokens that may complete one of the strings, because their text has a string's last
+        character."""
         if stop not in self._closers:
             if self._pieces is None:
                 # Twice each: some tokenizers strip the space in front of the first token.
@@ -32,8 +33,8 @@ class StopStrings:
         return self._closers[stop]
 
     def window(self, stop: tuple[str, ...]) -> int:
-        """Number of tokens of the tail: a token has at least one byte, plus a few tokens so that its start does not
-        matter."""
+        """Number of tokens of the tail: one per byte of the longest string, plus a few so that the tail's start does
+        not matter."""
         return max(len(text.encode()) for text in stop) + 4
 
     def completes(self, stop: tuple[str, ...], tail: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """The samples of all iterations: one row per decode iteration, one column per slot.
 
-A request reads its range of a column when it ends, so the decode loop does no work per request.
+A request reads its part of the columns when it ends, so the decode loop does no work per request.
 """
 
 from __future__ import annotations

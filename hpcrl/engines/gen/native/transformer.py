@@ -14,7 +14,7 @@ from hpcrl.engines.gen.native.weights import Dense, Experts, Layer, Weights
 
 
 class Transformer:
-    """Forward passes over `weights` that read and write a KVCache. Holds no state of its own."""
+    """Forward passes over `weights` that read and write a KVCache."""
 
     def __init__(self, architecture: Architecture, weights: Weights, rotations: Tensor):
         self._arch, self._weights, self._rotations = architecture, weights, rotations
@@ -23,9 +23,8 @@ class Transformer:
     def prefill(self, ids: Tensor, cache: KVCache, slots: Tensor, source: Tensor) -> None:
         """Write the keys and values of N prompts, right-padded to P tokens, into the cache.
 
-        ids: int64 [N, P]. slots, source: int64 [M]; slot slots[j] receives those of prompt source[j], so that the
-        siblings of a group share one forward. Values past a prompt's end are garbage that decoding overwrites
-        before reading. The last layer stops at its keys and values: nothing reads its output.
+        ids: int64 [N, P]. slots, source: int64 [M]; slot slots[j] receives those of prompt source[j], so that siblings
+        share one forward. Values past a prompt's end are garbage that decoding overwrites before reading.
         """
         a = self._arch
         count, length = ids.shape
@@ -90,7 +89,7 @@ class Transformer:
         return x.add_(self._mixture(layer.mlp, normed))
 
     def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
-        """Weighted sum [T, H] of each token's chosen experts; every expert that was chosen runs once."""
+        """Weighted sum [T, H] of each token's chosen experts; every chosen expert runs once."""
         top = self._arch.experts_per_token
         shares, chosen = (x @ experts.router).softmax(-1, dtype=torch.float32).topk(top)
         if self._arch.normalize_experts:

@@ -1,9 +1,10 @@
 """The native generator's weights: HF tensors copied straight into fused matrices.
 
-Every HF name has a destination, a view of a fused matrix, so that a weight update is one copy per tensor and never
-needs a second set of weights. Matrices are stored [in, out], the faster layout for a few rows on CPU. The dimensions of
-q and k heads are interleaved so that the rotary embedding is a single complex multiplication; attention scores do not
-change under a permutation that q and k share."""
+Every HF name has a destination, a view of a fused matrix: a weight update is one copy per tensor and needs no second
+set of weights. Matrices are stored [in, out], which is faster for a few rows on CPU. The dimensions of q and k heads
+are interleaved, so that the rotary embedding is one complex multiplication; attention scores stay the same, as q and k
+share the permutation.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class _Target:
 
 
 class Weights:
-    """Fused weights and their loading under HF names. Uninitialised until a `load` succeeds."""
+    """Fused weights and their loading under HF names. Uninitialised until `load` succeeds."""
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device):
         self._arch, self._dtype, self._device = architecture, dtype, device
@@ -76,15 +77,13 @@ class Weights:
         self._required = {part for name, target in self._targets.items() for part in target.parts or (name,)}
 
     def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """ValueError on an unknown or missing name or a wrong shape in a collection.
-
-        An iterator is not checked: its tensors may not outlive the iteration, so `load` checks them one by one.
-        """
+        """ValueError on an unknown or missing name or a wrong shape in a collection. An iterator is left to `load`,
+        since its tensors may not outlive the iteration."""
         if isinstance(named, Collection):
             self._require({part for name, tensor in named for part in self._accept(name, tensor)[1]})
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every tensor to its place. ValueError on an unknown or missing name or a wrong shape when it is met."""
+        """Copy every tensor to its place. ValueError at the first unknown or missing name or wrong shape."""
         loaded: set[str] = set()
         for name, tensor in named:
             target, parts = self._accept(name, tensor)
@@ -187,10 +186,8 @@ WHICH = ("gate", "up", "down")
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of every *.safetensors file of an HF folder, one in memory at a time.
-
-    ValueError when there is none.
-    """
+    """Names and tensors of every *.safetensors file of an HF folder, one in memory at a time. ValueError if there is
+    none."""
     from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors"))

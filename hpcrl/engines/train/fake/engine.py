@@ -22,7 +22,7 @@ from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 
 VOCABULARY = 64
-"""Size of the table: the square of a real vocabulary would not fit in memory, and would take time."""
+"""Size of the table; the square of a real vocabulary would not fit in memory."""
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FakeTrainEngine:
@@ -37,10 +37,8 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
 
 
 class FakeTrainEngine:
-    """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD.
-
-    Token ids count modulo vocab_size. logprobs() and train_step() sleep logprobs_s and train_s seconds.
-    """
+    """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD. Token ids
+    count modulo V. logprobs() and train_step() sleep logprobs_s and train_s seconds."""
 
     computes = frozenset({"entropy"})
 
@@ -135,7 +133,7 @@ class FakeTrainEngine:
         return []
 
     def export_hf(self, folder: Path) -> None:
-        """See TrainEngine: a config.json and a model.safetensors, which no library loads."""
+        """See TrainEngine. No library can load the files."""
         if self.data_parallel_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             config = {"model_type": "hpcrl_fake", "vocab_size": self.transitions.shape[0]}

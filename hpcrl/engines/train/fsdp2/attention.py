@@ -1,12 +1,11 @@
 """Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
 
-The hidden states of a micro-batch are one row of tokens. A mask over all pairs of tokens costs the square of their
-number, while the work is the sum of squared lengths. So sequences of similar length are gathered into padded blocks
-[rows, length], which the causal kernel of scaled_dot_product_attention handles without a mask: padding is on the right,
-where no real token attends.
+The hidden states of a micro-batch are one row of tokens. A mask over all pairs of its tokens would cost the square of
+their number. Instead, sequences of similar length are gathered into padded blocks [rows, length], which the causal
+kernel of scaled_dot_product_attention handles without a mask: padding is on the right, where no real token attends.
 
-Sequences with a common prefix (the prompt of a group's siblings) share its hidden states: those tokens are packed once
-and shown in the block of each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
+Sequences with a common prefix (the prompt of a group's siblings) share its hidden states: the prefix is packed once and
+shown in the block of each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
 hidden states depend only on the tokens up to it.
 """
 
@@ -28,9 +27,8 @@ MIN_PADDING_TOKENS = 8  # or this many tokens: blocks of short rows are cheaper 
 
 
 def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(kept int64 [K], places int64 [T]): which of the sequences' tokens int64 [T] to pack, and the place of each token
-    among the packed ones. Sequences whose first prefixes[row] tokens are equal share them; all other tokens are
-    kept."""
+    """(kept int64 [K], places int64 [T]): the tokens to pack, and the place of each of the T tokens among them.
+    Sequences whose first prefixes[row] tokens are equal share these tokens; all others are kept."""
     ids = token_ids.numpy()
     places = np.empty(len(ids), dtype=np.int64)
     first: dict[bytes, int] = {}  # prefix -> place of its first token
@@ -49,10 +47,10 @@ def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequenc
 class PackedLayout:
     """Which tokens of some sequences are packed, and their places in padded blocks. Made once per micro-batch.
 
-    kept int64 [K], places int64 [T]: of shared_prefixes. blocks: (rows, length) of each block, longest first.
-    `to_padded` int64 [sum rows * length] holds for each padded slot the packed token it shows (padding repeats the
-    row's last token), `to_packed` int64 [K] the first slot of each packed token. `slots` int64 lists all slots except
-    padding, by the packed token they show; `bags` int64 [K] is the start of each token's slots.
+    kept int64 [K], places int64 [T]: of shared_prefixes. blocks: (rows, length) of each block, longest first. to_padded
+    int64 [sum rows * length]: the packed token that each padded slot shows (padding repeats the row's last token).
+    to_packed int64 [K]: the first slot of each packed token. slots int64: all slots except padding, by the packed token
+    they show. bags int64 [K]: the start of each token's slots.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None):
@@ -87,8 +85,8 @@ class PackedLayout:
 
 
 class _Pad(torch.autograd.Function):
-    """Packed [K, H, D] -> padded slots. The gradient of a token is the sum over the slots that show it. The gradient of
-    padding is zero: padded keys reach no real query and padded queries are dropped."""
+    """Packed [K, H, D] -> padded slots. A token's gradient is the sum over the slots that show it. Padding has no
+    gradient: padded keys reach no real query and padded queries are dropped."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, layout: PackedLayout) -> Tensor:
@@ -148,7 +146,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q [1, H, T, D], k and v [1, KV, T, D] -> ([1, T, H, D], None).
 
-    A model that does not pass `packed_layout` on attends over the whole row; the probe at load detects it.
+    A model that does not pass on `packed_layout` attends over the whole row; the probe at load detects it.
     """
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
     q, k, v = (_Pad.apply(x[0].transpose(0, 1), layout) for x in (query, key, value))

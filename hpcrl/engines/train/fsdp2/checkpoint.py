@@ -76,8 +76,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 class Snapshots:
     """Copies of a rank's sharded tensors and random state in host memory, in the form of files to write.
 
-    torch.distributed.checkpoint can read the shard file. Its layout, with everything around the bytes of each tensor,
-    is made once; later snapshots only copy these bytes, and no rank waits for another.
+    torch.distributed.checkpoint can read the shard file. Its layout, everything but the bytes of the tensors, is made
+    once; later snapshots only copy these bytes, and no rank waits for another.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
@@ -86,9 +86,8 @@ class Snapshots:
         self._layout = _Layout()
 
     def take(self, optimizer_step: int) -> Files:
-        """The files of this rank, valid until the next call. The first call is collective.
-
-        OSError names the trainer rank that lacks the memory."""
+        """The files of this rank, valid until the next call. The first call is collective. OSError names the trainer
+        rank that lacks the memory."""
         tensors = _tensors(self._model, self._optimizer)
         kinds = [(name, value.shape, value.dtype) for name, value in tensors.items()]
         if kinds != self._laid_out:
@@ -119,8 +118,8 @@ class Snapshots:
 class _Layout(StorageWriter):
     """The place of each tensor in this rank's shard file.
 
-    places: name -> the bytes of the local part in the file, as a tensor of its dtype and shape. shard: the file, None
-    if the rank has nothing to write. metadata: content of .metadata, on rank 0.
+    places: name -> the local part's bytes in the file, as a tensor of its dtype and shape. shard: the file, None if the
+    rank has nothing to write. metadata: content of .metadata, on rank 0.
     """
 
     def __init__(self) -> None:
@@ -135,16 +134,13 @@ class _Layout(StorageWriter):
         """Part of StorageWriter: all ranks are alike."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Part of StorageWriter: as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Part of StorageWriter: as they are."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Part of StorageWriter: none is used."""
         return False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -57,11 +57,8 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
 
 
 class FSDP2Engine:
-    """TrainEngine (engines/train/base.py) on the default process group, which must exist and contain exactly the
-    engine's ranks.
-
-    Between commands parameters are sharded and there are no gradients.
-    """
+    """TrainEngine on the default process group, which must contain exactly the engine's ranks. Between commands
+    parameters are sharded and there are no gradients."""
 
     computes = frozenset({"entropy"})
 
@@ -96,7 +93,7 @@ class FSDP2Engine:
         gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
         self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard also made an FSDPModule
-        self.shards = list(self.model.parameters())  # once: a walk of the modules takes a twentieth of a small step
+        self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         del source
         self.packing = self._probe_packing()
         self.weight_names = _untied_names(self.model.hf)
@@ -228,8 +225,8 @@ class FSDP2Engine:
     def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [T], 0 outside loss_mask.
 
-        Every parameter is in the graph even without masked tokens or rows, because its gradient is reduced over ranks:
-        such a micro-batch predicts one token with weight zero.
+        Without masked tokens or rows, one token with weight zero is predicted, so that every parameter is in the graph:
+        its gradient is reduced over ranks.
         """
         lengths = batch.lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
@@ -255,7 +252,7 @@ class FSDP2Engine:
         return Outputs(logprobs, entropies if gradient or entropies is None else entropies.detach())
 
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
-        """The micro-batches to run: as given, or one per row without packing, equally many on every rank
+        """The micro-batches to run: as given or, without packing, one per row, equally many on every rank
         (collective)."""
         rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
         if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
@@ -298,10 +295,8 @@ class FSDP2Engine:
         objective: Objective,
         norms: Norms,
     ) -> Stats:
-        """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Collective.
-
-        Returns this rank's loss stats. `named_gradients` returns the result; `discard_gradients` drops it.
-        """
+        """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Returns this rank's loss
+        stats. Collective. `named_gradients` returns the result; `discard_gradients` drops it."""
         assert self.optimizer is not None, "the engine was built with trainable=False"
         if objective.compares_rows and not self.packing:
             raise ValueError(
@@ -358,7 +353,7 @@ class FSDP2Engine:
     # ---- weights and state
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine. The tensors are copies, on the engine's device."""
+        """See TrainEngine. The tensors are on the engine's device."""
         if self.keep_gathered and self.dtype == self.compute_dtype:
             self.model.unshard()  # one collective instead of one per tensor
         try:

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens from hidden states, by chunks of the vocabulary projection.
 
-The [tokens, vocabulary] logits are the largest tensor of a training step (16384 x 151936 in fp32: 10 GB, with its
-softmax and gradient three times that). Only one chunk of them exists at a time; the backward pass recomputes it and
-turns it into its gradient in place, block of rows by block of rows.
+The [tokens, vocabulary] logits are the largest tensor of a training step (16384 x 151936 in fp32: 10 GB, with softmax
+and gradient three times that). Only one chunk of them exists at a time; the backward pass recomputes it and turns it
+into its gradient in place, block of rows by block of rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK_NUMBERS = 1 << 24
-"""Logits per softmax call: temporary tensors beside a chunk have at most this many numbers."""
+"""Logits per softmax call, which bounds the temporary tensors beside a chunk."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probs, entropies or None) of softmax(logits / temperature), both float32 [N], in nats, differentiable.
 
-    hidden [N, h]: states before the tokens to predict, targets int64 [N]: those tokens, weight [V, h] and bias [V]: the
-    vocabulary projection. No more than `chunk_tokens` x V logits exist at once, in either pass.
+    hidden [N, h]: states before the tokens to predict; targets int64 [N]: those tokens; weight [V, h], bias [V]: the
+    vocabulary projection. At most `chunk_tokens` x V logits exist at once, in either pass.
     """
     logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, head, temperature, chunk_tokens, entropy)
     return logprobs, entropies if entropy else None

@@ -13,16 +13,16 @@ from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.planner.trainer import forward_parts
 
 SMALL_MODEL_BYTES = 4 << 30
-"""engines/train/fsdp2/engine.py: a model that takes less, gathered, stays gathered during a command."""
+"""As in engines/train/fsdp2/engine.py."""
 LAYERS_GATHERED = 2
-"""Gathered layers of a larger model: the computing layer and the prefetched next one. Also of gradients: those of the
-computing layer and of the layer being reduced."""
+"""Gathered layers of a larger model: the computing layer and the prefetched next one; for gradients, the computing
+layer and the one being reduced."""
 STEP_BYTES = 4
 """Bytes of AdamW's step counter of each tensor."""
 
 
 def shard_size(shape: ModelShape, num_ranks: int, rank: int = 0) -> int:
-    """Numbers in a rank's shard: the rows of every parameter are divided into equal blocks, and the last ranks get
+    """Numbers in a rank's shard: the rows of every parameter are divided into equal blocks, the last ranks get
     fewer."""
     return sum(_shard_rows(p, num_ranks, rank) * (p.size // p.shape[0]) for p in shape.parameters)
 

@@ -45,8 +45,8 @@ TOKENIZER_FILES = (
 
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Kinds of rotary embedding (rope_type) that change above some length: dynamic NTK, and LongRoPE of Phi-3 (arXiv
-2402.13753). transformers takes the length of the whole forward, so that a short sequence packed with a long one is
-rotated like the long one; a probe with short sequences does not detect it."""
+2402.13753). transformers takes the length of the whole forward, so a short sequence packed with a long one is rotated
+like the long one. The probe's short sequences do not detect it."""
 
 
 def rope_types(config: Any) -> set[str]:
@@ -87,8 +87,8 @@ class PackedCausalLM(nn.Module):
         """Keep only the inputs of the layers and recompute the rest in the backward pass. ValueError for a model
         without layers that transformers can checkpoint.
 
-        transformers does so in training mode only, in which some layers apply dropout (OPT), so the layers are wrapped
-        here and stay in evaluation mode. The recomputation is free of randomness.
+        transformers does so in training mode only, in which some layers (OPT) apply dropout. The layers are wrapped
+        here instead and stay in evaluation mode, so that recomputation has no randomness.
         """
         layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
@@ -188,9 +188,8 @@ def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def write_model(hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path) -> None:
-    """Write weights (names of named_weights) in the layout of the family's checkpoints, with config and index; copy the
-    tokenizer and generation config from the folder the model came from. The folder is written completely or left
-    unchanged; OSError gives the cause."""
+    """Write weights (names of named_weights) with config and index, and the tokenizer and generation config of the
+    folder `origin`. The folder is written completely or left unchanged; OSError gives the cause."""
     with new_folder(folder) as partial:
         try:
             with _quiet():

@@ -66,10 +66,8 @@ def micro_batches_in_flight(megatron: MegatronConfig, stage: int, num_micro_batc
 
 
 def num_micro_batches(config: Config, num_ranks: int) -> int:
-    """Micro-batches of an optimizer step if every sequence has the maximum length.
-
-    Chunks take them in groups of pipeline_parallel; the last group is filled up with empty micro-batches.
-    """
+    """Micro-batches of an optimizer step if every sequence has the maximum length. Chunks take them in groups of
+    pipeline_parallel; empty micro-batches fill up the last group."""
     megatron = own(config)
     samples = -(-samples_of_an_update(config) // Degrees.of(megatron, num_ranks).data)
     tokens = samples * config.max_sequence_tokens

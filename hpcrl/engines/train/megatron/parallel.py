@@ -1,4 +1,4 @@
-"""Division of a model over ranks, and checks of it: layers over stages, heads and experts over ranks.
+"""Division of a model over ranks, and its checks: layers over stages, heads and experts over ranks.
 
 The rules are Megatron-Core 0.16's (parallel_state, transformer_config and the interleaved schedule), reported before a
 job is submitted instead of by an assertion on every rank.
@@ -50,11 +50,8 @@ def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
 
 
 def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | None:
-    """The layers of every stage; None if they cannot be divided evenly.
-
-    Chunk c of stage s is the (c x stages + s)th of the model. An embedding or a loss that counts as a layer replaces
-    one in the first or last chunk.
-    """
+    """The layers of every stage; None if they cannot be divided evenly. Chunk c of stage s is the (c x stages + s)th of
+    the model. An embedding or a loss that counts as a layer replaces one in the first or last chunk."""
     first = int(megatron.account_for_embedding_in_pipeline_split)
     last = int(megatron.account_for_loss_in_pipeline_split)
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
