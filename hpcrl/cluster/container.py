@@ -1,6 +1,6 @@
-"""The container of the ranks: the options for srun, and their checks. None, Apptainer, or Pyxis.
+"""The container of the ranks (none, Apptainer, or Pyxis): the options for srun, and their checks.
 
-The batch script itself, with hpcrl's checks, runs outside. The source tree (the working directory), the run folder and
+The batch script, with hpcrl's checks, runs outside. The source tree (the working directory), the run folder and
 cluster.mounts are mounted at the same paths; `python` is the image's.
 """
 

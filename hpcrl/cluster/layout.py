@@ -62,8 +62,8 @@ class RoleLayout:
 
     @property
     def free_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Replicas without controller, trainer or reference ranks: they run during training, and the run survives their
-        loss."""
+        """Replicas without controller, trainer or reference ranks: they also run during training, and the run survives
+        their loss."""
         owners = [name for name, role in ROLES.items() if role.owns_default_group]
         busy = {CONTROLLER, *(rank for name in owners for rank in self.ranks[name])}
         return tuple(replica for replica in self.replicas if busy.isdisjoint(replica))
@@ -150,7 +150,7 @@ def _check_ranks(
 
 
 def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[Problem]:
-    """Whether the engine can divide the role's ranks, and its specification does so without contradictions."""
+    """Whether the engine can divide the role's ranks, and its specification does so consistently."""
     at, involved = ("layout", role), (("trainer", "engine"),)
     try:
         division = ROLES[role].division(config, num_ranks)

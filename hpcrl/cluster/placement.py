@@ -1,7 +1,8 @@
 """The ranks of each node: a pure function of the configuration, the same on the login node and in the job.
 
 A component is a set of identical nodes; several components make a heterogeneous Slurm job. Ranks fill the nodes of
-their component in order. The controller is an additional process on the first node of its component."""
+their component in order. The controller is one more process on the first node of its component.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +107,7 @@ def _check_sizes(config: Config, layout: RoleLayout) -> Iterator[Problem]:
 
 
 def _shares(config: Config, layout: RoleLayout) -> list[tuple[str, ComponentConfig, list[int]]]:
-    """(component, its configuration, its ranks ascending) in the order of ranks; one for all ranks if none are
-    configured."""
+    """(component, its configuration, its ranks ascending) in the order of ranks."""
     components = config.cluster.components or {"main": ComponentConfig()}
     places = {role: name for name, spec in components.items() for role in spec.roles}
     shares: dict[str, list[int]] = {}

@@ -20,7 +20,7 @@ NO_ANSWER = re.compile(
 )
 ENVIRON = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}  # messages in English, times as seconds since the epoch
 LAUNCH_FAILED = "launch_failed_requeued_held"
-"""Reason with which Slurm holds a job whose node failed at its start; the job waits until it is released."""
+"""Reason with which Slurm holds a job whose node failed at its start, until the job is released."""
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "COMPLETING", "REQUEUED", "RESIZING", "SIGNALING")
 DECIDED = tuple(f"SBATCH_{name}" for name in ("ARRAY_INX", "NO_REQUEUE", "REQUEUE", "TIMELIMIT", "WAIT"))
 """Variables that would override settings that every script of hpcrl.launch needs."""
@@ -45,7 +45,7 @@ class SlurmError(RuntimeError):
 
 
 class SlurmSilent(SlurmError):
-    """Slurm's controller did not answer: it is down, restarting or overloaded. A retry may succeed."""
+    """Slurm's controller did not answer; a retry may succeed."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def find_job(job_id: int, timeout_s: float = CALL_S) -> Job | None:
 
 
 def find_accounted(job_id: int) -> Job | None:
-    """A job that find_job does not know, from the accounts; None without accounting or if the job is not recorded."""
+    """A job that find_job does not know, from the accounts; None if they do not have it."""
     try:
         states = call("sacct", "-n", "-X", "-P", "-j", str(job_id), "-o", "State").split()  # CANCELLED by 1000
     except SlurmError:
@@ -102,11 +102,9 @@ def find_accounted(job_id: int) -> Job | None:
 
 
 def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int, str]:
-    """Submit a script whose output goes to `output`; returns the (leader's) job id, and the name of the cluster if
-    sbatch gives one, as in a federation. SlurmError with Slurm's reason.
-
-    `after`: a job that must have ended before, in any way. Options of the script override environment variables.
-    """
+    """Submit a script whose output goes to `output`, after the job `after` has ended in any way. Returns the (leader's)
+    job id, and the cluster's name if sbatch gives one, as in a federation. SlurmError with Slurm's reason. Options of
+    the script override environment variables."""
     set_here, _ = colliding(script.read_text(), os.environ)
     options = [f"--output={output}", *([f"--dependency=afterany:{after}"] if after is not None else [])]
     said = call("sbatch", "--parsable", *options, str(script), environ=_without(os.environ, set_here))
@@ -116,8 +114,7 @@ def submit(script: Path, output: Path, *, after: int | None = None) -> tuple[int
 
 
 def _without(environ: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Also excludes variables that a job passes on to jobs submitted from inside it and that would affect their
-    srun."""
+    """Also excludes variables with which a job would affect the srun of jobs submitted from inside it."""
     inside = "SLURM_JOB_ID" in environ
     foreign = {name for name in environ if inside and name.startswith("SLURM_") and name != "SLURM_CONF"}
     return {name: value for name, value in environ.items() if name not in {*foreign, *names, "HPCRL_RANK"}}
@@ -125,10 +122,7 @@ def _without(environ: Mapping[str, str], names: Collection[str]) -> dict[str, st
 
 def colliding(script: str, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Variables that sbatch or the script's srun would read: (those that the script sets itself, which are not passed
-    on; those that affect the job).
-
-    For sbatch, a variable overrides a line of the script, in every component.
-    """
+    on; those that affect the job). For sbatch, a variable overrides a line of the script, in every component."""
     given = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
     decided = {*DECIDED, *(name for option in given for name in OF_OPTION.get(option, (_variable(option),)))}
     for_sbatch = sorted(name for name in environ if name.startswith("SBATCH_"))
@@ -154,7 +148,6 @@ def requeue(job_id: int) -> None:
 
 
 def release(job_id: int) -> None:
-    """Release a held job."""
     call("scontrol", "release", str(job_id))
 
 

@@ -1,4 +1,4 @@
-"""The command line of `python -m hpcrl.launch`, with error messages if a run cannot start."""
+"""The command line of `python -m hpcrl.launch`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""hpcrl runs as submitit jobs: the interface of submitit, with the scripts of hpcrl.launch.
+"""hpcrl runs as submitit jobs: the interface of submitit, with the scripts of hpcrl.launch. Needs the extra `slurm`.
 
     executor = HpcrlExecutor("runs")
     job = executor.submit(run, "+experiment=demo", "max_steps=10")
     job.result()["metrics"]
 
-Unlike submitit's own jobs, a job may be heterogeneous. Its state comes from scontrol, and from sacct only if scontrol
-has forgotten the job: submitit itself uses sacct and waits forever without accounting. A job includes its requeues and
-ends when Slurm ends it. The result is read from the run folder; nothing is pickled. Also available as
-submitit.AutoExecutor(cluster="hpcrl"). Needs the extra `slurm`."""
+Also available as submitit.AutoExecutor(cluster="hpcrl"). Unlike submitit's own jobs, a job may be heterogeneous. It
+includes its requeues and ends when Slurm ends it. Its state comes from scontrol, and from sacct only if scontrol has
+forgotten the job: submitit's own use of sacct waits forever without accounting. The result is read from the run folder;
+nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +34,11 @@ from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
 from hpcrl.status import Run, last_error
 
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that ended minutes ago and that Slurm no longer knows, without accounting or with accounts that do not
-answer."""
+"""State of a job that ended minutes ago and that Slurm no longer knows, if the accounts do not answer either."""
 MAX_RELEASES = 3
-"""Maximum releases of a job: a job that is held again each time meets a node that must be repaired or excluded."""
+"""Maximum releases of a job: one that is held every time meets a node that must be repaired or excluded."""
 NO_JOB = "none"
-"""Job id for a run that was already finished and needed no job."""
+"""Job id of a run that was already finished."""
 
 
 def run(*words: str) -> tuple[str, ...]:
@@ -47,15 +47,15 @@ def run(*words: str) -> tuple[str, ...]:
 
 
 class RunWatcher(InfoWatcher):
-    """The states of all jobs of this process, from Slurm. A job that Slurm holds because a node failed at its start is
-    released, a few times."""
+    """The states of all jobs of this process, from Slurm. Releases a job, a few times, that Slurm holds because a node
+    failed at its start."""
 
     def __init__(self, delay_s: int = 60):
         super().__init__(delay_s)
         self._released: Counter[str] = Counter()
 
     def update(self) -> None:
-        """Query every job that has not ended. If Slurm cannot be queried, the states are unchanged."""
+        """Query every job that has not ended. If Slurm cannot be queried, states are unchanged."""
         self._num_calls += 1
         for job_id in sorted(self._registered - self._finished):
             try:
@@ -96,15 +96,13 @@ class RunPaths(JobPaths):
 
     @property
     def stdout(self) -> Path:
-        """Output of the script and all agents, including errors; there is no separate stderr."""
+        """Output of the script and all agents, including errors."""
         return self.folder / f"job-{self.job_id}.log"
 
 
 class RunJob(Job[dict[str, Any]]):
-    """A submitted run; `folder`: its run folder. For a chain, the job id is that of the first link.
-
-    It is done when Slurm has ended all its jobs. of_run() recreates it in any process.
-    """
+    """A submitted run; `folder`: its run folder. For a chain, the job id is that of the first link, and the run is done
+    when Slurm has ended all links. of_run() recreates it in any process."""
 
     watcher = RunWatcher(delay_s=10)
 
@@ -125,7 +123,7 @@ class RunJob(Job[dict[str, Any]]):
             self.watcher.register_job(link)
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether the run's jobs have ended; Slurm is queried at once if forced, else at most every few seconds."""
+        """Whether the run's jobs have ended. If not forced, Slurm is queried only every few seconds."""
         return all(self.watcher.is_done(link, mode="force" if force_check else "standard") for link in self.links)
 
     @property
@@ -146,15 +144,13 @@ class RunJob(Job[dict[str, Any]]):
                 raise
 
     def stdout(self) -> str | None:
-        """Output of the jobs so far, including errors, in order; None before the first started."""
+        """Output of the jobs so far, including errors, in order; None before the first has started."""
         logs = [self._log(link).read_text(errors="replace") for link in self.links if self._log(link).exists()]
         return "".join(logs) if logs else None
 
     def results(self) -> list[dict[str, Any]]:
         """Wait; then run_dir, exit_code, step, reason, metrics (the last row) and hf (folder of the policy), in a list.
-
-        FailedJobError with the run's own error line; UncompletedJobError if the run was cancelled.
-        """
+        FailedJobError with the run's own error line; UncompletedJobError if the run was cancelled."""
         if (error := self.exception()) is not None:
             raise error
         run = Run(self.run_dir)
@@ -202,7 +198,7 @@ class HpcrlExecutor(Executor):
 
     folder: run folders are created in it as <run_name>, unless the arguments name one (run_dir=...).
     update_parameters(account="x", time="02:00:00") sets cluster.account and cluster.time for later submissions. The
-    submitted function, `run` or another one, is called immediately in this process and returns the arguments of a run.
+    submitted function, `run` or another one, is called at once in this process and returns the arguments of a run.
     """
 
     job_class = RunJob
@@ -216,7 +212,7 @@ class HpcrlExecutor(Executor):
         return -1 if shutil.which("sbatch") is None else 0
 
     def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[Job[Any]]:
-        """All are checked before the first is submitted; either all are submitted or none. ConfigError, SlurmError."""
+        """Check all, then submit all or none. ConfigError, SlurmError."""
         runs = [self._words(each.function(*each.args, **each.kwargs)) for each in delayed_submissions]
         return list(submit_all(runs))
 

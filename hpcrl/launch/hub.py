@@ -1,7 +1,5 @@
-"""Finds a model by hub name, such as Qwen/Qwen2.5-7B, in the local Hugging Face cache; downloads nothing.
-
-Compute nodes are offline, and a login node should not download hundreds of gigabytes without a request.
-"""
+"""Finds a model by hub name, such as Qwen/Qwen2.5-7B, in the local Hugging Face cache. Downloads nothing: compute nodes
+are offline, and a login node should not download hundreds of gigabytes without a request."""
 
 from __future__ import annotations
 
@@ -11,16 +9,16 @@ from pathlib import Path
 from hpcrl.config.compose import conf_dir
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-"""Files used from a model on the hub: configuration, weights and tokenizer, without weights in further formats."""
+"""Files used from a model on the hub: configuration, tokenizer, and weights in one format."""
 NOT_FILES = ["*/*"]
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 def find_model(path: str, plan_only: bool) -> str:
     """The folder of model.path: the path itself, or the cached snapshot of a hub name if the path does not exist.
+    ValueError if a name is not in the cache.
 
-    plan_only: the config.json included in hpcrl is enough (conf/model/ORG/NAME). ValueError if a name is not in the
-    cache.
+    plan_only: the config.json included in hpcrl is enough (conf/model/ORG/NAME).
     """
     if Path(path).exists() or not NAME.fullmatch(path):
         return path

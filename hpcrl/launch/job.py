@@ -43,7 +43,7 @@ from hpcrl.signals import STOPPING
 
 RESTARTS = "restarts.json"
 PATIENCE_S = 600.0
-"""How long the end of a job waits for an unresponsive Slurm controller: without its answer the run would stop."""
+"""How long the end of a job waits for an unresponsive Slurm controller, without whose answer the run would stop."""
 CRASHES = (
     ExitCode.RANK_FAILED,
     ExitCode.RANK_KILLED,
@@ -55,7 +55,7 @@ CRASHES = (
 LOOKS = 10
 """Checks without activity of the first node's agent after which the batch script kills the step."""
 SHORT_LIMIT = 5
-"""Maximum jobs in a row that ended before a checkpoint: another job of that length would not reach one either."""
+"""Maximum jobs in a row that ended before a checkpoint: another one of that length would not reach it either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}
 """srun's message about an agent killed by a signal during its imports, before it could handle signals."""
 OPENED = "hpcrl: attempt {} in job {}, restart {}"
@@ -65,8 +65,8 @@ CONSEQUENCE = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")  # how a task en
 LOG_BYTES, CAUSE_CHARS = 1 << 16, 300
 
 Taken = Literal["nodes", "time", "cancelled", ""]
-"""What Slurm or a user did to the job: took its nodes (a preemption, a lost node, scontrol requeue), ended it at its
-time limit, cancelled it, or nothing."""
+"""What Slurm or a user did to the job: took its nodes (preemption, lost node, scontrol requeue), ended it at its time
+limit, cancelled it, or nothing."""
 
 
 def begin(words: Sequence[str]) -> int:
@@ -97,8 +97,8 @@ def begin(words: Sequence[str]) -> int:
 
 
 def _patience_s(config: Config) -> float:
-    """Seconds after the last activity of the first node's agent until the step is killed. The agents of other nodes end
-    their ranks within grace_s after its end, with SIGKILL if necessary."""
+    """Seconds after the last activity of the first node's agent until the step is killed. Within grace_s after that
+    agent's end, the agents of other nodes end their ranks, with SIGKILL if necessary."""
     return config.timeouts.command_s / 2 + 2 * config.timeouts.grace_s + 30.0
 
 
@@ -151,8 +151,7 @@ def end(run_dir: Path, attempt: int, step_code: int) -> int:
 
 
 def _cause(attempt: int, own: tuple[int, int]) -> str:
-    """The most informative line of this job's log about why the step did not start: its first error, else its last
-    line."""
+    """The line of this job's log that tells best why the step did not start: its first error, else its last line."""
     log = Path(os.readlink("/proc/self/fd/2"))  # a batch script's output, whose path only sbatch's options give
     try:
         with log.open("rb") as file:

@@ -10,8 +10,8 @@ from hpcrl.config import Config, Problem
 from hpcrl.node.devices import visible_gpus
 
 MOST_PER_CPU = 64
-"""Maximum threads and processes of a run per core. With more, a machine runs out of memory or process ids before the
-run starts to train."""
+"""Maximum threads and processes of a run per core: with more, a machine runs out of memory or process ids before
+training."""
 
 
 def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:

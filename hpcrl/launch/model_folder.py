@@ -21,7 +21,7 @@ OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_p
 
 @dataclass
 class ModelFolder:
-    """Facts about the model in a folder. `problems` has one line for each error that prevents loading, `notes` one for
+    """Facts about the model in a folder. `problems`: one line for each error that prevents loading; `notes`: one for
     each missing part that a plan does not need."""
 
     path: Path
@@ -44,10 +44,8 @@ class ModelFolder:
 
 
 def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
-    """Read config.json and the headers of the weight files of a folder in HF layout.
-
-    to_plan: config.json is enough; missing weights or tokenizer are notes.
-    """
+    """Read config.json and the headers of the weight files of a folder in HF layout. to_plan: missing weights or
+    tokenizer are notes."""
     found = ModelFolder(path)
     if not path.is_dir():
         found.problems.append(f"model.path: no folder {path}; give one with config.json, *.safetensors and a tokenizer")
@@ -137,7 +135,7 @@ def _read_header(file: Path, found: ModelFolder) -> dict[str, tuple[int, ...]]:
 
 
 def _wrong_sizes(found: ModelFolder) -> Iterator[str]:
-    """Sizes that no model has; with too many layers the checks and the plan would take hours."""
+    """Sizes that no model has; with too many layers, checks and plan would take hours."""
     text = found.config.get("text_config")
     config = {**found.config, **(text if isinstance(text, Mapping) else {})}
     for name in (*SIZES, *OPTIONAL_SIZES):

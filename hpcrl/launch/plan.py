@@ -131,7 +131,7 @@ def _types(config: Config) -> str:
 
 
 def _missing_files(config: Config) -> list[str]:
-    """Missing prompt files, which only a dry run does not need."""
+    """Missing prompt files, which a dry run does not need."""
     if not config.dry_run or (config.debug == "train_only" and not config.evaluates):
         return []
     from hpcrl.data.rows import sources

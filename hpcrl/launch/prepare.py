@@ -23,10 +23,8 @@ from hpcrl.rundir import CONFIG, RunState, check_run
 
 
 def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState]:
-    """A checked run; its config.run_dir is the folder that it will use.
-
-    Writes nothing. ConfigError lists all problems of configuration, layout, data, rewards, model and run folder.
-    """
+    """A checked run; its config.run_dir is the folder that it will use. Writes nothing. ConfigError lists all problems
+    of configuration, layout, data, rewards, model and run folder."""
     reading = read(argv)
     config = reading.config
     model = run = None
@@ -72,7 +70,7 @@ def _check_inputs(reading: Reading, config: Config) -> None:
 
 
 def _still_to_give(reading: Reading, config: Config) -> list[str]:
-    """Prompt files named by a recipe, which a plan does not need; files given on the command line must exist."""
+    """Prompt files named by a recipe, which a plan does not need; those given on the command line must exist."""
     if not config.dry_run:
         return []
     from hpcrl.data.rows import sources
@@ -114,7 +112,7 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
 
 
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:
-    """Problems of the requested model split; none if the family is not known, which the plan reports."""
+    """Problems of the model's sizes with the layout; none if the family is not known, which the plan reports."""
     with contextlib.suppress(CannotPlanError):
         reading.add(check_sizes(config, RoleLayout.from_config(config), plan_shape(config, model)))
 

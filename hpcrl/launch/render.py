@@ -1,8 +1,6 @@
 """The batch script of a run, as `python -m hpcrl.launch +cluster=slurm` submits it and slurm/*.sbatch contain it.
-
-The script composes the configuration again inside the job from the same arguments, so that it can be read, kept and
-submitted by hand.
-"""
+Inside the job, the script composes the configuration again from the same arguments, so that it can be read, kept and
+submitted by hand."""
 
 from __future__ import annotations
 
@@ -82,10 +80,8 @@ exec {python} -m hpcrl.launch.job end "$run_dir" "$HPCRL_ATTEMPT" "$rc"
 
 
 def render(config: Config, placement: Placement, words: Sequence[str], python: str = "") -> str:
-    """The script. `words`: the arguments of the command line, which the job composes again.
-
-    python: the interpreter's path; without one, the script searches for it, since it may be submitted from any shell.
-    """
+    """The script. words: the arguments of the command line. python: the interpreter's path; without one, the script
+    searches for it, since it may be submitted from any shell."""
     cluster = config.cluster
     lines = ["#!/bin/bash", f"#SBATCH --job-name=hpcrl-{config.run_name}", *_job_options(cluster)]
     for i, component in enumerate(placement.components):

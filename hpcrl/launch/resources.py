@@ -83,8 +83,8 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
 
 
 def _cards_to_advise_on(config: Config, kinds: Sequence[RankMemory]) -> list[str]:
-    """Common cards that are too small, the smallest first; a dry run also includes the next smaller card than those
-    that fit, which takes seconds for the largest models."""
+    """Usual cards that are too small, the smallest first. If there are none, a dry run includes the largest card that
+    does not fit, which takes seconds for the largest models."""
     small = [card for card, num_bytes in CARDS.items() if not all(kind.fits(num_bytes) for kind in kinds)]
     usual = [card for card in small if CARDS[card] >= CARDS[USUAL_CARD]]
     return usual or (small[-1:] if config.dry_run else [])

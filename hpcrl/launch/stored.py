@@ -35,8 +35,8 @@ def check_rollouts(config: Config) -> list[Problem]:
 
 
 def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
-    """The trainer must divide logits by the same temperature as the generator whose log-probs are stored, and a
-    correction must suit their sampling."""
+    """Whether the trainer divides logits by the temperature of the stored log-probs, and a correction suits their
+    sampling."""
     if not (run_dir / CONFIG).exists():
         return []
     try:

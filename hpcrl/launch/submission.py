@@ -1,4 +1,4 @@
-"""Submits a checked run to Slurm: one launch at a time, so that a run is queued only once."""
+"""Submits a checked run to Slurm, one launch at a time, so that a run is queued only once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpcrl.rundir import SLURM, check_run, process_lives, read_record, record_su
 from hpcrl.signals import held_back
 
 CLAIMS = f"{SLURM}/submissions"
-"""Folder of a run with a record of each recent launch that was allowed to submit."""
+"""Folder of a run with a record of each launch that was allowed to submit."""
 WRITTEN_S = 1.0
 """How long a record may be empty while its launch is alive."""
 
@@ -78,8 +78,8 @@ def _alone(run_dir: Path) -> Iterator[None]:
     """Hold the right to submit this run. ConfigError names the launch that holds it.
 
     A claim is a record created with O_EXCL under the number after the newest claim, once that claim has ended or its
-    process is dead; so only one of several launches succeeds. The newest claim is never removed, since its number would
-    be reused.
+    process is dead; only one of several launches succeeds. The newest claim is never removed, since its number would be
+    reused.
     """
     folder = run_dir / CLAIMS
     folder.mkdir(parents=True, exist_ok=True)

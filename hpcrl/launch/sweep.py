@@ -1,8 +1,8 @@
 """Sweeps: `python -m hpcrl.launch -m trainer.lr=1e-4,5e-4 seed=0,1` starts four runs, each with its own folder.
 
-Values use Hydra's syntax (a,b  choice(a,b)  range(0,3)). On Slurm every point is a separate job, and all are queued at
-once; on one machine, points run one after the other. In both cases all points are checked before the first starts, this
-command ends with the last point, and the same command again resumes unfinished points.
+Values use Hydra's syntax (a,b  choice(a,b)  range(0,3)). All points are checked before the first starts. On Slurm every
+point is a job, and all are queued at once; on one machine, points run one after the other. The command ends with the
+last point; the same command again resumes unfinished points.
 """
 
 from __future__ import annotations

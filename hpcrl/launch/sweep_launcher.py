@@ -1,7 +1,7 @@
 """Hydra's submitit launcher, with hpcrl's executor instead of submitit's.
 
-By itself, hydra-submitit-launcher submits one job array of pickled functions: not heterogeneous, restarted by submitit
-instead of from the run folder's checkpoint, and without accounting it waits forever for a task that died.
+hydra-submitit-launcher itself submits one job array of pickled functions: not heterogeneous, restarted without the run
+folder's checkpoint, and waiting forever for a dead task if there is no accounting.
 """
 
 from __future__ import annotations

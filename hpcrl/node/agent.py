@@ -1,9 +1,7 @@
-"""The node agent: starts this node's ranks, watches them, reports losses to the controller, ends remaining ranks by
-pid.
+"""The node agent starts this node's ranks, watches them, reports losses to the controller and ends remaining ranks.
 
-It starts plain processes instead of using torch.distributed.elastic: elastic ends the whole node when one rank fails,
-but the loss of a reward or env rank must be survived, and importing torch would cost the agent seconds at every start.
-torch is imported only to report a loss.
+Unlike torch.distributed.elastic, the agent does not end the whole node when one rank fails, since the loss of a reward
+or env rank must be survived. It imports torch, which takes seconds, only to report a loss.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ SIGNS = 8  # at least this many updates in silent_s
 
 @dataclass
 class Verdict:
-    """How the node's ranks ended. lost: rank -> cause, for ranks that failed; silent: those of them that the agent
-    ended. signal_number: the first signal that the agent received, or 0. controller_code: None on a node without rank
-    0."""
+    """How the node's ranks ended. lost: rank -> cause, for ranks that failed; silent: those that the agent ended.
+    signal_number: the first signal received, or 0. controller_code: None on a node without rank 0."""
 
     controller_code: int | None
     lost: dict[int, str] = field(default_factory=dict)
@@ -56,9 +53,9 @@ class Verdict:
 
 
 class Agent:
-    """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; logs/rank_NNNN.log
-    gets what it prints. `signals`: receives the signals of this process, see signals.noted. `impatient`: the same
-    signal a second time ends everything."""
+    """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; it prints into
+    logs/rank_NNNN.log. `signals`: receives this process's signals (see signals.noted). `impatient`: the same signal a
+    second time ends everything."""
 
     def __init__(
         self,
@@ -88,8 +85,7 @@ class Agent:
         self._got_on = (0.0, 0.0)  # the same for the controller's current operation
 
     def run(self) -> Verdict:
-        """Start the ranks and wait until all have ended. After the controller's end, the others are ended within
-        grace_s.
+        """Start the ranks and wait until all have ended; after the controller's end, the others get grace_s.
 
         Called on the main thread: Linux kills the ranks when the thread that started them ends.
         """
@@ -108,13 +104,13 @@ class Agent:
         return verdict
 
     def _forget_earlier_start(self) -> None:
-        """The folder may be that of an earlier start of this attempt."""
+        """Remove files of an earlier start of this attempt in the same folder."""
         if 0 in self._ranks:
             for name in (ENDPOINT, VERDICT):
                 (self._folder / name).unlink(missing_ok=True)
 
     def _outcome(self) -> int | None:
-        """Identifies the record of rank 0's agent about the end of the run; None without one."""
+        """Identity of the record that rank 0's agent writes at the end of the run; None without one."""
         try:
             return (self._folder / OUTCOME).stat().st_mtime_ns
         except FileNotFoundError:
@@ -159,9 +155,8 @@ class Agent:
                     verdict.controller_code = code
                 elif rank in verdict.lost:
                     unreported[rank] = verdict.lost[rank]
-            # The first signal asks the controller to stop at a step boundary; the same signal again ends everything. A
-            # different signal does not: a batch system sends SIGUSR1 early and SIGTERM late, and a save may still
-            # succeed. It also sends SIGTERM two or three times, and finally SIGKILL.
+            # The same signal a second time ends everything in a local run. A batch system sends SIGUSR1, then SIGTERM
+            # two or three times, while a save may still succeed.
             if self._impatient and len(self._signals) > len(set(self._signals)):
                 return
             if self._signals and forwarded is None and 0 in alive:
@@ -196,8 +191,8 @@ class Agent:
     ) -> None:
         """End a process that does not start or sends no heartbeat: it is stopped or stuck in native code.
 
-        The age of a heartbeat counts from its first sight, in this process's own time: after a pause of the whole job,
-        the ranks have the full time again.
+        A heartbeat's age counts from its first sight by this process, so that after a pause of the job the ranks have
+        the full time again.
         """
         for rank, process in alive.items():
             activity = read_trace(self._pages[rank])
@@ -230,8 +225,8 @@ class Agent:
         return f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
 
     def _report(self, rank: int, cause: str, silent: bool) -> bool:
-        """Report to the controller; False while it cannot be reached yet. If the controller is gone, no report is
-        needed: its own end decides."""
+        """Report to the controller; False while it cannot be reached yet, True also if it is gone and no report is
+        needed."""
         endpoint = self._folder / ENDPOINT
         # A controller without heartbeats would block this loop at every attempt, and thereby its own detection.
         if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):
@@ -253,7 +248,7 @@ class Agent:
         return True
 
     def _end_all(self, verdict: Verdict) -> None:
-        """End all remaining processes: SIGKILL to the process group of each rank, which ignores other signals."""
+        """End all remaining processes: SIGKILL to the process group of each rank."""
         alive = {rank: process for rank, process in self._processes.items() if process.returncode is None}
         for process in alive.values():
             _kill_group(process.pid)
@@ -268,7 +263,7 @@ class Agent:
 
 
 def _dying_with(parent: int) -> Callable[[], None]:
-    """First action of a child: ask the kernel to kill it when its parent ends in any way."""
+    """For a new child: ask the kernel to kill it when its parent ends in any way."""
     prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:

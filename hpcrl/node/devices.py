@@ -22,11 +22,8 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> li
 def bind_gpus(
     ranks: Sequence[int], with_model: Sequence[int], gpus: Sequence[str], device: Literal["auto", "cpu", "cuda"]
 ) -> dict[int, str]:
-    """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node.
-
-    auto: the CPU if the node has no GPU. ValueError if the node has fewer GPUs than ranks with a model, since NCCL
-    supports one rank per GPU, unless device="cpu".
-    """
+    """Rank -> its CUDA_VISIBLE_DEVICES, for the ranks of one node. auto: the CPU if the node has no GPU. ValueError if
+    the node has fewer GPUs than ranks with a model, since NCCL supports one rank per GPU, unless device="cpu"."""
     holders = [rank for rank in ranks if rank in with_model]
     if len(gpus) < len(holders) and (device == "cuda" or (device == "auto" and gpus)):
         raise ValueError(
