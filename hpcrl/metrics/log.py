@@ -18,11 +18,8 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
-    """The controller's log of a run, from the step after `resume_step` on.
-
-    resume_step: step of the resumed checkpoint, -1 without one. Rows that an earlier attempt logged past this step must
-    have been moved away before (checkpoint/lineage.py); ValueError otherwise.
-    """
+    """The controller's log of a run, from the step after `resume_step` (-1: no checkpoint) on. ValueError if an earlier
+    attempt's rows past this step were not moved away before (checkpoint/lineage.py)."""
 
     def __init__(
         self, run_dir: Path, resume_step: int, max_steps: int, eval_every: int = 0, stream: TextIO | None = None
@@ -40,11 +37,8 @@ class MetricsLog:
         self._progress = Progress(max(resume_step, 0), max_steps, stream or sys.stdout, eval_every=eval_every)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step; steps are ascending, each logged once. On disk when this returns; OSError names a file that is
-        not.
-
-        Non-finite values become null in metrics.jsonl, are omitted from TensorBoard, and are reported to the user.
-        """
+        """Log one step; steps are ascending. On disk when this returns; OSError names a file that is not. Non-finite
+        values become null in metrics.jsonl, are omitted from TensorBoard, and are reported to the user."""
         assert step > self._step, f"step {step} is logged after step {self._step}"
         assert "step" not in metrics
         self._step = step
@@ -77,8 +71,8 @@ class MetricsLog:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl, None for non-finite values; empty without a file.
 
-    Lines without a step and truncated lines are skipped: a kill, or an attempt not yet aware that it was superseded,
-    must not make a run's metrics unreadable. The next resume moves such lines away.
+    Lines without a step and truncated lines, left by a kill or by a superseded attempt, are skipped; the next resume
+    moves them away.
     """
     path = run_dir / METRICS
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []

@@ -36,10 +36,8 @@ def duration(seconds: float) -> str:
 
 
 def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
-    """One line about a finished run: steps, seconds per step, first and last value of each metric.
-
-    rows: the rows of metrics.jsonl, over all attempts.
-    """
+    """One line about a finished run: steps, seconds per step, first and last value of each metric. rows: those of
+    metrics.jsonl, over all attempts."""
     steps = [row for row in rows if row["step"]]
     of = "" if steps and steps[-1]["step"] == max_steps else f" of {max_steps}"
     parts = [f"{len(steps)}{of} steps"]
@@ -63,11 +61,9 @@ def evaluations_left(step: int, max_steps: int, eval_every: int) -> int:
 
 
 class Progress:
-    """Progress of a run from `first_step` (steps done by earlier attempts) to `max_steps`.
-
-    The time left is estimated from the rate of this attempt's recent steps and the duration of the last evaluation
-    (evaluations come every `eval_every` steps and after the last).
-    """
+    """Progress of a run from `first_step` (steps done by earlier attempts) to `max_steps`. The time left is estimated
+    from this attempt's recent steps and the duration of the last evaluation (every `eval_every` steps and after the
+    last)."""
 
     def __init__(
         self,

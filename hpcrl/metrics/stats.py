@@ -1,5 +1,4 @@
-"""Mergeable statistics, which ranks send to the controller instead of means, so that results do not depend on the
-split."""
+"""Mergeable statistics, which ranks send instead of means, so that results do not depend on the split."""
 
 from __future__ import annotations
 
@@ -53,10 +52,8 @@ def merge(parts: Iterable[Mapping[str, Stat]]) -> Stats:
 
 
 def flatten(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min, any other name its mean.
-
-    Statistics without values are omitted.
-    """
+    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min, any other name its mean. Statistics
+    without values are omitted."""
     flat: dict[str, float] = {}
     for name, (total, count, low, high) in stats.items():
         if count == 0:

@@ -1,9 +1,9 @@
 """Bytes that autograd keeps between a forward and its backward pass: the sum over the tensors of each operation.
 
-FSDP2 runs transformers' layers operation by operation, so the lists below follow that code (RMSNorm computes in fp32
-and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output). Attention
-scores are not kept: flash kernels recompute them. Gemma 2's soft-capped attention has no such kernel and keeps the
-scores."""
+FSDP2 runs transformers' layers operation by operation, and the sums below follow that code: RMSNorm computes in fp32
+and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output. Flash kernels
+recompute the attention scores; Gemma 2's soft-capped attention has no such kernel and keeps them.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +30,15 @@ class Tokens:
     @classmethod
     def of(cls, config: Config, num_sequences: int) -> Tokens:
         """The largest micro-batch of a rank with this many sequences: the token limit, or one sequence of maximum
-        length if that is more."""
+        length if longer."""
         longest = config.max_sequence_tokens
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * longest), longest)
         return cls(total, total, longest)
 
 
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
-    """Bytes kept for the backward pass of one micro-batch; num_bytes: size of a number of the computation type.
-
-    With activation checkpointing, each layer keeps only its input.
-    """
+    """Bytes kept for the backward pass of one micro-batch; num_bytes: size of a number of the computation type. With
+    activation checkpointing, each layer keeps only its input."""
     hidden = shape.hidden_size
     outside = tokens.total * (2 * shape.head_dim * num_bytes + INDEX)  # cosines and sines; token ids
     outside += tokens.total * _norm(shape, hidden, num_bytes)
@@ -96,8 +94,8 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
 
 def logits_bytes(shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int) -> int:
     """Bytes of one chunk of the vocabulary projection in fp32, of the tensors beside it (the projection's result and
-    its gradient in the computation type, or the softmax of a block of rows), and of the gradient of the matrix, which
-    is summed in fp32."""
+    gradient in the computation type, or the softmax of a block of rows), and of the matrix's gradient, summed in
+    fp32."""
     chunk = min(chunk_tokens, tokens.predicted) * shape.vocab_size
     blocks = 2 * min(chunk, LOGITS_BLOCK) * FP32
     beside = blocks if num_bytes == FP32 else max(blocks, chunk * num_bytes)

@@ -13,9 +13,9 @@ from hpcrl.spec.problems import Problem
 from hpcrl.spec.tables import GEN_ENGINES
 
 BUCKET_BYTES = 256 << 20
-"""comm/weights.py: weights are sent in buckets of this size, which the last tensor may exceed."""
+"""As in comm/weights.py; the last tensor of a bucket may exceed it."""
 PREFILL_TOKENS = 4096
-"""engines/gen/native/engine.py: prompt tokens of one forward pass."""
+"""As in engines/gen/native/engine.py."""
 LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum
 TRUNCATED_COPIES = 8  # and the copies that top-k, top-p or min-p sort and mask
 
@@ -59,10 +59,10 @@ def cache_capacity(config: Config) -> int:
 
 
 def hand_over_parts(config: Config, shape: ModelShape, num_shares: int) -> list[Part]:
-    """Parts of a rank during the transfer of weights. num_shares: the rank keeps one of this many shares of the
-    parameters for its replicas; 0: none.
+    """Parts of a rank during the transfer of weights. num_shares: the rank publishes one of this many shares of the
+    parameters; 0: none.
 
-    Publishing ranks stage the weights in host memory; every participating rank has one bucket on its device.
+    Publishing ranks stage the weights in host memory; every rank in the transfer has one bucket on its device.
     """
     plan = train_plan(config)
     master, largest = plan.published_bytes(config), plan.largest_tensor(shape) * plan.published_bytes(config)

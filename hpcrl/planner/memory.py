@@ -81,9 +81,7 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
 
 def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMemory]:
     """Memory of every kind of rank that holds a model, by its roles. The sizes must be valid (check_sizes).
-
-    CannotPlanError for an engine whose memory is not known.
-    """
+    CannotPlanError for an engine whose memory is not known."""
     kinds: dict[tuple[RoleName, ...], list[int]] = {}
     for rank in range(layout.world_size):
         roles = tuple(role for role in layout.roles_of(rank) if role in ROLES and ROLES[role].holds_model)

@@ -36,9 +36,7 @@ class Part:
 
 def split_size(parameter: Parameter, shape: ModelShape, tensor: int, experts: int) -> int:
     """Numbers of a parameter on one rank if matrices are split over `tensor` ranks and experts over `experts` ranks.
-
-    Key and value heads are repeated if there are fewer heads than ranks.
-    """
+    Key and value heads are repeated if there are fewer heads than ranks."""
     match parameter.split:
         case "column" | "row" | "vocabulary":
             return -(-parameter.size // tensor)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from hpcrl.config import TinyModel
 
 Split = Literal["column", "row", "key", "vocabulary", "expert", "whole"]
-"""How tensor parallelism splits a parameter: rows of a matrix, columns, rows of key and value heads, rows of the
-vocabulary, experts, or not at all."""
+"""Tensor parallelism splits rows of a matrix, columns, rows of key and value heads, rows of the vocabulary, experts, or
+nothing."""
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "qwen2_5_vl")
 HEAD_DIM = {"qwen3": 128, "gemma2": 256}
@@ -34,11 +34,11 @@ LAYER_COUNTS = ("num_hidden_layers", "depth")
 MAX_LAYERS = 1000
 """Several times more than published models have; the time of a plan grows with the square of the layers."""
 MAX_SIZE = 2**31 - 1
-"""Of any other size. Tensors cannot be indexed beyond it by the kernels of most engines."""
+"""Of any other size; the kernels of most engines cannot index tensors beyond it."""
 
 
 class CannotPlanError(ValueError):
-    """The parameters of this kind of model are not known; the message names the kind."""
+    """The parameters of this kind of model are not known."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def wrong_size(key: str, value: Any) -> str:
-    """What is wrong with a size of a config.json: the value and what is needed; empty for a sound one."""
+    """What is wrong with a size of a config.json, and what is needed; empty if it is valid."""
     most = MAX_LAYERS if key in LAYER_COUNTS else MAX_SIZE
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return f"{reprlib.repr(value)}, a whole number above 0 is needed"

@@ -15,7 +15,7 @@ from hpcrl.spec.tables import TRAIN_ENGINES
 
 
 class TrainPlan(Protocol):
-    """The plan of a training engine: pure functions of the configuration and of the model's shapes."""
+    """Pure functions of the configuration and of the model's shapes."""
 
     def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
         """Problems of the engine's sizes with the model or the ranks."""
@@ -36,7 +36,7 @@ class TrainPlan(Protocol):
         """Numbers in the largest tensor sent to the generators at once."""
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
-        """Changes of the engine's keys that save memory, by cost: time, recompute, ranks."""
+        """Changes of the engine's keys that save memory, by cost."""
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
         """Lines of the plan on the split of model and batch. The sizes must be valid (check)."""
@@ -51,17 +51,17 @@ def train_plan(config: Config) -> TrainPlan:
 
 
 def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of the fullest trainer rank. CannotPlanError for an engine whose memory is not known."""
+    """See TrainPlan. CannotPlanError for an engine without a plan."""
     return train_plan(config).trainer_parts(config, shape, num_ranks)
 
 
 def reference_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of the fullest rank of the reference. CannotPlanError as above."""
+    """See TrainPlan. CannotPlanError as above."""
     return train_plan(config).reference_parts(config, shape, num_ranks)
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of weights and optimizer state in one checkpoint, all ranks together. CannotPlanError as above."""
+    """See TrainPlan. CannotPlanError as above."""
     return train_plan(config).checkpoint_bytes(config, shape)
 
 
