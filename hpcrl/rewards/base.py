@@ -1,4 +1,4 @@
-"""The interface of rewards, which score responses. A reward imports neither torch.distributed nor engines."""
+"""The interface of rewards, which imports neither torch.distributed nor engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKEN_REWARDS = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelTurn:
-    """One turn of the model: the text, and the tokens as generated (empty without tokens, as in hpcrl.score)."""
+    """One turn of the model: text, and tokens as generated (empty in hpcrl.score)."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -23,11 +23,9 @@ class ModelTurn:
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score: the last turn of the model, `response` as text and `token_ids` as it was generated.
-
-    `prompt` is text, `answer` and `extra` come from the data row; after an episode `extra["messages"]` has all messages
-    in chat form. `earlier`: the model's turns before the last.
-    """
+    """One response to score. `response` and `token_ids` are the model's last turn, as text and as generated; `earlier`
+    the turns before. `prompt` is text; `answer` and `extra` come from the data row; after an episode,
+    `extra["messages"]` has all messages in chat form."""
 
     sample_id: int
     domain: str
@@ -47,15 +45,15 @@ class RewardItem:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`reward` is used for the advantage, `score` (usually 0 or 1) for accuracy metrics and filters.
+    """`reward` is used for the advantage, `score` (usually 0 or 1) for accuracy metrics and filters. A reward that
+    failed is data: reward 0 and the cause in `error`.
 
-    A reward that failed is data: reward 0 and the cause in `error`. `given` and `gold`, if the reward compares: the
-    part of the response that it took as the answer, and that of the row's answer. Both are for `python -m hpcrl.score`
-    and are not sent to other ranks.
+    The last turn has all of the reward, unless it is divided in one of two ways, which must add up to `reward`:
+    turn_rewards, one for each of the item's turns; or token_rewards, for at most MAX_TOKEN_REWARDS tokens, by position
+    from 0 among the model's tokens of all turns.
 
-    The reward may be divided in one of two ways; otherwise the last turn has all of it. `turn_rewards`: one for each of
-    the item's turns. `token_rewards`: for some tokens, by position from 0 among the model's tokens of all turns; at
-    most MAX_TOKEN_REWARDS. Either must add up to `reward`, else the response has an error.
+    `given` and `gold`, if the reward compares: what it took as the answer in the response and in the row. Both are for
+    `python -m hpcrl.score` and are not sent to other ranks.
     """
 
     reward: float
@@ -69,10 +67,8 @@ class Score:
 
 
 class Reward(Protocol):
-    """Scores come back in the order of the items. A reward may raise or hang: the pool turns both into data.
-
-    Class attributes of a reward define how it is called; a subclass of this class inherits the usual values.
-    """
+    """Scores come back in the order of the items. A reward may raise or hang: the pool turns both into data. Class
+    attributes define how a reward is called; a subclass of this class inherits the usual values."""
 
     inline: bool = False
     """Cheap and safe: called in the rank itself, not in a worker process."""

@@ -1,7 +1,7 @@
-"""Whether two answers are mathematically equal: text, numbers and the parts of lists first, math-verify for the rest.
+"""Whether two answers are mathematically equal: text, numbers and parts of lists first, math-verify for the rest.
 
 math-verify multiplies the letters of words, takes the last side of a chain of equations and factors for units, merges
-tuples with numbers and may never return; hence the steps before it, and the limit.
+tuples with numbers and may never return. The steps before it and the time limit prevent this.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 def equivalent(gold: str, given: str) -> bool:
-    """Whether two answers are equal. TimeoutError after LIMIT_S of CPU time. Main thread only: the limit uses a
+    """Whether two answers are equal. TimeoutError after LIMIT_S of CPU time. Main thread only, since the limit uses a
     signal."""
     gold, given = _normalise_gold(gold), normalise(given)
     if not given or not gold:
@@ -66,7 +66,7 @@ def is_explosive(text: str) -> bool:
 
 
 def _depths(text: str) -> tuple[int, int]:
-    """The greatest depth of brackets, and the depth at the end, -1 if a closing bracket was not opened."""
+    """The greatest depth of brackets, and the depth at the end, -1 if a closing bracket was never opened."""
     depth = deepest = lowest = 0
     for char in text:
         depth += (char in _OPEN) - (char in _CLOSE)
@@ -111,7 +111,7 @@ def _is_malformed(text: str) -> bool:
 
 
 def _choices_equal(gold: str, given: str) -> bool | None:
-    """Whether the letters of two choices, "B", "(B)" or "(B) 42", are the same; None if one is no choice."""
+    """Whether the letters of two choices, "B", "(B)" or "(B) 42", are the same; None if either is no choice."""
     for one, other in ((gold, given), (given, gold)):
         letter, choice = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other) or _CHOICE_WITH_TEXT.fullmatch(other)
         if letter and choice:
@@ -130,8 +130,7 @@ def _with_decimal_point(text: str, other: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The elements between the outer brackets of an answer; an answer that is no list has one element and no
-    brackets."""
+    """The elements between the outer brackets of an answer; one element and no brackets if it is no list."""
 
     brackets: str
     elements: tuple[str, ...]
@@ -286,14 +285,13 @@ def _misread(gold: str, given: str) -> bool:
 
 
 class _TooLong(BaseException):
-    """Not an Exception, since libraries catch exceptions and continue."""
+    """Not an Exception, because libraries catch exceptions."""
 
 
 def within_limit(action: Callable[[], T]) -> T:
-    """The result of `action`. TimeoutError after LIMIT_S of CPU time.
+    """The result of `action`. TimeoutError after LIMIT_S of CPU time, so that the machine's load changes no score.
 
-    CPU time, so that the load of the machine changes no score. The alarm repeats, since sympy catches it in places and
-    would continue without end; a result returned after the alarm is discarded.
+    The alarm repeats, since sympy catches it in places and would continue; a result after the alarm is discarded.
     """
     armed, rung = True, False
 
@@ -337,8 +335,7 @@ def _parse(text: str) -> list[Any]:
 
 @lru_cache(maxsize=1)
 def _latex() -> Any:
-    """math-verify's LaTeX configuration, without units: with them it reads 2ab as 2, and the letters c, d, g, t as
-    units."""
+    """math-verify's LaTeX configuration without units: with them, it reads 2ab as 2, and c, d, g, t as units."""
     from math_verify import LatexExtractionConfig
 
     usual = LatexExtractionConfig()

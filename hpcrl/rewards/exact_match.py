@@ -15,10 +15,8 @@ from hpcrl.spec.options import read_options
 
 
 class ExactMatch(Reward):
-    """1 if the response equals the answer, or one of the answers if the answer is a list; else 0.
-
-    Compared after NFKC, with white space collapsed, without a final full stop and by default ignoring case.
-    """
+    """1 if the response equals the answer, or one of the answers of a list, else 0. Compared after NFKC, with white
+    space collapsed, without a final full stop and by default without case."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(ExactMatchOptions, config.options)

@@ -39,9 +39,9 @@ def after_thinking(response: str) -> str:
 def final_answer(response: str, require_boxed: bool = False) -> str | None:
     """The final answer of a response; None without one.
 
-    After the thinking, the first of these that exists: the last `<answer>` tag (and a box in it), the last boxes, the
-    rest of the line after the last "####", the text after the last "answer is", the last line. If the last line is a
-    sentence, the answer is the text after its last verb ("the total is $18"), else its last formula.
+    After the thinking, the first that exists of: the last `<answer>` tag (and a box in it), the last boxes, the rest of
+    the line after the last "####", the text after the last "answer is", the last line. If the last line is a sentence,
+    the answer is the text after its last verb ("the total is $18"), else its last formula.
     """
     text = after_thinking(response)
     if require_boxed:
@@ -69,7 +69,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The last box and the boxes directly before it: boxes separated only by commas, "and" or "or" are one list. None
+    """The last box with the boxes directly before it: boxes separated only by commas, "and" or "or" are one list. None
     without a box."""
     contents: list[str] = []
     next_start = None
@@ -85,7 +85,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """(start, end, content) of the complete boxes, the last one first. Linear in the text's length."""
+    """(start, end, content) of the complete boxes, the last one first; in linear time."""
     starts = [(match.start(), match.end()) for match in _BOX.finditer(text)]
     if not starts:
         return

@@ -1,4 +1,4 @@
-"""A random reward, for runs with meaningless responses (debug=fake) and for tests of the code around rewards."""
+"""A random reward, for debug=fake and for tests of the code around rewards."""
 
 from __future__ import annotations
 

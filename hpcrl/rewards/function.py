@@ -42,15 +42,15 @@ class FunctionReward(Reward):
     openrlhf: f(queries, prompts, labels, **kw) -> dict with "rewards", maybe "scores" and "extra_logs", or the rewards
     hpcrl:    f(items: list[RewardItem]) -> list of Score or float
 
-    The function gets those of these parameters that it has. `options` are passed as keyword arguments; `conversational`
-    is an option of hpcrl: under trl, whether a prompt and a completion are a list of one message instead of text.
-    Without it hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first,
-    without arguments. Attributes `scores = "groups"` and `pool = "async"` of the function or class have the meaning of
+    The function gets those of these parameters that it names, and `options` as keyword arguments. The option
+    `conversational` is hpcrl's: under trl, whether a prompt and a completion are a list of one message instead of text;
+    without it, hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first,
+    without arguments. Attributes `scores = "groups"` and `pool = "async"` of the function or class mean the same as in
     hpcrl.rewards.base.Reward.
     """
 
     def __init__(self, config: RewardConfig):
-        """ValueError: the function cannot be loaded, or its parameters fit no known signature."""
+        """ValueError if the function cannot be loaded, or its parameters fit no known signature."""
         if not config.function:
             raise ValueError("name=function needs a function, package.module:callable or file.py:callable")
         self._path = config.function

@@ -14,7 +14,7 @@ from hpcrl.trajectory import MAX_REWARD
 
 MAX_ERROR_CHARS = 300
 SUM_TOLERANCE = 1e-5
-"""Of the sum of magnitudes: float32 sums of many parts are that far off."""
+"""Relative to the sum of magnitudes, for float32 sums of many parts."""
 
 
 def describe(error: BaseException) -> str:
@@ -27,7 +27,7 @@ def describe(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """A text that can be sent, whatever user code put into it."""
+    """The text cut short and without characters that cannot be sent, whatever user code put into it."""
     return text[:MAX_ERROR_CHARS].encode(errors="replace").decode()
 
 
@@ -37,7 +37,7 @@ def failed(error: str) -> Score:
 
 
 def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | None:
-    """A score per item. None if the call failed for several items as a whole: call again with each alone."""
+    """A score per item. None if a call of several items failed as a whole: call again with each alone."""
     try:
         scores = reward.score(items)
         return _one_each(items, asyncio.run(_awaited(scores)) if inspect.isawaitable(scores) else scores)

@@ -15,10 +15,8 @@ from hpcrl.spec.options import read_options
 
 
 class MathReward(Reward):
-    """1 if the final answer equals the gold answer, else 0. A comparison over the time limit is an error.
-
-    docs/rewards.md lists which answers are equal and how the answer is extracted.
-    """
+    """1 if the final answer equals the gold answer, else 0 (docs/rewards.md). A comparison over the time limit is an
+    error."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(MathOptions, config.options)

@@ -76,8 +76,8 @@ _LITERAL = re.compile(
 _UNIT_WORD = r"[A-Za-z]+(?:\^\{?-?\d\}?)?"
 _UNITS = re.compile(rf"{_UNIT_WORD}(?:(?:\s*(?:/|-)\s*|\s+){_UNIT_WORD}){{0,5}}")
 UNIT_MARK = "\x1f"
-"""In a normal form, before letters that were in \\text or \\mathrm: they may be a unit, but not a product of
-variables. This character counts as a space in str.strip and in regular expressions."""
+"""In a normal form, before letters that were in \\text or \\mathrm: they may be a unit, but not a product of variables.
+str.strip and regular expressions treat this character as a space."""
 _EXPRESSION_WITH_MARK = re.compile(rf"([^{UNIT_MARK}]*[^\s=]) ?{UNIT_MARK}({_UNITS.pattern})")
 _EXPRESSION_WITH_UNIT = re.compile(rf"(.*(?:[\d)}}\]]|\\[A-Za-z]+(?![A-Za-z])))(\s*)({_UNITS.pattern})")
 _ONE_UNIT = rf"\s*{UNIT_MARK}([A-Za-z]+(?:\s?\^\{{?\d\}}?)?)\s?"
@@ -114,7 +114,7 @@ NO_UNITS = frozenset((_CHANGE_A_NUMBER + _TAKE_IT_BACK_OR_GO_ON + _MATHEMATICAL)
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number as an answer: its value as written, whether a percent sign follows, and its unit ("" without one)."""
+    """A number as an answer; `value` is as written before any percent sign."""
 
     value: Fraction | int
     percent: bool = False
@@ -179,8 +179,8 @@ def plain(text: str) -> str:
 
 
 def quantity(text: str, letter_after_number: bool = False) -> Quantity | None:
-    """The number and unit of an answer in normal form; None if the answer is no number. 5 m is a number with a unit, 5m
-    only with `letter_after_number`: m may be a variable."""
+    """The number and unit of an answer in normal form; None if the answer is no number. 5 m is a number with a unit; 5m
+    only with `letter_after_number`, since m may be a variable."""
     if text.isascii() and text.isdigit():
         return Quantity(int(text))
     match = _LITERAL.match(text)
@@ -199,8 +199,8 @@ def quantity(text: str, letter_after_number: bool = False) -> Quantity | None:
 def unit_apart(text: str) -> tuple[str, str]:
     """An expression in normal form and the unit after it ("" without one).
 
-    Letters from \\text or \\mathrm are a unit after any expression. Other letters are a unit only after an expression
-    without variables: x^2 h is a product. After a name they are a length or a word: 2\\pi hr is a product.
+    Letters from \\text or \\mathrm are a unit after any expression, other letters only after an expression without
+    variables: x^2 h is a product. After a name, only lengths and words are units: 2\\pi hr is a product.
     """
     if match := _EXPRESSION_WITH_MARK.fullmatch(text):
         expression, letters = match.groups()
@@ -227,7 +227,7 @@ def is_surely_unit(text: str) -> bool:
 
 
 def has_other_words(text: str) -> bool:
-    """Whether `text` has words that are not mathematical: such an answer is compared as text."""
+    """Whether `text` has words that are not mathematical, and is therefore compared as text."""
     for run in _letters(text):
         if len(run) >= 4 or run.lower() in NO_UNITS - PRODUCTS:
             return True
@@ -259,7 +259,7 @@ def _ascii(text: str) -> str:
 
 def _join_thousands(text: str) -> str:
     """Remove thousands separators where a comma or space cannot be anything else: in a whole answer, and outside
-    brackets without other commas. `(12,102)` is a pair."""
+    brackets without other commas, since `(12,102)` is a pair."""
     if match := _SPACED_THOUSANDS.fullmatch(text):
         return match[1].replace(" ", "") + match[2]
     if "," not in text or re.search(r"[(\[{].*,.*[)\]}]", text):

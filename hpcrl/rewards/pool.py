@@ -1,4 +1,4 @@
-"""Scoring without blocking: cheap rewards at once, others in worker processes that are killed when they hang.
+"""Scoring without blocking: cheap rewards at once, others in worker processes.
 
 If a reward raises, hangs, kills its process or gives no number, only that sample fails: Score(0, 0, error=...).
 """
@@ -36,7 +36,7 @@ Clock = Callable[[], float]
 
 
 class RewardPool:
-    """The scores of a rank's responses. No call waits for a reward. Create the pool on the main thread: Linux kills the
+    """The scores of a rank's responses; no call waits for a reward. Create it on the main thread: Linux kills the
     workers when the thread that started them ends."""
 
     def __init__(self, config: Config, clock: Clock = time.monotonic):
@@ -56,12 +56,12 @@ class RewardPool:
                 self._crews[key] = _Crew(name, section, clock)
 
     def scores(self, domain: str) -> Literal["samples", "groups"] | None:
-        """What the domain's reward scores; None while the reward loads. ValueError names a domain without one."""
+        """What the domain's reward scores; None while it loads. ValueError names a domain without a reward."""
         key = self._key(domain)
         return self._inline[key].scores if key in self._inline else self._crews[key].scores
 
     def submit(self, items: Sequence[RewardItem]) -> None:
-        """Accept responses to score individually. ValueError names a domain that has no reward."""
+        """Accept responses to score individually. ValueError names a domain without a reward."""
         for item in items:
             self.submit_group([item])
 
@@ -125,7 +125,7 @@ class _Job:
 
 
 class _Crew:
-    """The workers of one reward and the responses that wait for them."""
+    """The workers of one reward, and the responses that wait for them."""
 
     def __init__(self, name: str, section: RewardConfig, clock: Clock):
         self.counts: Counter[str] = Counter()
@@ -274,7 +274,7 @@ class _Worker:
 
     def heard(self, now: float) -> None:
         """Record progress: the time for the next response begins. Concurrent calls have their own timeouts in the
-        process; no answer from any of them for twice the timeout means that the process is stuck."""
+        process; if none of them answers for twice the timeout, the process is stuck."""
         self._deadline = now + self._timeout_s * (2 if self.several else 1)
 
     def send(self, chunk: list[_Job], now: float) -> None:

@@ -15,7 +15,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Item(msgspec.Struct, array_like=True):
-    """A response in a message; the fields of RewardItem, token ids as int32."""
+    """The fields of RewardItem, token ids as int32."""
 
     sample_id: int
     domain: str
@@ -82,7 +82,7 @@ def pack(message: Any) -> bytes:
 
 
 def take_answers(buffer: bytearray) -> list[Answer]:
-    """Remove the complete messages at the front of `buffer` and return them. msgspec.DecodeError if they are none."""
+    """Remove and return the complete messages at the front of `buffer`. msgspec.DecodeError if they are invalid."""
     answers: list[Answer] = []
     start = 0
     while len(buffer) - start >= LENGTH.size:

@@ -16,8 +16,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(Reward):
-    """The answer is the last <answer> tag after the thinking, or the whole text after it. A verifier that raises scores
-    0.
+    """Scores the last <answer> tag after the thinking, or the whole text after it; 0 if the verifier raises.
 
     `extra["reasoning_gym"]` holds what recreates the entry ({name, size, seed, index, options}); rows of a file with
     reasoning-gym entries have `extra["metadata"]["source_dataset"]` instead.

@@ -21,8 +21,8 @@ CHECK_TIMEOUT_S = 60.0
 
 
 class Router:
-    """Domain -> RewardConfig: the domain's own section, else `default`, else the only section; without sections the
-    built-in reward of the source."""
+    """Domain -> RewardConfig: the domain's own section, else `default`, else the only section; without sections, the
+    source's built-in reward."""
 
     def __init__(self, config: Config):
         self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
@@ -51,8 +51,8 @@ def _drawn(config: Config) -> dict[str, RewardConfig]:
 
 
 def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
-    """The rewards that come with the sources: those of the tasks, and maths for files whose first gold answer has
-    "####" or a box (for that row's domain)."""
+    """The rewards that come with the sources: those of the tasks, and maths for the domain of a file whose first gold
+    answer has "####" or a box."""
     found: dict[str, RewardConfig] = {}
     for split in ("train", "val"):
         for source in sources(config.data, split):
@@ -72,10 +72,8 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
 
 
 def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Problems with the rewards that can be found before the start; one line each. rows: those that could be read.
-
-    User code is imported in a separate process.
-    """
+    """Problems with the rewards that can be found before the start, one line each. rows: those that could be read. User
+    code is imported in a separate process."""
     problems = []
     for name, section in config.reward.items():
         if not REWARDS[section.name].imports_code:

@@ -1,8 +1,7 @@
 """A reward's worker process, `python -m hpcrl.rewards.worker PARENT_PID`.
 
-The worker reads its RewardConfig (JSON), then chunks of responses from a pipe, and writes scores to another pipe. It
-imports neither torch nor code of ranks, it sends the output of user code to the rank's log, and it dies with its
-parent.
+It reads its RewardConfig (JSON), then chunks of responses from a pipe, and writes scores to another pipe. It imports
+neither torch nor code of ranks, sends the output of user code to the rank's log, and dies with its parent.
 """
 
 from __future__ import annotations
