@@ -28,7 +28,7 @@ def as_messages(observation: Any) -> Messages:
 
 
 def first_prompt(tokenizer: Any, row: dict[str, Any], observation: Any) -> tuple[Messages, np.ndarray]:
-    """(messages, int32 token ids) of the first prompt of an episode; no tokens if the observation is empty and the
+    """(messages, int32 token ids) of the first prompt of an episode; no tokens if the observation is empty, so that the
     row's own prompt stays. row: {messages, tools, ...}. TypeError as in as_messages()."""
     said = as_messages(observation)
     if not observation:
@@ -40,9 +40,9 @@ def first_prompt(tokenizer: Any, row: dict[str, Any], observation: Any) -> tuple
 def observation_ids(tokenizer: Any, observation: Messages, last_token: int) -> np.ndarray:
     """int32 [n]: the tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
 
-    Exactly the chat template's text between the contents of two model turns around the observation's messages, without
-    the token that ends a model turn if the model has generated it. Without a template: only the contents of the
-    messages. ValueError if the template renders no model turn.
+    This is the chat template's text between the contents of two model turns around the observation, without the token
+    that ends a model turn if the model has generated it. Without a template: the contents of the messages. ValueError
+    if the template renders no model turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         text = render(tokenizer, observation, None)
@@ -52,7 +52,7 @@ def observation_ids(tokenizer: Any, observation: Messages, last_token: int) -> n
     if not found:
         raise ValueError("the chat template does not show an assistant turn that an observation follows")
     ids = encode(tokenizer, following)
-    # Only an added token ends a turn: a newline that the model wrote is content, even if the template adds another.
+    # Only an added token ends a turn: a newline of the model is content, even if the template adds another.
     if ids and ids[0] == last_token and last_token in tokenizer.added_tokens_decoder:
         ids = ids[1:]
     return np.array(ids, dtype=np.int32)

@@ -145,7 +145,7 @@ class Exchange:
                 yield from receive_buckets(fabric.group, fabric.ranks.index(source))
 
     def _without(self, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
-        """The answer if ranks did not take part; raises the error if the run needs them."""
+        """The answer if ranks did not take part; raises `error` if the run needs them."""
         disposable = {rank for replica in self._worker.layout.free_replicas for rank in replica}
         if not blames_peer(error) or not disposable.issuperset(ranks):
             raise error
@@ -153,8 +153,8 @@ class Exchange:
 
 
 def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:
-    """The named fields of this level with their dtypes of transfer. ValueError for a field that is unknown on this
-    rank."""
+    """The named fields of this level with their dtypes of transfer. ValueError for a field that this rank does not
+    know."""
     if unknown := sorted(set(names) - FIELDS.keys()):
         text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
         raise ValueError(f"{text}: declare them (hpcrl.trajectory) in a module that every rank imports")

@@ -1,4 +1,4 @@
-"""The generator role: one replica's engine, its responses, and their transfer to rewards and environments."""
+"""The generator role: a replica's engine, its responses, and their transfer to rewards and environments."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class GeneratorRole:
         self.engine.close()
 
     def pick(self, samples: Sequence[int]) -> dict[str, list[np.ndarray]]:
-        """Fields of held samples, one array per sample, and their messages as bytes under the name TEXT
-        (hpcrl.comm.transfer.Fabric.exchange)."""
+        """Fields of held samples, one array per sample, and their messages as bytes under TEXT (see
+        Fabric.exchange)."""
         held = [self.samples[sample].held for sample in samples]
         picked = {name: [sample.columns[name] for sample in held] for name in (held[0].columns if held else ())}
         return picked | {TEXT: [np.frombuffer(sample.text(), np.uint8) for sample in held]}
@@ -148,8 +148,8 @@ class GeneratorRole:
             self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
     def _extend(self, samples: Sequence[HeldSample]) -> None:
-        """Add observations to samples that continue, and pass the observations on to the other ranks. The observations
-        have been sent: the controller only continues answered samples."""
+        """Add observations to samples that continue, and pass the observations on to the other ranks. They have been
+        sent, because the controller only continues answered samples."""
         deadline = self._worker.world.timeout_s
         clock = AwakeClock(deadline)
         while missing := [sample.id for sample in samples if sample.id not in self._observations]:
@@ -201,7 +201,7 @@ class GeneratorRole:
         return sample.ended(with_text=self._worker.config.rollout.save_rollouts)
 
     def _play(self, samples: Sequence[HeldSample]) -> None:
-        """Send each sample's last turn to its environment; for a sample without a turn, the start of the episode."""
+        """Send each sample's last turn to its environment, or the start of the episode."""
         posts: dict[int, list[Turn]] = defaultdict(list)
         for sample in samples:
             prompt, held = sample.prompt, sample.held
@@ -224,7 +224,7 @@ class GeneratorRole:
         self._mail(posts)
 
     def _post(self, samples: Sequence[HeldSample], receivers: Sequence[int]) -> None:
-        """Send each sample's last turn to the rank that scores it; after an episode with its messages."""
+        """Send each sample's last turn to the rank that scores it; after an episode, also its messages."""
         posts: dict[int, list[Response]] = defaultdict(list)
         for sample in samples if receivers else ():
             prompt, held = sample.prompt, sample.held

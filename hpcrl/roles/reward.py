@@ -17,7 +17,7 @@ from hpcrl.roles.base import Rank
 from hpcrl.rollout.types import TOKEN_REWARD
 
 SCORES = 512
-"""Maximum scores in a message, which must stay below its size limit with all possible token rewards."""
+"""Maximum scores in a message, so that it stays below the size limit with all possible token rewards."""
 
 
 class RewardRole:

@@ -179,7 +179,7 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
     def staged(self, version: int) -> list[Bucket]:
-        """The staged weights for one replica; freed with the last replica, since they are as large as the model."""
+        """The staged weights for one replica; freed after the last replica, since they are as large as the model."""
         assert version == self._staged_version and self._num_pulls, f"{version} is not staged, or pulled too often"
         buckets = self._staged
         self._num_pulls -= 1
@@ -220,7 +220,7 @@ class TrainerRole(_EngineRole):
 
 
 def _gather_rewards(batch: Batch, ranks: DataParallel) -> RewardTable:
-    """Rewards of the samples of all trainer ranks. Collective over them: each rank knows the rewards of its rows."""
+    """Rewards of the samples of all trainer ranks. Collective over them."""
     ids = ranks.all_gather(batch.sample_ids)
     order = torch.argsort(ids)
     ids, rewards = ids[order], ranks.all_gather(batch.rewards)[order]

@@ -57,7 +57,7 @@ class Worker:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """Loaded when a role needs it: rank 0 may still be writing the model folder when this rank joins."""
+        """Loaded at the first use: rank 0 may still be writing the model folder when this rank joins."""
         from transformers import AutoTokenizer  # takes seconds; a reward rank does not need it
 
         return AutoTokenizer.from_pretrained(self.model_path)
@@ -88,7 +88,7 @@ class Worker:
         self.emit(Joined(self.world.host, os.getpid()))
 
     def pump(self) -> bool:
-        """One round of the loop without waiting, for the controller, which also receives failures of its own rank."""
+        """One round of the loop without waiting, for the controller, which also hears of failures of its own rank."""
         try:
             return self.execute_one(0.0) | self._look_after()
         except Reported:
