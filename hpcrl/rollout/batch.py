@@ -17,8 +17,8 @@ from hpcrl.trajectory import FIELDS, Field, Level, Origin, fields_of
 __all__ = ["STATUS", "Batch", "MicroBatches", "Norms", "batch_from_samples", "concat", "group_ids", "pack"]
 
 MicroBatches = Sequence[Sequence[int]]
-"""Row indices of this rank's batch per micro-batch. The same number of micro-batches on every rank; an empty one runs
-as a zero-weight micro-batch, because its forward and backward take part in collectives."""
+"""Row indices of this rank's batch per micro-batch. Every rank has the same number of micro-batches, because forward
+and backward are collective; an empty one has zero weight."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Norms:
 @dataclass(init=False, eq=False)
 class Batch:
     """B sequences packed into T tokens and N turns. Every field of hpcrl.trajectory is an attribute: a tensor [T], [N]
-    or [B] by its level, None while it is not filled. A token's log-prob, advantage and so on are at the token's own
-    index; the first token of a sequence has none (0, mask 0).
+    or [B] by its level, None while it is not filled. A token's values (log-prob, advantage) are at its own index; the
+    first token of a sequence has none (0, mask 0).
 
-    cu_seqlens: int64 [B + 1]. columns: the fields that are filled, by name. texts: fields of strings, one per row.
+    cu_seqlens: int64 [B + 1]. columns: the filled fields by name. texts: fields of strings, one per row.
     """
 
     cu_seqlens: Tensor
@@ -103,7 +103,7 @@ class Batch:
         return torch.minimum(trained[torch.searchsorted(trained[:-1], starts)], ends) - starts
 
     def check(self) -> Batch:
-        """Return self; ValueError names the first field whose shape, dtype or content breaks the contract."""
+        """Return self; ValueError names the first field with a wrong shape, dtype or content."""
         self.check_shapes()
         for name, tensor in self.columns.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -114,7 +114,7 @@ class Batch:
         return self
 
     def check_shapes(self) -> None:
-        """ValueError names the first field whose shape or dtype breaks the contract."""
+        """ValueError names the first field with a wrong shape or dtype."""
         total, rows = self.num_tokens, self.num_sequences
         if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != total or (rows and bool((self.lengths <= 0).any())):
             raise ValueError(f"batch.cu_seqlens must rise from 0 to {total}, got {self.cu_seqlens.tolist()[:8]}...")
@@ -194,11 +194,11 @@ def pack(
     token_rewards: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """A batch of rows of these lengths in the given order, from flat arrays of its fields in their dtypes of transfer;
-    derived fields are filled in. Siblings are samples of one prompt; weights are 1; position_ids restart per sequence.
+    derived fields are filled in. Weights are 1; position_ids restart per sequence.
 
-    turn_rewards: of each row, the rewards of its first turns; a row without any has its reward at the last turn.
+    turn_rewards: of each row, the rewards of its first turns; without any, the last turn has the row's reward.
     token_rewards: of each row, rewards of some tokens within these (hpcrl.rollout.types.TOKEN_REWARD); the rest of a
-    turn's reward is at the model's last token of the turn. With turn_rewards both fields are filled.
+    turn's reward is at the turn's last model token. With turn_rewards both fields are filled.
     """
     ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
     filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
@@ -253,7 +253,8 @@ def _tensor(field: Field, column: np.ndarray) -> Tensor:
 
 
 def batch_from_samples(samples: Sequence[Sample], group_ids: Sequence[int]) -> Batch:
-    """Pack samples in the given order, as siblings by these group ids. Optional fields are packed if all have them."""
+    """Pack samples in the given order, as siblings by these group ids. Optional fields are packed if all samples have
+    them."""
     columns: dict[str, np.ndarray] = {
         "rewards": np.array([sample.reward for sample in samples]),
         "scores": np.array([sample.score for sample in samples]),

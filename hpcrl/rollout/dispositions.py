@@ -22,7 +22,7 @@ class Settled:
 
 
 class Dispositions:
-    """Open prompts by uid and counts of the settled ones; its size is that of the prompts in flight."""
+    """Open prompts by uid, and counts of the settled ones."""
 
     def __init__(self) -> None:
         self._next_uid = 0
@@ -37,7 +37,7 @@ class Dispositions:
         return uid
 
     def settle(self, uid: int, disposition: Disposition, reason: str = "") -> Settled:
-        """Close a prompt; returns the record. Settling a prompt twice, or one never drawn, is a bug of the caller."""
+        """Close an open prompt; returns the record."""
         assert uid in self._open, f"prompt {uid} is {'settled already' if uid < self._next_uid else 'not drawn yet'}"
         epoch, row, domain = self._open.pop(uid)
         self._counts[domain, disposition.value, reason if disposition is Disposition.FILTERED else ""] += 1
@@ -50,7 +50,7 @@ class Dispositions:
 
     @property
     def open_uids(self) -> list[int]:
-        """Uids drawn and not settled, ascending."""
+        """Uids of the open prompts, ascending."""
         return sorted(self._open)
 
     @property

@@ -32,8 +32,7 @@ def write_held(folder: Path, rank: int, samples: Sequence[Sample]) -> str:
 
 
 def drop_others(folder: Path, names: Collection[str]) -> None:
-    """Delete the folder's files of responses outside `names`: those of lost ranks, and of ranks whose responses were
-    lost with them."""
+    """Delete files of responses outside `names`: those of lost replicas."""
     for path in folder.glob(PATTERN):
         if path.name not in names:
             path.unlink()

@@ -27,16 +27,14 @@ class ReplicaLink:
 
     @property
     def lost(self) -> bool:
-        """Whether one of its ranks is lost."""
         return not self._controller.lost.isdisjoint(self.ranks)
 
     def send(self, command: messages.Command) -> int:
-        """Push a command to all ranks before any other command; returns its number on the first rank."""
+        """Push a command to all ranks; returns its number on the first rank."""
         numbers = [self._controller.send(rank, command) for rank in self.ranks]
         return numbers[0]
 
     def burst(self, command: messages.Burst) -> None:
-        """Order a burst."""
         self._told[self.send(command)] = command
         self.num_bursts += 1
 

@@ -13,12 +13,12 @@ COMMON_MEMORY = 0.01
 NEWS = 0.25
 """Relative change of a speed that is reported."""
 LOOKS = 8
-"""Comparisons of speeds while every replica ends one burst: each comparison reads all of them."""
+"""Comparisons of all speeds while every replica ends one burst."""
 
 
 class Pace:
-    """Speeds relative to the median replica. A burst of more tokens takes longer, by a line fitted to all bursts; the
-    slowness of a replica is the ratio of its durations to that line."""
+    """Speeds relative to the median replica. A burst of more tokens takes longer, by a line fitted to all bursts; a
+    replica's slowness is the ratio of its durations to that line."""
 
     def __init__(self) -> None:
         self._line = _Line()
@@ -48,7 +48,7 @@ class Pace:
 
 
 class _Line:
-    """Seconds over tokens by least squares, older bursts weighing less."""
+    """Seconds over tokens by least squares; older bursts count less."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0

@@ -1,7 +1,7 @@
-"""Rollouts of every step as immutable HDF5 files, and their reader. The schema is described in docs/rollouts.md.
+"""Rollouts of every step as immutable HDF5 files, and their reader. docs/rollouts.md describes the schema.
 
-One file per (step, rank), written under a temporary name and renamed, never opened for writing again: a file is
-unreadable if its process died while writing it. Equal batches give bit-identical files, independent of time and host.
+There is one file per (step, rank). A file is written under a temporary name and renamed, since it is unreadable if its
+process dies while writing. Equal batches give bit-identical files, independent of time and host.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 
 T = TypeVar("T")
 SCHEMA_VERSIONS = {"rollouts": 2, "dispositions": 1}
-"""Version of written files. Version 1 can be read too; its fields have no descriptions."""
+"""Versions of written files. Version 1 of rollouts, whose fields have no descriptions, can be read too."""
 CHUNK = 65536
 DISPOSITIONS = "dispositions.h5"
 STORED = {"bool": "uint8"}
-"""Dtypes that are stored as another dtype; HDF5 has no booleans."""
+"""Dtypes that are stored as another dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispositionRecord:
-    """How one prompt ended in a step. rewards: of its samples in order of their ids, empty without samples."""
+    """How one prompt ended in a step. rewards: in order of sample ids, empty without samples."""
 
     uid: int
     attempt: int
@@ -48,10 +48,7 @@ class DispositionRecord:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rollouts of a step, all ranks together, sorted by sample id.
-
-    facts: the stored facts of the step.
-    """
+    """Rollouts of a step of all ranks, sorted by sample id. facts: the stored facts of the step."""
 
     step: int
     batch: Batch
@@ -65,7 +62,6 @@ class Rollouts:
 
     @property
     def texts(self) -> dict[str, list[str]]:
-        """The fields of strings by name, one string per row."""
         return self.batch.texts
 
 
@@ -78,9 +74,8 @@ def write_rollouts(
 ) -> Path:
     """Write this rank's rows of a step to `<folder>/rank_NNNNN.h5` and return the path.
 
-    folder: run/rollouts/step_NNNNNN. Every rank of the step calls it once, with its own rows (none is fine), the same
-    num_ranks, names of texts and facts; every field that is filled is stored. ValueError if the file exists, or a text
-    has not one string per row.
+    folder: run/rollouts/step_NNNNNN. Every rank of the step calls it once with its own rows, maybe none, and the same
+    num_ranks, names of texts and facts. ValueError if the file exists, or a text has not one string per row.
     """
     rows = batch.num_sequences
     for name, strings in batch.texts.items():
@@ -102,10 +97,8 @@ def write_rollouts(
 
 
 def write_dispositions(folder: Path, records: Iterable[DispositionRecord]) -> Path:
-    """Write how prompts ended in this step to `<folder>/dispositions.h5` and return the path. The controller calls it.
-
-    ValueError when the file exists.
-    """
+    """Write how prompts ended in this step to `<folder>/dispositions.h5` and return the path. Called by the controller.
+    ValueError if the file exists."""
     records = list(records)
     kinds = list(Disposition)
     with _new_file(folder / DISPOSITIONS, "dispositions", {"num_prompts": len(records)}) as file:
@@ -121,22 +114,20 @@ def write_dispositions(folder: Path, records: Iterable[DispositionRecord]) -> Pa
 
 
 class RolloutReader:
-    """Rollouts of a run along its committed lineage: up to its newest checkpoint.
-
-    provisional=True reads on to the newest step written; later steps may still move to abandoned/ if the run is killed.
-    """
+    """Rollouts of a run along its committed lineage: up to its newest checkpoint. provisional=True reads on to the
+    newest written step; steps after the checkpoint may still move to abandoned/ if the run is killed."""
 
     def __init__(self, run_dir: str | Path, provisional: bool = False):
         self.run_dir = Path(run_dir)
         self._provisional = provisional
 
     def steps(self) -> list[int]:
-        """Steps that can be read, rising."""
+        """Steps that can be read, ascending."""
         last = float("inf") if self._provisional else committed_step(self.run_dir)
         return [step for step in steps_in(self.run_dir / "rollouts") if step <= last]
 
     def read(self, step: int) -> Rollouts:
-        """Everything stored of one step. ValueError: no such step, a rank's file missing, a damaged file (named)."""
+        """Everything stored of one step. ValueError if there is no such step, or a file is missing or damaged."""
         folder = self._folder(step)
         paths = sorted(folder.glob("rank_*.h5"))
         parts = [_read_rollouts(path, step) for path in paths]
@@ -149,18 +140,17 @@ class RolloutReader:
         return Rollouts(step, joined.select(order), parts[0][0].facts)
 
     def batch(self, step: int) -> Batch:
-        """The step's batch of all ranks, sorted by sample id."""
         return self.read(step).batch
 
     def sizes(self, step: int) -> dict[int, tuple[int, int]]:
-        """Sample id -> (tokens with its prompt, tokens of the model), rising. ValueError as for read()."""
+        """Sample id -> (tokens with its prompt, tokens of the model), ascending. ValueError as for read()."""
         batch = self.batch(step)
         model = torch.zeros(batch.num_sequences, dtype=torch.int64).index_add(0, batch.row_ids, batch.loss_mask.long())
         pairs = zip(batch.lengths.tolist(), model.tolist(), strict=True)
         return dict(zip(batch.sample_ids.tolist(), pairs, strict=True))
 
     def dispositions(self) -> list[DispositionRecord]:
-        """How every prompt ended, in order of steps. ValueError if a prompt ended twice: the accounting is broken."""
+        """How every prompt ended, in order of steps. ValueError if a prompt ended twice."""
         seen: dict[int, int] = {}
         records: list[DispositionRecord] = []
         for step in self.steps():
@@ -183,11 +173,8 @@ class RolloutReader:
 
 @contextlib.contextmanager
 def _new_file(path: Path, kind: str, about: Mapping[str, int]) -> Iterator[h5py.File]:
-    """An HDF5 file that appears under its name once it is complete and on disk, or not at all.
-
-    It is built in memory: HDF5 ends the process with a segmentation fault if it cannot write its buffers, as on a full
-    disk.
-    """
+    """An HDF5 file that appears under its name once it is complete and on disk, or not at all. It is built in memory:
+    HDF5 ends the process with a segmentation fault if it cannot write its buffers, as on a full disk."""
     match = STEP_NAME.fullmatch(path.parent.name)
     if path.exists() or not match:
         raise ValueError(f"{path} exists already, rollouts are immutable" if match else f"{path} is in no step_NNNNNN")

@@ -1,7 +1,5 @@
-"""The types of a rollout: prompts, sample ids, samples, dispositions.
-
-Plain data without torch.distributed, clocks or engines, so that the scheduler and its tests stay pure.
-"""
+"""The types of a rollout: prompts, sample ids, samples, dispositions. No torch, so that the scheduler and its tests
+stay pure."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ STATUS = tuple(FinishReason)
 
 def make_sample_id(uid: int, attempt: int, member: int) -> int:
     """Sample id of `member` of prompt `uid` in its `attempt`: one integer that sorts by prompt, attempt, member.
-
-    ValueError if attempt or member does not fit its field.
-    """
+    ValueError if attempt or member does not fit its field."""
     if not (uid >= 0 and 0 <= attempt < MAX_ATTEMPTS and 0 <= member < MAX_GROUP_SIZE):
         raise ValueError(f"no sample id for prompt {uid}, attempt {attempt}, member {member}")
     return (uid << (ATTEMPT_BITS + MEMBER_BITS)) | (attempt << MEMBER_BITS) | member
@@ -69,14 +65,14 @@ def split_sample_id(sample_id: int) -> tuple[int, int, int]:
 
 
 def held_out_uid(evaluation: int, row: int) -> int:
-    """Uid of a held-out prompt in the n-th evaluation: distinct numbers, since a late answer must not count in the next
-    evaluation. They repeat after 262,144 evaluations."""
+    """Uid of a held-out prompt in the n-th evaluation. Uids differ between evaluations, since a late answer must not
+    count in the next one, and repeat after 262,144 evaluations."""
     assert row < MAX_HELD_OUT, "checked by hpcrl.config"
     return HELD_OUT + (evaluation % (HELD_OUT >> ROW_BITS) << ROW_BITS) + row
 
 
 def episode_seed(seed: int, uid: int) -> int:
-    """31-bit seed of the environments of a prompt, the maximum of common random generators. A held-out prompt has the
+    """31-bit seed of the environments of a prompt, as common random generators take no more. A held-out prompt has the
     same seed in every evaluation."""
     origin = HELD_OUT + uid % MAX_HELD_OUT if uid >= HELD_OUT else uid
     digest = hashlib.blake2b(f"{seed}/{origin}/episode".encode(), digest_size=4).digest()
@@ -84,7 +80,7 @@ def episode_seed(seed: int, uid: int) -> int:
 
 
 def sampling_seed(seed: int, sample_id: int) -> int:
-    """63-bit sampling seed of one sample, a function of only (run seed, prompt, attempt, member)."""
+    """63-bit sampling seed, a function of only (run seed, prompt, attempt, member)."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -115,9 +111,8 @@ class Sizes:
 class Prompt:
     """A prompt drawn from the data.
 
-    `uid` counts draws over the whole run (the n-th prompt drawn), so it is unique over epochs and domains. `answer` is
-    the gold answer for the reward (any JSON value); `extra` holds the row's other columns; `text` was rendered from
-    `messages` and `tools`.
+    `uid` counts draws over the whole run, so it is unique over epochs and domains. `answer` is the gold answer for the
+    reward (any JSON value); `extra` holds the row's other columns; `text` was rendered from `messages` and `tools`.
     """
 
     uid: int
@@ -135,9 +130,9 @@ class Prompt:
 class Sample:
     """A response (of one or more turns) on the rank that generated it.
 
-    columns: the generator's fields of hpcrl.trajectory by name, in their dtypes of transfer; token fields have one
-    entry per token of prompt and response. Each is an attribute too, None if the sample lacks it. messages: prompt,
-    turns and observations in chat form.
+    columns: the generator's fields of hpcrl.trajectory by name, in their dtypes of transfer; token fields include the
+    prompt. Each is an attribute too, None if the sample lacks it. messages: prompt, turns and observations in chat
+    form.
     """
 
     __slots__ = ("columns", "error", "id", "messages", "reward", "score")

@@ -1,4 +1,4 @@
-"""Events to the rollout scheduler, its commands, and its results: plain frozen data."""
+"""Events to the rollout scheduler, its commands, and its results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpcrl.rollout.types import Disposition, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class BurstDone:
-    """A replica ended a burst. finished: (sample id, tokens generated, reason) of ended samples;
-    turns: (sample id, tokens generated so far) of samples whose turn ended and whose environment acts now."""
+    """A replica ended a burst. finished: (sample id, tokens generated, reason). turns: (sample id, tokens generated so
+    far) of samples whose turn ended and whose environment acts now."""
 
     replica: int
     finished: tuple[tuple[int, int, FinishReason], ...] = ()
@@ -28,8 +28,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample's reward and score; `error` says why there is none. For an ACTING sample: its episode is over. The
-    reward of its environment (Played) is added."""
+    """A sample's reward and score; `error` says why there is none. It ends the episode of an ACTING sample. The reward
+    of the environment (Played) is added."""
 
     sample_id: int
     reward: float
@@ -41,7 +41,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A sample's episode is over with this reward of its environment; a scorer will add its reward."""
+    """A sample's episode is over with this reward of its environment, and a scorer will add its own."""
 
     sample_id: int
     reward: float
@@ -57,7 +57,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """These samples cannot end (refused request, crashed environment): their groups restart."""
+    """These samples cannot end (refused request, crashed environment)."""
 
     sample_ids: tuple[int, ...]
     cause: str
@@ -149,9 +149,8 @@ Command = Admit | Continue | Rescore | Drop
 
 @dataclass(frozen=True, slots=True)
 class DoneSample:
-    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards add up
-    to the reward; empty: the last turn has all of it. token_rewards: rewards of tokens within these, as the bytes of
-    hpcrl.rollout.types.TOKEN_REWARD."""
+    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards and
+    token_rewards as in hpcrl.control.messages.ScoredSample."""
 
     id: int
     replica: int
@@ -166,7 +165,7 @@ class DoneSample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt's responses, in order of member. `version` is that of the oldest weights in it."""
+    """A prompt's responses in order of member. `version`: of the oldest weights in them."""
 
     uid: int
     attempt: int
@@ -176,8 +175,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards`: of the samples in order of
-    member, empty if the prompt failed."""
+    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards`: in order of member, empty
+    if the prompt failed."""
 
     uid: int
     attempt: int

@@ -38,7 +38,7 @@ class LiveSample:
 
 
 class LiveGroup:
-    """The samples of one attempt at a prompt, `keep` of which form the group. `version`: oldest weights in it; `home`:
+    """The samples of one attempt at a prompt, `keep` of which form the group. `version`: oldest weights in it. `home`:
     the replica that has the prompt's prefix from an earlier attempt."""
 
     __slots__ = ("attempt", "cause", "failures", "home", "keep", "num_done", "samples", "uid", "version")

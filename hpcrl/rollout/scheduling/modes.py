@@ -1,4 +1,4 @@
-"""The two modes of the scheduler, which decide when prompts start, where samples run, and when verdicts are given.
+"""The two modes of the scheduler: when prompts start, where samples run, and when verdicts are given.
 
 Flow, the default, uses every free slot. Wave (deterministic=true) decides by sample ids and outcomes only, so that
 commands and batches never depend on the order of events.
@@ -17,7 +17,7 @@ from hpcrl.rollout.scheduling.waiting import Waiting
 
 
 class Mode(Protocol):
-    """A mode. Handle the items of an iterator one by one: each action may change the next item."""
+    """Handle the items of an iterator one by one: each action may change the next item."""
 
     judges_at_once: bool
     """Whether a group gets its verdict as soon as possible, instead of through next_verdict()."""
@@ -48,10 +48,11 @@ class Mode(Protocol):
 
 
 class Flow:
-    """Samples go to the least loaded replica, siblings together if there is room and the policy requires it; a group
+    """Samples go to the least loaded replica, siblings together if there is room and the policy requires it. A group
     gets its verdict when its first group_size members are done.
 
-    kind_of: class of a prompt (its domain); responses to prompts of one class have similar lengths."""
+    kind_of: class of a prompt (its domain); responses to prompts of one class have similar lengths.
+    """
 
     judges_at_once = True
 
@@ -98,8 +99,8 @@ class Flow:
 
 
 class Wave:
-    """A wave of groups is spread over the replicas by sample id, all at once (engines queue samples beyond their
-    slots); the next wave starts after the end of this one; verdicts are given in order of uid; the samples of a replica
+    """A wave of groups is spread over the replicas by sample id, all at once, as engines queue samples beyond their
+    slots. The next wave starts after the end of this one. Verdicts are given in order of uid. The samples of a replica
     take their next turn together."""
 
     judges_at_once = False

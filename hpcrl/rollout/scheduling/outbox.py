@@ -14,11 +14,10 @@ class Outbox:
         self._orders: dict[type, dict[int, list[int]]] = {}
 
     def put(self, kind: type, replica: int, sample_id: int) -> None:
-        """Add an order to a replica about a sample."""
         self._orders.setdefault(kind, {}).setdefault(replica, []).append(sample_id)
 
     def take(self, replicas: Container[int], living: Container[int]) -> list[Command]:
-        """The commands, Drops first, without outdated orders: to lost replicas, for dropped samples (or Drops of living
+        """The commands, Drops first, without outdated ones: to lost replicas, for dropped samples (or Drops of living
         ones)."""
         orders, self._orders = self._orders, {}
         return [

@@ -50,8 +50,8 @@ class SchedulerConfig:
 def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig) -> str:
     """Name of the filter that rejects a group (mean_low, mean_high, std), empty if none does.
 
-    It keeps groups with low < mean score < high whose rewards, under filter_std, are not all equal: a group of equal
-    rewards has no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476).
+    Groups pass with low < mean score < high and, under filter_std, with rewards that are not all equal, since equal
+    rewards have no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476).
     """
     mean = sum(sample.score for sample in samples) / len(samples)
     if config.filter_mean_low is not None and mean <= config.filter_mean_low:

@@ -35,7 +35,6 @@ class PromptQueue:
             heapq.heappush(self._heap, Start(uid))
 
     def put_back(self, start: Start) -> None:
-        """Return a prompt for a restart."""
         heapq.heappush(self._heap, start)
 
     def pop(self) -> Start:
@@ -47,7 +46,6 @@ class PromptQueue:
         return [[start.uid, start.attempt, start.failures] for start in self._heap]
 
     def restore(self, newest_uid: int, saved: Iterable[Sequence[int]]) -> None:
-        """Fill a new queue."""
         assert self.newest_uid == -1, "restore is for a new queue"
         self.newest_uid = newest_uid
         for uid, attempt, failures in saved:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 
 class Replica:
-    """The scheduler's view of one replica."""
-
     __slots__ = ("acting", "answered", "capacity", "load", "paused", "running", "samples", "speed")
 
     def __init__(self, capacity: int):
@@ -24,8 +22,8 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """Number of samples it may get; a slow replica gets less. Negative in deterministic mode, where the engine
-        queues samples beyond its slots."""
+        """Number of samples it may get; a slow replica gets less. Negative in deterministic mode, where samples queue
+        in the engine."""
         return 0 if self.paused else max(1, int(self.capacity * min(1.0, self.speed))) - self.running
 
     @property

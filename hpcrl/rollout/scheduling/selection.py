@@ -1,9 +1,9 @@
-"""Selection of the batch: which accepted groups it contains, and for which groups it waits.
+"""Selection of the batch: which valid groups it contains, and for which groups it waits.
 
 The first valid groups form the batch, with two exceptions. Groups that would become too old for every later batch are
-due in this one (freshness.py); the number of running groups bounds no lag, since whole batches overtake a long answer.
-And prompts that were dropped max_attempts times are overdue: the batch waits for them once they fill a batch or were
-dropped four times as often, so that long answers do not starve.
+due in this one (freshness.py); a limit of running groups would not suffice, since whole batches overtake a long answer.
+Prompts that were dropped max_attempts times are overdue: so that long answers do not starve, the batch waits for them
+once they fill a batch or one was dropped PATIENCE times as often.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE = 4
 
 
 class Selection:
-    """The batch being formed. `valid`: accepted groups by uid that wait to be taken, in order of acceptance."""
+    """The batch being formed. `valid`: groups by uid that wait to be taken, in order of acceptance."""
 
     def __init__(self, config: SchedulerConfig):
         self._fresh = Freshness(0.0 if config.deterministic else config.max_lag)
@@ -49,7 +49,6 @@ class Selection:
         return self._fresh.ahead(self.need) + (0 if self.is_closed else self.need)
 
     def open(self, version: int, need: int) -> None:
-        """Begin the batch of `need` groups that this version trains."""
         self.version, self.need, self.is_closed = version, need, False
 
     def too_old(self, started: Mapping[int, LiveGroup]) -> list[LiveGroup]:
@@ -57,18 +56,16 @@ class Selection:
         return self._fresh.too_old(self._all(started), self.version, self.need)
 
     def find_due(self, started: Mapping[int, LiveGroup]) -> None:
-        """Determine the valid or started groups for which this batch waits, since later batches have no room for
-        them."""
+        """Determine the groups for which this batch waits, since later batches have no room for them."""
         if self._waits:
             self._due = self._fresh.due(self._all(started), started, self.version, self.need)
 
     def expect(self, group: LiveGroup) -> None:
-        """Record that the group is started."""
         if self._is_overdue(group):
             self._overdue[group.uid] = group
 
     def accept(self, group: LiveGroup) -> None:
-        """Record that the group is accepted and waits to be taken."""
+        """Record that the group is valid and waits to be taken."""
         self.valid[group.uid] = group
         self._overdue.pop(group.uid, None)
         for due in self._due:
@@ -89,7 +86,7 @@ class Selection:
         return all(due.is_met(self.need) for due in self._due)
 
     def pick(self) -> list[LiveGroup]:
-        """The `need` groups to train: the oldest, as many as are due; then overdue prompts, the most often dropped
+        """The `need` groups to train: as many of the oldest as are due; then overdue prompts, the most often dropped
         first; then the oldest again."""
         oldest = sorted(self.valid.values(), key=lambda group: group.version)
         due = max((due.count for due in self._due), default=0)
@@ -118,8 +115,8 @@ class Selection:
         return [*self.valid.values(), *sorted(started.values(), key=lambda group: group.uid)]
 
     def _awaits_overdue(self) -> bool:
-        """Whether the batch waits for a started group that is overdue. Waiting for single groups would make every step
-        as long as the longest answer, so they collect until they fill a batch, or one was dropped far too often."""
+        """Whether the batch waits for a started group that is overdue. Waiting for each would make every step as long
+        as the longest answer, so they collect until they fill a batch, or one was dropped far too often."""
         if not self._overdue or self._max_dropped is None:
             return False
         overdue = [*chain(self._overdue.values(), filter(self._is_overdue, self.valid.values()))]

@@ -21,7 +21,6 @@ class Tally:
         return self._counts.get(name, 0)
 
     def counts(self) -> dict[str, int]:
-        """All counts so far."""
         return dict(self._counts)
 
     def record(self, name: str, value: float) -> None:
