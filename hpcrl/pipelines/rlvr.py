@@ -15,9 +15,9 @@ SPEC = PipelineSpec(about="Reinforcement learning from verifiable rewards.", mak
 def rlvr(run: Run) -> None:
     """Train the policy of `run` to its last step.
 
-    In the background: with rollout.max_lag above 0, replicas that do not train generate for the steps to come while
-    other ranks are waited for (RolloutLoop.background); a save that is under way is committed while responses are
-    waited for (Checkpoints.look); roles that live on rank 0 work in every wait (Worker.pump).
+    In the background: with rollout.max_lag above 0, replicas that do not train generate for later steps while the run
+    waits for other ranks (RolloutLoop.background); a running save is committed while the run waits for responses
+    (Checkpoints.look); roles on rank 0 work in every wait (Worker.pump).
     """
     run.publish(run.first_step)
     if run.first_step == 0:

@@ -20,7 +20,7 @@ UNITS_PER_RANK = 4
 
 Rows = list[int]
 Together = Sequence[int | None]
-"""For each row a number, equal for rows that must stay together (preference pairs), None for a single row."""
+"""For each row a number, equal for rows that must stay together (preference pairs); None for a single row."""
 
 
 def balance(
@@ -29,12 +29,13 @@ def balance(
     groups: Sequence[int] | None = None,
     together: Together | None = None,
 ) -> list[list[int]]:
-    """Row indices for each rank, ascending, with similar costs per rank: every row is on exactly one rank.
+    """Row indices for each rank, ascending, with similar costs per rank; every row is on one rank. ValueError if
+    num_ranks < 1.
 
     Largest differencing (Karmarkar and Karp 1982), deterministic. Fewer rows than ranks leave some ranks empty. Rows
-    that have the same number in `groups` (they share a prompt, which a rank computes once) go to one rank, or in equal
-    parts to a few ranks if there are too few groups for balance; rows with the same number in `together` always go to
-    one rank. ValueError if num_ranks < 1.
+    with the same number in `groups` (they share a prompt, which a rank computes once) go to one rank, or in equal parts
+    to a few ranks if there are too few groups for balance; rows with the same number in `together` always go to one
+    rank.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance {len(lengths)} rows over {num_ranks} ranks")
@@ -43,7 +44,7 @@ def balance(
 
 
 def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
-    """The rows in order, with rows that must stay together as one bundle at the place of its first row."""
+    """The rows in order, with rows that must stay together as one bundle at the place of the first of them."""
     bundles: dict[tuple[int | None, int], Rows] = {}
     for row in range(num_rows):
         number = None if together is None else together[row]
@@ -52,8 +53,8 @@ def _bundles(num_rows: int, together: Together | None) -> list[Rows]:
 
 
 def _units(groups: Sequence[int], bundles: Sequence[Rows], num_ranks: int) -> list[Rows]:
-    """The rows of each group, cut into enough parts for UNITS_PER_RANK per rank, without cutting bundles. A bundle
-    belongs to the group of its first row."""
+    """The rows of each group, cut between bundles into enough parts for UNITS_PER_RANK per rank. A bundle belongs to
+    the group of its first row."""
     members: dict[int, list[Rows]] = {}
     for rows in bundles:
         members.setdefault(groups[rows[0]], []).append(rows)
@@ -94,12 +95,12 @@ def micro_batches(
     groups_per_rank: Sequence[Sequence[int]] | None = None,
     together_per_rank: Sequence[Together] | None = None,
 ) -> list[list[Rows]]:
-    """Row indices per rank and micro-batch; every rank gets the same number of micro-batches, some of them empty.
+    """Row indices (ascending) per rank and micro-batch; every rank gets the same number of micro-batches, some of them
+    empty. ValueError if max_tokens < 1.
 
-    First fit by decreasing length: a micro-batch holds at most max_tokens, except that a longer sequence has its own.
-    Rows with the same number in groups_per_rank stay together as far as max_tokens allows. Rows with the same number in
-    together_per_rank always do: if they are longer than max_tokens, they have their own micro-batch. Rows of a
-    micro-batch are ascending. ValueError if max_tokens < 1.
+    First fit by decreasing length: a micro-batch holds at most max_tokens, but a longer sequence has its own. Rows with
+    the same number in groups_per_rank stay together as far as max_tokens allows; rows with the same number in
+    together_per_rank always do, in an own micro-batch if they are longer than max_tokens.
     """
     if max_tokens < 1:
         raise ValueError(f"micro-batches of {max_tokens} tokens cannot hold a sequence; give at least 1")

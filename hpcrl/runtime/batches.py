@@ -1,4 +1,4 @@
-"""The controller's view of a batch: ids and sizes per rank, never tokens; and its division into commands."""
+"""The controller's view of a batch (ids and sizes per rank, never tokens), and its division into commands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpcrl.runtime.balance import balance, micro_batches
 
 @dataclass
 class BatchHandle:
-    """A batch on ranks; its id is its step. `rows[rank]`: its samples there, ascending, in the order of its rows; of
-    ranks that work on the same rows (hpcrl.spec.division) only the first is listed.
+    """A batch on ranks. `rows[rank]`: its samples there, ascending, in the order of the rank's rows; of ranks that work
+    on the same rows (hpcrl.spec.division) only the first is listed.
 
     mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, if siblings share one.
-    keep_together: samples with the same number are always in one micro-batch (preference pairs); unlisted samples are
-    single. weights: of each sample in the loss, if it is not 1.
+    keep_together: samples with the same number are always in one micro-batch (preference pairs). weights: of each
+    sample in the loss, if not 1.
     """
 
     id: int
@@ -62,8 +62,8 @@ class BatchHandle:
 
 
 def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, Sizes]) -> BatchHandle:
-    """Which data-parallel rank trains on which of a step's samples, in which mini-batch: a function of only ids and
-    sizes."""
+    """Which data-parallel rank trains on which of a step's samples, in which mini-batch, by their ids and sizes
+    only."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
     trainers, references = layout.division("trainer").heads, layout.division("reference").heads
     prompts = {sample: split_sample_id(sample)[0] for sample in sizes}
@@ -75,10 +75,8 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
 
 def split_mini_batches(samples: Sequence[int], count: int) -> list[list[int]]:
     """Divide samples, ordered by prompt, into `count` mini-batches, so that each has a few siblings of every prompt.
-
     Mini-batches of whole groups share prompts more often, but learnt less from the same rollouts: an optimizer step
-    then has a quarter of the prompts instead of all (docs/measured.md).
-    """
+    then has fewer prompts (docs/measured.md)."""
     return [list(samples[i::count]) for i in range(count)]
 
 
@@ -89,8 +87,8 @@ def assign_rows(
     prompts: Mapping[int, int] | None = None,
     keep_together: Mapping[int, int] | None = None,
 ) -> dict[int, list[int]]:
-    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths, siblings (the
-    samples of one of `prompts`) together if possible, samples of one number in keep_together always."""
+    """Samples per rank, ascending: each part (mini-batch) balanced over the ranks by its own lengths. Siblings (by
+    `prompts`) stay together if possible, samples of one number in keep_together always."""
     rows: dict[int, list[int]] = {rank: [] for rank in ranks}
     for part in parts:
         groups = None if prompts is None else [prompts[sample] for sample in part]
@@ -107,7 +105,7 @@ def moves(
     sizes: Mapping[int, Sizes],
     readers: Collection[int] = (),
 ) -> list[Move]:
-    """One Move per pair of ranks: from the samples' ranks (homes) to their destinations (rows); with their messages to
+    """One Move per pair of ranks, from the samples' ranks (homes) to their destinations (rows); with their messages to
     `readers`."""
     pairs: dict[tuple[int, int], list[int]] = {}
     for dest, samples in rows.items():

@@ -1,4 +1,4 @@
-"""What a run is made of, and how it is built: engines of all ranks, groups, data, the newest checkpoint."""
+"""Builds the parts of a run: engines of all ranks, groups, data, the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from hpcrl.spec.tables import ROLES
 
 @dataclass(frozen=True)
 class Parts:
-    """What the steps of a run work with. first_step: that of the checkpoint which was restored, 0 without one.
-    evaluation: None where the layout has no generators."""
+    """The parts of a run. first_step: that of the restored checkpoint, 0 without one. evaluation: None if the layout
+    has no generators."""
 
     roles: Roles
     trainer: Trainer
@@ -52,8 +52,8 @@ def build(
     model_path: Path,
     attempt: int,
 ) -> Parts:
-    """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; generating
-    ahead and the commit of a save go on in it. ValueError for what is wrong with the user's input, other errors as
+    """Build the engines of all ranks and restore the newest checkpoint. `background`: the controller's; rollouts
+    generated ahead and the commit of a save continue in it. ValueError for bad input of the user, other errors as
     Controller.call() and Checkpoints.restore()."""
     tokenizer = _load_tokenizer(model_path)
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
@@ -81,7 +81,7 @@ def build(
 
 
 def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: Fabric) -> None:
-    """Engines and groups, role by role: what joins a default group must be built on all its ranks together."""
+    """Engines and groups, role by role, on all ranks of a role at once, since making a default group is collective."""
     controller.await_world()
     for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
         ranks = list(layout.ranks[role])
@@ -122,9 +122,9 @@ def _make_rollouts(
 
 
 def _load_tokenizer(model_path: Path) -> Any:
-    """The model's tokenizer. ValueError where the folder has none that works."""
+    """The model's tokenizer. ValueError if the folder has none that works."""
     try:
         return AutoTokenizer.from_pretrained(model_path)
-    except Exception as error:  # transformers and tokenizers raise all kinds for a damaged file
+    except Exception as error:  # for a damaged file, any exception is possible
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"model.path: config and tokenizer of {model_path} cannot be loaded: {text}") from error

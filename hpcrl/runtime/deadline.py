@@ -11,17 +11,14 @@ from collections.abc import Callable, Mapping
 from hpcrl.cluster import slurm
 
 ASK_EVERY_S = 60.0  # a time limit can be changed while the job runs
-ASK_S = 2.0  # training waits for it, and the last known end is sufficient
+ASK_S = 2.0  # training waits meanwhile, and the last known end suffices
 RECENT = 5  # steps, of which the longest counts
 MARGIN = 1.2
 SPARE_S = 5.0  # to leave the world and write the outcome
 
 
 class Deadline:
-    """The end of this process's Slurm job; outside Slurm there is none.
-
-    `clock`: seconds since the epoch, as Slurm's.
-    """
+    """The end of this process's Slurm job; none outside Slurm. clock: seconds since the epoch, as Slurm's."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time):
         self._own, self._clock = slurm.own_job(environ), clock
@@ -50,8 +47,8 @@ class Deadline:
         return MARGIN * (max(self._steps, default=0.0) + save_s) + SPARE_S
 
     def notice(self, save_s: float, lead_s: float) -> str:
-        """The effect of a warning `lead_s` before the end, as text; empty outside Slurm and before a step and a save
-        were measured."""
+        """Whether a warning `lead_s` before the end is early enough, as text; empty outside Slurm, and before a step
+        and a save were measured."""
         if self._own is None or not self._steps or not save_s:
             return ""
         rates = f"a step takes up to {max(self._steps):.1f} s and a save {save_s:.1f} s"

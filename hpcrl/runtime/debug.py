@@ -53,8 +53,8 @@ class StoredRollouts:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, divided over the ranks of this run, which read it themselves. ValueError names a file
-        that is damaged or missing."""
+        """The batch of this step, divided over the ranks, which read it themselves. ValueError names a damaged or
+        missing file."""
         start = time.perf_counter()
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
         handle = lay_out(self._config, self._layout, step, sizes)

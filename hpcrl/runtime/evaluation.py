@@ -44,8 +44,8 @@ class Evaluation:
         self._prompts = _held_out(config, tokenizer) if config.data.val else []
 
     def scores(self, step: int) -> Stats:
-        """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature), each with
-        the number of responses whose reward could not be computed (score_errors)."""
+        """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature), each with the
+        number of responses whose reward could not be computed (score_errors)."""
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
@@ -143,6 +143,6 @@ def _score_stats(prefix: str, harvest: Harvest) -> Stats:
 
 
 def _short(text: str) -> str:
-    """A text in one line; of a long text the end, which has the question or answer."""
+    """A text in one line; a long one is cut to its end, which has the question or answer."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:]

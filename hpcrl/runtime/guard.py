@@ -1,4 +1,5 @@
-"""Whether a run goes on: it owns its folder, no signal has come, the job lasts for another step, and it learns."""
+"""Whether a run continues: it owns its folder, no signal has arrived, the job is long enough for another step, and it
+learns."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from hpcrl.metrics.stats import Stats
 from hpcrl.runtime.deadline import Deadline
 
 MAX_FRUITLESS_STEPS = 3
-"""Steps in a row without an update, or with a loss that is not finite, after which a run ends."""
+"""A run ends after this many steps in a row without an update, or with a loss that is not finite."""
 LOSSES = ("actor/total_loss", "sft/loss")
 
 
 class Stopped(Exception):
-    """The run ends early at a step boundary. signal_number: 0 where the time is over. saved: the step of its newest
-    checkpoint, an earlier one where there was only the time to finish that."""
+    """The run ends early at a step boundary. signal_number: 0 if the job's time is over. saved: the step of the newest
+    checkpoint, an earlier one if there was only time to finish that."""
 
     def __init__(self, step: int, saved: int, signal_number: int, why: str):
         self.signal_number = signal_number
@@ -27,11 +28,11 @@ class Stopped(Exception):
 
 
 class NoProgress(RuntimeError):
-    """Several steps in a row changed nothing; the message says which."""
+    """Several steps in a row changed nothing."""
 
 
 class Guard:
-    """Asked at the boundaries of steps."""
+    """Checks at step boundaries."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class Guard:
         signal_lead_s: float,
         deadline: Deadline,
     ):
-        """fence: raises SupersededError when another attempt owns the run. expected_save_s: what a save would take."""
+        """fence: raises SupersededError if another attempt owns the run. expected_save_s: expected seconds of a
+        save."""
         self.fence = fence
         self._expected_save_s, self._signal_lead_s, self._deadline = expected_save_s, signal_lead_s, deadline
         self.stop_signal = 0  # the first that came
@@ -48,11 +50,12 @@ class Guard:
         self._num_fruitless = 0
 
     def stop(self, signal_number: int) -> None:
-        """A signal asks the run to end at the next boundary; safe in a signal handler."""
+        """Make the run end at the next step boundary because of a signal; safe in a signal handler."""
         self.stop_signal = self.stop_signal or signal_number
 
     def before_step(self) -> None:
-        """Say once, as soon as it is known, whether a warning comes early enough. SupersededError as the fence."""
+        """Print once, as soon as it is known, whether the job's warning comes early enough. SupersededError from the
+        fence."""
         notice = self._deadline.notice(self._expected_save_s(), self._signal_lead_s)
         if notice and not self._told_notice:
             print(f"hpcrl: {notice}", flush=True)
@@ -60,15 +63,13 @@ class Guard:
         self.fence()
 
     def after_step(self, step_s: float) -> None:
-        """A step took so long, evaluation included."""
         self._deadline.record(step_s)
 
     def left_s(self) -> float:
-        """Seconds until the job ends."""
         return self._deadline.left_s()
 
     def must_stop(self) -> str:
-        """Why no other step is to begin; empty where one is."""
+        """Why no other step may begin; empty if one may."""
         if self.stop_signal:
             return signal.Signals(self.stop_signal).name
         save_s = self._expected_save_s()

@@ -1,4 +1,4 @@
-"""Work that takes longer than the deadline of a command: ranks are polled, and must make progress."""
+"""Work longer than the deadline of a command: ranks are polled, and must make progress."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hpcrl.control.messages import Command, Done
 
 
 class Stalled(RankSilent):
-    """A rank made no progress with its files within the deadline of a command; the message names rank and file."""
+    """A rank made no progress with its files within the deadline of a command."""
 
 
 class LongWork:
-    """Work of ranks beside their commands, each at its own pace. answers: of finished ranks, by rank."""
+    """Work of ranks beside their commands. answers: of finished ranks, by rank."""
 
     def __init__(self, controller: Controller, ranks: Iterable[int], doing: str):
         """`doing`: the action on a file, for errors: "reading"."""

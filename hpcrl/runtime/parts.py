@@ -34,13 +34,13 @@ def timed(name: str, start: float) -> Stats:
 
 
 class Roles:
-    """The ranks of every role, those of installed packages too."""
+    """The ranks of every role, including those of installed packages."""
 
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller, self._layout = controller, layout
 
     def ask(self, role: str, question: str, values: dict[str, Any]) -> Stats:
-        """What all ranks of a role that answers questions (hpcrl.roles.base.Answers) say, merged."""
+        """Merged answers of all ranks of a role that answers questions (hpcrl.roles.base.Answers)."""
         ask = messages.Ask(role, question, values)
         return answers_stats(self._controller.call(dict.fromkeys(self._layout.ranks[role], ask)).values())
 
@@ -83,7 +83,7 @@ class Trainer:
         self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
     ) -> BatchHandle:
         """A batch of one mini-batch from rows of the training data, balanced over the data-parallel ranks. Rows with
-        the same number in keep_together (preference pairs) are in one micro-batch."""
+        the same number in keep_together are in one micro-batch."""
         by_row, together = dict(zip(rows, sizes, strict=True)), keep_together or {}
         mini_batches = [sorted(by_row)]
         shares = assign_rows(by_row, mini_batches, self._division.heads, keep_together=together)
@@ -102,7 +102,6 @@ class Trainer:
         return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.heads, write)))
 
     def export(self, folder: Path) -> None:
-        """Write the policy in HF layout."""
         self._controller.call({rank: messages.Export(str(folder)) for rank in self.ranks})
 
 
@@ -203,8 +202,8 @@ class Fabric:
         self._epoch += 1
 
     def hand_over(self, config: Config, step: int, harvest: Harvest, truncated: bool) -> BatchHandle | None:
-        """Move the harvested samples from the replicas that hold them to the ranks that train on them; `truncated`:
-        with their behaviour log-probs. None, with nothing changed, if a replica that held some of them was lost."""
+        """Move the harvested samples, with their behaviour log-probs if `truncated`, from their replicas to the ranks
+        that train on them. None, with nothing changed, if a replica that held some of them was lost."""
         groups, sizes = harvest.groups, harvest.sizes
         done = {sample.id: sample for group in groups for sample in group.samples}
         homes = {sample.id: sample.replica for sample in done.values()}
@@ -247,7 +246,7 @@ def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> Non
 
 
 def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: int, field: str = "") -> None:
-    """Make the heads of data-parallel ranks with several ranks pass on their rows."""
+    """Make the heads of data-parallel ranks pass their rows on to the other ranks."""
     for role, division in divisions.items():
         if division.is_split:
             controller.call(dict.fromkeys(division.ranks, messages.PassOn(batch, role, field)))

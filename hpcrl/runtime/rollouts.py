@@ -1,4 +1,4 @@
-"""Training rollouts: prompts in, a batch on the trainer ranks out; the disposition of every prompt is recorded."""
+"""Training rollouts: from prompts to a batch on the trainer ranks, with the disposition of every prompt."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Rollouts:
         self.stats: Stats = {}
 
     def next(self, step: int) -> BatchHandle:
-        """The batch of this step, generated, rewarded, filtered and handed over; regenerated as far as necessary if a
-        replica that held some of it is lost."""
+        """The batch of this step, generated, rewarded, filtered and handed over; regenerated if a replica that held
+        part of it is lost."""
         config, parts = self._config, []
         self.scheduler.begin_step(step - 1, config.rollout.num_prompts)
         sampling, handle = training_sampling(config), None
@@ -91,7 +91,7 @@ class Rollouts:
         return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
 
     def held(self) -> dict[int, list[int]]:
-        """Replica -> the samples it holds of finished groups that wait to be trained."""
+        """Replica -> its samples of finished groups that wait to be trained."""
         held: dict[int, list[int]] = {}
         for group in self.scheduler.finished():
             for sample in group.samples:
@@ -110,7 +110,7 @@ class Rollouts:
         return [self.source.next() for _ in range(count)]
 
     def _record(self) -> None:
-        """Record the disposition of every prompt that ended in this step, also of over-long prompts."""
+        """Record the disposition of every prompt that ended in this step."""
         for end in self.scheduler.settled():
             domain = self.source.dispositions.settle(end.uid, end.disposition, end.reason).domain
             del self._prompts[end.uid]

@@ -34,11 +34,9 @@ class AnswerRows:
         return self._trainer.load_rows(step, chosen, sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The identity of the data."""
         return self._rows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """ValueError names the source that differs from the checkpoint's."""
         self._rows.load_state_dict(state)
 
     def held(self) -> dict[int, list[int]]:

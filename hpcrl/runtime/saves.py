@@ -32,22 +32,21 @@ from hpcrl.spec.tables import ROLES
 COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
 LOOK_EVERY_S = 5.0  # at a running save, within a step
 LOAD_PER_CHECK = 2.0
-"""Extra time for loading over other commands, as multiple of the time that checking all files took."""
+"""Extra time for loading, as multiple of the time that checking all files took."""
 WRITTEN = "time/save_write"
-"""Statistic of FinishSave: seconds of a rank's writer, present once the writer has ended."""
+"""Statistic of FinishSave: seconds of a rank's writer, present once it has ended."""
 
 
 class CheckpointError(RuntimeError):
-    """Checkpoints exist and none can be read; the message names them and the causes."""
+    """Checkpoints exist and none can be read."""
 
 
 class NotSavedError(RuntimeError):
-    """A checkpoint, or data after it, could not be written or moved, which may succeed at the next attempt; the message
-    gives path and cause."""
+    """A checkpoint, or data after it, could not be written or moved, which may succeed at the next attempt."""
 
 
 class Stateful(Protocol):
-    """A holder of the run's position in the data: its part of the small state, by section."""
+    """A holder of the run's position in the data."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -59,8 +58,7 @@ class Stateful(Protocol):
 
 @dataclass
 class _Snapshot:
-    """A running save: its folder, the small state at that step, its start, and how long it blocked the ranks. `writing`
-    of the ranks' files; `committing` once all are written."""
+    """A running save. stall_s: how long it blocked the ranks; `committing` exists once all files are written."""
 
     step: int
     folder: Path
@@ -73,11 +71,10 @@ class _Snapshot:
 
 
 class Checkpoints:
-    """The run's checkpoints/ folder.
+    """The run's checkpoints/ folder. Only one save runs at a time.
 
-    A save blocks training while every rank copies its state to host memory. Writing continues during the next steps,
-    and after all ranks have written, a thread commits: while rollouts are generated, or at a step boundary. Only one
-    save runs at a time.
+    A save blocks training while every rank copies its state to host memory. Writing continues during the next steps;
+    then a thread commits, while rollouts are generated or at a step boundary.
     """
 
     def __init__(
@@ -101,21 +98,21 @@ class Checkpoints:
         self._stats: Stats = {}
 
     def expected_save_s(self) -> float:
-        """Expected seconds from start to commit of a save, as measured with the last save, also of an earlier attempt;
-        0 before the first."""
+        """Expected seconds until a save that starts now is committed, by the last save, also of an earlier attempt; 0
+        before the first."""
         whole = self.counters["save_seconds"]
         if self._snapshot is None:
             return whole
         return whole + max(0.0, whole - (time.perf_counter() - self._snapshot.began))
 
     def take_stats(self) -> Stats:
-        """Of saves since the last call: time/save (seconds that training was blocked, also by an unfinished earlier
-        save), time/save_drain (from the copy to the commit)."""
+        """Of saves since the last call: time/save (training was blocked, also by an unfinished earlier save),
+        time/save_drain (from the copy to the commit), in seconds."""
         stats, self._stats = self._stats, {}
         return stats
 
     def check_owner(self) -> None:
-        """SupersededError if another attempt owns the run: then nothing may be written into its folder."""
+        """SupersededError if another attempt owns the run folder."""
         check_owner(self._run_dir, self._attempt)
 
     def maybe_save(self, step: int) -> None:
@@ -128,9 +125,8 @@ class Checkpoints:
             self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
 
     def look(self) -> None:
-        """Commit the running save within a step if it is written: the next boundary may be too late.
-
-        Waits for no rank. Errors as in save()."""
+        """Commit the running save within a step if it is written, since the next boundary may be too late. Waits for no
+        rank; errors as in save()."""
         if (snapshot := self._snapshot) is None or time.monotonic() - self._looked < LOOK_EVERY_S:
             return
         self._looked = time.monotonic()
@@ -150,9 +146,8 @@ class Checkpoints:
             self._drain(wait=True)
 
     def save_within(self, step: int, seconds: float) -> int:
-        """save(step), or commit the running snapshot instead if save(step) would take longer than `seconds`.
-
-        Returns the step of the newest checkpoint."""
+        """save(step), or commit the running save instead if save(step) would take longer than `seconds`. Returns the
+        step of the newest checkpoint."""
         if self._snapshot is not None and self.expected_save_s() > seconds:
             self._drain(wait=True)
         else:
@@ -160,8 +155,8 @@ class Checkpoints:
         return self._saved_step
 
     def discard(self) -> None:
-        """Remove this attempt's files of a save that will not be committed, to leave room on a full disk for the
-        message about it. Called last."""
+        """Remove this attempt's uncommitted files, so that a full disk has room for the message about it. Called
+        last."""
         if self._snapshot is not None and (committing := self._snapshot.committing) is not None:
             wait([committing], self._config.timeouts.command_s)
             if not committing.done():
@@ -170,7 +165,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)  # if a rank still writes into it, the next attempt removes it
 
     def _begin(self, step: int) -> None:
-        """Make every rank copy its state, and keep the small state of the same boundary."""
+        """Make every rank copy its state, and keep the small state of the same step boundary."""
         began = time.perf_counter()
         self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
         with self._explained(step):
@@ -186,8 +181,8 @@ class Checkpoints:
         self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
-        """Return the small state, and command the generators to write the samples in it: at once, before a generator
-        that continues is told to drop some of them."""
+        """Return the small state, and at once command the generators to write its samples, before they are told to drop
+        any."""
         state = {"cursor": {}, "scheduler": {}, **self._owner.state_dict()}
         content = encode_state({**state, "counters": {**self.counters, "step": step}})
         holders = {rank: SaveHeld(str(folder), samples) for rank, samples in self._owner.held().items()}
@@ -214,7 +209,7 @@ class Checkpoints:
         self._saved_step, self._snapshot = snapshot.step, None
 
     def _commit(self, snapshot: _Snapshot) -> float:
-        """Commit the ranks' files together with the small state; returns its seconds."""
+        """Commit the ranks' files with the small state; returns the seconds taken."""
         start = time.perf_counter()
         entries = [FileEntry(*file) for answer in snapshot.writing.answers.values() for file in answer.files]
         entries += snapshot.held
@@ -237,8 +232,9 @@ class Checkpoints:
     def restore(self) -> int:
         """Load the newest valid checkpoint and set aside later files; returns its step, 0 without one.
 
-        CheckpointError if checkpoints exist and none is usable, NotSavedError if later files cannot be set aside,
-        Stalled if a rank makes no progress in reading."""
+        CheckpointError if none of the checkpoints is usable, NotSavedError if later files cannot be set aside, Stalled
+        if a rank makes no progress in reading.
+        """
         with _explained(f"no checkpoint read from {self._root}", CheckpointError):
             return self._read()
 
@@ -332,7 +328,7 @@ def _sharing(role: str) -> str:
 
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Differences from the conditions under which a checkpoint was written, as text; empty without any."""
+    """Differences from the layout that wrote a checkpoint, as text; empty without any."""
     before = dict.fromkeys(map(_sharing, ROLES), 1) | before  # which earlier versions did not write
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)

@@ -15,7 +15,7 @@ from hpcrl.trajectory import Level, Origin, fields_of
 
 PART_SAMPLES = 32_768
 """Maximum samples in a message: id, length, bytes of messages, reward, score and number of turn rewards take at most 31
-bytes, together less than 1 MiB. Each turn reward takes 4 bytes more, each token reward 8."""
+bytes, together less than 1 MiB. A turn reward takes 4 bytes more, a token reward 8."""
 
 
 def hand_overs(
