@@ -36,16 +36,14 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def committed_step(run_dir: Path) -> int:
-    """Step of the newest committed checkpoint of a run, -1 without one.
-
-    Only a commit gives a folder its final name (checkpoint/commit.py), so the name suffices; contents are not verified.
-    """
+    """Step of the newest committed checkpoint of a run, -1 without one. Only a commit gives a folder its final name
+    (checkpoint/commit.py), so contents are not verified."""
     return max(steps_in(run_dir / "checkpoints"), default=-1)
 
 
 def backed_off_s(waited_s: float, least_s: float = 0.02) -> float:
     """Seconds to sleep before the next read of a shared file system after `waited_s`: a twentieth of it, so that
-    hundreds of waiting processes do not each read fifty times a second."""
+    hundreds of waiting processes do not overload the file system."""
     return min(max(least_s, waited_s / 20), 1.0)
 
 
@@ -59,8 +57,8 @@ def fsync_path(path: Path) -> None:
 
 
 def no_room_for(folder: Path, num_bytes: int) -> str:
-    """Why the user may not write so many bytes into a folder: free space that the file system shows may be more than
-    the user's quota. Empty where they could be reserved, or where the file system reserves nothing (NFS 3, ZFS)."""
+    """Why the user may not write so many bytes into a folder, such as a quota, which the file system's free space does
+    not show. Empty if they could be reserved, or if the file system reserves nothing (NFS 3, ZFS)."""
     # Not os.posix_fallocate, which writes to each block where the file system reserves nothing.
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)  # musl has none
     if fallocate is None:
@@ -75,7 +73,7 @@ def no_room_for(folder: Path, num_bytes: int) -> str:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename such that after a crash of the machine the entry is in exactly one of the two folders."""
+    """Rename; after a crash of the machine, the entry is in exactly one of the two folders."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -89,7 +87,7 @@ def is_storage_error(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError raised inside that names no file, such as those of write() and fsync()."""
+    """Add `path` to an OSError raised inside that names no file, as write() and fsync() do."""
     try:
         yield
     except OSError as error:
@@ -121,10 +119,8 @@ def shield_output() -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically: temporary file beside it, fsync, rename, fsync of the folder.
-
-    OSError names the file; then `path` is unchanged, and no temporary file is left.
-    """
+    """Replace `path` by `data` atomically: temporary file beside it, fsync, rename, fsync of the folder. OSError names
+    the file; then `path` is unchanged, and no temporary file is left."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with naming(path), open(temporary, "wb") as file:
@@ -140,7 +136,7 @@ def write_durably(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path` that replaces `path` at the end, and is removed after an error. Its files are
-    synced to disk and get the permissions of new files."""
+    synced to disk and get the usual permissions."""
     partial, before = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
     for left in (partial, before):
         remove(left)
@@ -162,8 +158,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def give_usual_modes(folder: Path) -> None:
-    """Give the files below a new folder the permissions of new files, according to the umask; safetensors creates files
-    that nobody else can read."""
+    """Give the files below a new folder the permissions of the umask; safetensors creates files that only their owner
+    can read."""
     mode = 0o666 & (folder.stat().st_mode | 0o600)
     for file in folder.rglob("*"):
         if file.is_file():

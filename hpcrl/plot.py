@@ -27,9 +27,7 @@ SMOOTHING_STEPS = 9  # odd, so that the mean is centred on the step
 
 def plot(run_dir: Path) -> Path:
     """Draw reward (or loss) and held-out accuracy of metrics.jsonl against the step; returns the path of plot.png.
-
-    Panels without measurements are omitted. ValueError if there is nothing to draw.
-    """
+    Panels without measurements are omitted. ValueError if there is nothing to draw."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

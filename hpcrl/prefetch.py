@@ -27,10 +27,8 @@ DATASETS = "datasets/"
 
 
 def prefetch(name: str, revision: str | None = None, folder: Path | None = None) -> Path:
-    """Download a model (ORG/NAME), or a file (datasets/ORG/NAME/FILE), unless it exists; returns its path.
-
-    ValueError, one line each: why the download is impossible, or errors in the downloaded model.
-    """
+    """Download a model (ORG/NAME), or a file (datasets/ORG/NAME/FILE), unless it exists; returns its path. ValueError,
+    one line each: why the download is impossible, or errors in the downloaded model."""
     from huggingface_hub.errors import DryRunError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:

@@ -87,7 +87,7 @@ def control(
 
 
 def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
-    """Exit code and one line. Errors in the user's input may appear only when the engines are built."""
+    """Exit code and one line. Errors in the user's input may appear only while the engines are built."""
     if isinstance(error, BackgroundError) and error.__cause__ is not None:
         error = error.__cause__
     code = next((code for kind, code in CODES if isinstance(error, kind)), ExitCode.FAILED)
@@ -109,7 +109,7 @@ def _explain(error: BaseException, built: bool) -> tuple[ExitCode, str]:
 
 
 def _tell(world: World, code: ExitCode, message: str) -> int:
-    """Write the verdict for the node agent, which prints it; print it here without an agent, or on a full disk."""
+    """Write the verdict for the node agent, which prints it; without an agent or on a full disk, print it here."""
     if world.place.launcher != "agent":
         print(f"hpcrl: {message}", file=sys.stderr, flush=True)
         return code
@@ -121,8 +121,8 @@ def _tell(world: World, code: ExitCode, message: str) -> int:
 
 
 def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
-    """Whether a rank may be lost: it only generates, rewards or plays environments, and enough ranks of its role
-    remain. A replica of several ranks cannot: its other ranks would wait for the lost one in the middle of a burst."""
+    """Whether a rank may be lost: it only generates, rewards or plays environments, enough ranks of its role remain,
+    and it is not in a replica of several ranks, which would wait for it in the middle of a burst."""
     roles = {name: ROLES[name] for name in layout.roles_of(rank) if name != "controller"}
     if not roles or rank == CONTROLLER:
         return False

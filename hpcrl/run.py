@@ -31,7 +31,7 @@ from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run,
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
 
 UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and code is not ExitCode.STORE_LOST)
-"""Codes with which rank 0 ends only after writing a verdict, unless the verdict cannot be written."""
+"""Codes with which rank 0 ends only after writing a verdict, unless that fails."""
 
 
 def launch_local(config: Config) -> int:
@@ -47,10 +47,8 @@ def launch_local(config: Config) -> int:
 
 
 def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Sequence[int]) -> int:
-    """The agent of one node: runs its share of the ranks until they end, with one message about a failure.
-
-    `signals`: receives the signals of this process, from signals.noted.
-    """
+    """The agent of one node: runs its share of the ranks until they end, with one message about a failure. `signals`:
+    from signals.noted."""
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
     world = world_folder(run_dir, attempt)
@@ -89,7 +87,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         world_folder=world,
         logs=run_dir / "logs" / f"attempt_{attempt:04d}",
         grace_s=timeouts.grace_s,
-        # Before a command's deadline, so that the message names the stopped rank and not the ranks that wait for it.
+        # Before a command's deadline, so that the message names this rank and not those that wait for it.
         silent_s=timeouts.command_s / 2,
         start_s=timeouts.start_s,
         impatient=config.cluster.name == "local",
@@ -229,7 +227,8 @@ def _say(text: str) -> None:
 
 
 def _killed_by(code: int) -> int:
-    """The stop signal that ended rank 0 during its start, 0 for other ends: rank 0 may receive it before the agent."""
+    """The stop signal that ended rank 0 during its start, when rank 0 may receive it before the agent; 0 for other
+    ends."""
     return -code if -code in STOPPING else 0
 
 

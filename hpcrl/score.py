@@ -101,7 +101,7 @@ def _parser() -> _Parser:
 
 
 def _reward(words: argparse.Namespace) -> Reward:
-    """The reward of the options. ValueError on an invalid reward, option or function."""
+    """The reward of the options. ValueError on invalid options."""
     if ":" not in words.reward and words.reward not in list(REWARDS):
         names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
         raise ValueError(f"--reward {words.reward}: there are {names}, and package.module:callable or file.py:callable")

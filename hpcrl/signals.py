@@ -1,5 +1,5 @@
 """Signals that ask a run to stop. A batch system sends them to every process of a step, but only the node agents and
-rank 0 handle them: all other processes continue, so that a save is still possible."""
+rank 0 handle them: other processes continue, so that a save is still possible."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ignore_signals() -> None:
 
 
 def let_signals_pass() -> None:
-    """This process ignores the signals; programs that it starts can be ended by them as usual."""
+    """This process ignores the signals; programs that it starts can be ended by them."""
     for number in STOPPING:
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -61,7 +61,7 @@ class Run:
 
     @cached_property
     def config(self) -> Config | None:
-        """None if no attempt has begun."""
+        """The stored configuration; None if no attempt has begun."""
         return stored_config(self.folder) if (self.folder / CONFIG).exists() else None
 
     @cached_property
@@ -149,8 +149,8 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
 
 
 def state(run: Run, job: slurm.Job | None) -> str:
-    """One of queued, requeued, held, starting, running, ending, finished, stopped, lost, never started, unknown; then a
-    colon and details."""
+    """One of queued, requeued, held, starting, running, ending, finished, stopped, lost, never started, unknown; then
+    maybe a colon and details."""
     owner, attempt = run.owner, run.attempt
     mine = job is not None and owner.get("job") == job.id and owner.get("restarts") == job.restarts
     if job is not None and job.lives:
@@ -227,10 +227,8 @@ def find_run(name: str) -> Path:
 
 
 def find_job(run: Run) -> slurm.Job | None:
-    """The current or waiting job of this run, else its last job; None if Slurm knows none.
-
-    Its state is UNKNOWN, with the reason, if Slurm cannot be queried or belongs to another cluster.
-    """
+    """The current or waiting job of this run, else its last job; None if Slurm knows none. Its state is UNKNOWN, with
+    the reason, if Slurm cannot be queried or belongs to another cluster."""
     cluster = read_record(run.folder / SUBMITTED).get("cluster") or run.owner.get("cluster", "")
     numbers = [*([run.owner["job"]] if lives_as_job(run.owner) else []), *submitted_jobs(run.folder)]
     try:

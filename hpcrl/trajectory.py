@@ -1,7 +1,6 @@
-"""The table of all fields of a rollout.
-
-It defines what generator ranks keep and hand over, the trainer's Batch and its checks, the HDF5 files and their
-reader, and the table in docs/rollouts.md. This module imports neither torch nor other modules of hpcrl.
+"""The table of all fields of a rollout. It defines what generator ranks keep and hand over, the trainer's Batch and its
+checks, the HDF5 files and their reader, and the table in docs/rollouts.md. Imports neither torch nor other modules of
+hpcrl.
 
 Engines and algorithms add fields with declare(), in a module imported by every rank that handles the field:
 `declare(Field("entropies", "float32", Level.TOKEN, Origin.TRAINING, "entropy of each token"))`. Files describe their
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_REWARD = 1e30
-"""Largest magnitude of a reward or score: beyond it, sums of them overflow in float32."""
+"""Largest magnitude of a reward or score; sums of larger ones overflow in float32."""
 TEXT = "text"
 """dtype of a field that holds one string per row."""
 
@@ -39,11 +38,8 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a rollout.
-
-    dtype: numpy's name of the dtype in a Batch, or TEXT. wire: a smaller dtype for generators and transfers, if any.
-    fill: value at tokens that the model did not write. optional: a run may lack the field.
-    """
+    """dtype: numpy's name of the dtype in a Batch, or TEXT. wire: a smaller dtype for generators and transfers, if any.
+    fill: value at tokens that the model did not write. optional: a run may lack the field."""
 
     name: str
     dtype: str
@@ -79,7 +75,7 @@ def declare(*fields: Field) -> None:
 
 
 def fields_of(origin: Origin, *levels: Level, without: Iterable[str] = ()) -> list[Field]:
-    """The numeric fields of an origin, of these levels (none: of all), except those named."""
+    """The numeric fields of an origin and of these levels (none: all), except those named."""
     left_out = set(without)
     return [
         field
