@@ -1,7 +1,7 @@
 """Named tensors in buckets, from one rank of a group to the others: mainly weights, staged once per version and pulled
 by one replica after another.
 
-They are staged in host memory, since the GPU holds the trainer's state, and broadcast by gloo, or by NCCL with one
+Weights are staged in host memory, since the GPU holds the trainer's state, and broadcast by gloo, or by NCCL with one
 bucket on the GPU at a time.
 """
 

@@ -13,8 +13,8 @@ import psutil
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, but tells the own address
-from which traffic to other networks leaves."""
+"""An address reserved for documents (RFC 5737): connecting a UDP socket to it sends nothing, but tells from which
+address of this node traffic to other networks leaves."""
 
 CONNECT_S = 10.0
 

@@ -110,7 +110,7 @@ class Sender:
 
 
 class Inbox:
-    """The only reader of a queue. Its store client is its own, since a blocked pop blocks all calls of a client."""
+    """The only reader of a queue. It has its own store client, since a blocked pop blocks all calls of a client."""
 
     def __init__(self, store: TCPStore, name: str, key: bytes, types: Any):
         self.name, self._key, self._store = name, key, store

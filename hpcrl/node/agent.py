@@ -53,7 +53,7 @@ class Verdict:
 
 
 class Agent:
-    """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; it prints into
+    """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; its output goes to
     logs/rank_NNNN.log. `signals`: receives this process's signals (see signals.noted). `impatient`: the same signal a
     second time ends everything."""
 

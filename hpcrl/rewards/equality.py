@@ -285,7 +285,7 @@ def _misread(gold: str, given: str) -> bool:
 
 
 class _TooLong(BaseException):
-    """Not an Exception, because libraries catch exceptions."""
+    """Not an Exception, since libraries catch exceptions and continue."""
 
 
 def within_limit(action: Callable[[], T]) -> T:

@@ -40,7 +40,7 @@ class Answers(Protocol):
 
 
 class Rank(Protocol):
-    """The rank process (hpcrl.roles.worker.Worker) as its roles see it. They share batches and groups."""
+    """The rank process (hpcrl.roles.worker.Worker) as its roles see it; the roles share batches and groups."""
 
     world: World
     config: Config

@@ -148,8 +148,8 @@ class GeneratorRole:
             self._worker.emit(Scored([ScoredSample(request.id, 0.0, 0.0, error)]))
 
     def _extend(self, samples: Sequence[HeldSample]) -> None:
-        """Add observations to samples that continue, and pass the observations on to the other ranks. They have been
-        sent, because the controller only continues answered samples."""
+        """Add observations to samples that continue, and pass the observations on to the other ranks. Every observation
+        has been sent, because the controller only continues answered samples."""
         deadline = self._worker.world.timeout_s
         clock = AwakeClock(deadline)
         while missing := [sample.id for sample in samples if sample.id not in self._observations]:

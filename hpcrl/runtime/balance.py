@@ -98,9 +98,9 @@ def micro_batches(
     """Row indices (ascending) per rank and micro-batch; every rank gets the same number of micro-batches, some of them
     empty. ValueError if max_tokens < 1.
 
-    First fit by decreasing length: a micro-batch holds at most max_tokens, but a longer sequence has its own. Rows with
-    the same number in groups_per_rank stay together as far as max_tokens allows; rows with the same number in
-    together_per_rank always do, in an own micro-batch if they are longer than max_tokens.
+    First fit by decreasing length: a micro-batch holds at most max_tokens, or one longer sequence. Rows with the same
+    number in groups_per_rank stay together as far as max_tokens allows; rows with the same number in together_per_rank
+    always do, alone in a micro-batch if they are longer than max_tokens.
     """
     if max_tokens < 1:
         raise ValueError(f"micro-batches of {max_tokens} tokens cannot hold a sequence; give at least 1")

@@ -54,8 +54,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The remaining steps, counted from 1. A step trains weights version step - 1 and publishes version step.
 
-        Stopped, with a checkpoint, at the first step boundary at which a signal has arrived or the job would end before
-        another step is trained and saved.
+        Raises Stopped, after saving a checkpoint, at the first step boundary at which a signal has arrived or the job
+        would end before another step is trained and saved.
         """
         for step in range(self.first_step + 1, self.config.max_steps + 1):
             self.guard.before_step()
