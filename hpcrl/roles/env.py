@@ -26,11 +26,22 @@ from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
 ERROR_CHARS = 2000
 
 
-@dataclass
+@dataclass(eq=False)
 class _Episode:
-    env: Env
-    row: dict[str, Any]
-    rewards: list[float] = field(default_factory=list)  # of its turns
+    """The episode of a sample. env: None until a thread has made it. rewards: of its turns. at_work: one of its turns
+    waits or is played. dropped: the sample is no longer wanted, so the episode ends after the turn at work."""
+
+    env: Env | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    at_work: bool = False
+    dropped: bool = False
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self.env is not None and hasattr(self.env, "close"):
+            with contextlib.suppress(Exception, SystemExit):  # the sample has its result already
+                self.env.close()
 
 
 @dataclass
@@ -49,8 +60,9 @@ class _TooLate(Exception):
 class _Playing:
     """A turn that an environment plays, in its own thread."""
 
-    def __init__(self, turn: Turn, section: str, timeout_s: float):
-        self.turn, self.section, self._timeout_s, self._began = turn, section, timeout_s, time.monotonic()
+    def __init__(self, turn: Turn, episode: _Episode, section: str, timeout_s: float):
+        self.turn, self.episode, self.section = turn, episode, section
+        self._timeout_s, self._began = timeout_s, time.monotonic()
         self.played: Future[_Played] = Future()
 
     def is_over(self, now: float) -> bool:
@@ -89,12 +101,9 @@ class EnvRole:
         for section, config in self._config.envs.items():
             env_class(config, section)
         self._worker = worker
-        self._episodes: dict[int, _Episode] = {}
-        self._waiting: deque[Turn] = deque()  # turns without a thread, in order
-        self._playing: dict[int, _Playing] = {}
-        self._at_work: set[int] = set()  # samples with a waiting or running turn
-        self._hanging: set[int] = set()  # samples that were given up while their environment still runs
-        self._dropped: set[int] = set()  # those of them whose episode is no longer wanted
+        self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
+        self._waiting: deque[Turn] = deque()  # without a thread, in order
+        self._playing: list[_Playing] = []
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -107,25 +116,23 @@ class EnvRole:
     def look_after(self) -> bool:
         arrived = self._worker.world.mailbox.receive(Turn)
         for turn in arrived:
-            if turn.reason != FinishReason.ABORT:
-                self._waiting.append(turn)
-                self._at_work.add(turn.sample)
-            elif turn.sample in self._at_work:
-                self._dropped.add(turn.sample)
+            if turn.reason == FinishReason.ABORT:
+                self._drop(turn.sample)
             else:
-                self._end(turn.sample)
+                self._waiting.append(turn)
+                self._episodes.setdefault(turn.sample, _Episode()).at_work = True
         now = time.monotonic()
-        over = [sample for sample, playing in self._playing.items() if playing.is_over(now)]
-        for sample in over:
-            playing = self._playing.pop(sample)
-            self._answer(playing.turn, playing.played)
+        over = [playing for playing in self._playing if playing.is_over(now)]
+        for playing in over:
+            self._playing.remove(playing)
+            self._answer(playing)
         self._begin_waiting()
         if over and not self._playing:
             self._worker.world.trace.enter("idle")
         return bool(arrived or over)
 
     def close(self) -> None:
-        for sample in [sample for sample in self._episodes if sample not in self._hanging]:
+        for sample in list(self._episodes):
             self._end(sample)
 
     def _env(self, turn: Turn) -> EnvConfig:
@@ -135,7 +142,7 @@ class EnvRole:
 
     def _begin_waiting(self) -> None:
         """Start waiting turns in order, as far as their environments have threads."""
-        at_once = Counter(playing.section for playing in self._playing.values())
+        at_once = Counter(playing.section for playing in self._playing)
         later: deque[Turn] = deque()
         for turn in self._waiting:
             config = self._env(turn)
@@ -145,8 +152,8 @@ class EnvRole:
                 continue
             at_once[section] += 1
             self._worker.world.trace.enter(f"environment {config.name}")
-            playing = _Playing(turn, section, self._config.turn_timeout_s(config))
-            self._playing[turn.sample] = playing
+            playing = _Playing(turn, self._episodes[turn.sample], section, self._config.turn_timeout_s(config))
+            self._playing.append(playing)
             playing.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
             # A daemon thread per turn: an environment that hangs keeps its thread, for which no other may wait.
             threading.Thread(target=self._run, args=(playing,), name="environment", daemon=True).start()
@@ -155,34 +162,32 @@ class EnvRole:
     def _run(self, playing: _Playing) -> None:
         result: _Played | BaseException
         try:
-            result = self._play(playing.turn)
+            result = self._play(playing.turn, playing.episode)
         except BaseException as error:  # reported by _answer; user code may call sys.exit
             result = error
         if not playing.end(result):  # given up before
-            self._end(playing.turn.sample)
+            playing.episode.close()
 
-    def _answer(self, turn: Turn, future: Future[_Played]) -> None:
+    def _answer(self, playing: _Playing) -> None:
         """Report the result of a turn: the observation to the generator rank, the state of the sample to the
         controller."""
-        worker, config = self._worker, self._env(turn)
-        reply = TurnDelta(turn.sample, b"")
+        worker, turn, episode = self._worker, playing.turn, playing.episode
+        config, reply = self._env(turn), TurnDelta(turn.sample, b"")
         try:
-            played = future.result()
+            played = playing.played.result()
             result, ended = played.result, played.ended
             if not ended:
-                reply = self._reply(turn, played.observation)
+                reply = self._reply(turn, episode, played.observation)
                 if (count := len(reply.token_ids) // 4) > turn.room:
                     text = f"an observation of {count} tokens is too long, there is room for {turn.room}"
                     result, ended = msgspec.structs.replace(result, error=_text(config.name, text)), True
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
             error = _text(config.name, f"{type(failure).__name__}: {failure}")
             result, ended = ScoredSample(turn.sample, 0.0, 0.0, error), True
-        dropped = turn.sample in self._dropped
-        self._dropped.discard(turn.sample)
-        self._at_work.discard(turn.sample)
-        if isinstance(future.exception(), _TooLate):
-            self._hanging.add(turn.sample)  # its thread closes the environment if the call ever returns
-        elif ended or dropped:
+        episode.at_work = False
+        if isinstance(playing.played.exception(), _TooLate):
+            del self._episodes[turn.sample]  # its thread closes the environment if the call ever returns
+        elif ended or episode.dropped:
             self._end(turn.sample)
         else:
             # The generator is gone: the controller learns it from the agent and restarts the sample.
@@ -190,25 +195,24 @@ class EnvRole:
                 worker.world.mailbox.send(turn.reply_to, [reply])
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error))
 
-    def _reply(self, turn: Turn, observation: Any) -> TurnDelta:
+    def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
         """An observation as tokens and messages. TypeError for one that is neither text nor messages."""
         if turn.begins:
-            row = self._episodes[turn.sample].row
-            messages, token_ids = first_prompt(self._worker.tokenizer, row, observation)
+            messages, token_ids = first_prompt(self._worker.tokenizer, episode.row, observation)
         else:
             messages = as_messages(observation)
             token_ids = observation_ids(self._worker.tokenizer, messages, turn.last_token)
         return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
-    def _play(self, turn: Turn) -> _Played:
+    def _play(self, turn: Turn, episode: _Episode) -> _Played:
         """Raises whatever the environment raises."""
         config = self._env(turn)
         if turn.begins:
-            row = json.loads(turn.meta)
-            episode = self._episodes[turn.sample] = _Episode(make_env(config, row), row)
+            episode.row = json.loads(turn.meta)
+            episode.env = make_env(config, episode.row)
             observation, _ = episode.env.reset(episode_seed(self._config.seed, split_sample_id(turn.sample)[0]))
             return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
-        episode = self._episodes[turn.sample]
+        assert episode.env is not None, "an episode begins with its first turn"
         observation, gained, terminated, truncated, info = episode.env.step(turn.text)
         # float and str, since msgpack has no numbers of numpy and torch
         episode.rewards.append(float(gained))
@@ -219,12 +223,17 @@ class EnvRole:
         over = bool(terminated or truncated) or len(episode.rewards) >= config.max_turns
         return _Played(observation, result, over or turn.reason == FinishReason.LENGTH)
 
+    def _drop(self, sample: int) -> None:
+        """End an episode, if there is one, after its turn at work."""
+        episode = self._episodes.get(sample)
+        if episode is not None and episode.at_work:
+            episode.dropped = True
+        elif episode is not None:
+            self._end(sample)
+
     def _end(self, sample: int) -> None:
         """Forget an episode and close its environment."""
-        episode = self._episodes.pop(sample, None)
-        if episode is not None and hasattr(episode.env, "close"):
-            with contextlib.suppress(Exception, SystemExit):  # the sample has its result already
-                episode.env.close()
+        self._episodes.pop(sample).close()
 
 
 def _text(name: str, problem: str) -> str:

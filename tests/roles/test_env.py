@@ -153,6 +153,9 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
     stage.send(1, 1, [turn(sample) for sample in together])  # the thread that hangs takes no place
     settle(role)
     assert [event.ended for event in stage.heard()] == [True, True]
+    stage.send(1, 1, [turn(hangs, reason="abort")])
+    settle(role)
+    assert len(odd_env.OPEN) == 2, "an environment is not closed while it is at work"
     odd_env.RELEASE.set()
     role.close()
     stage.mail(2, TurnDelta)
