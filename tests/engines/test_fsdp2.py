@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.base import Outputs
@@ -55,7 +56,8 @@ def engine(folder: Path, **config: Any) -> FSDP2Engine:
 
 def gradients_of(trainer: FSDP2Engine, batch: Batch, plan: list[list[int]], whole: Batch) -> dict[str, Tensor]:
     trainer.accumulate(batch, plan, Weighted(TEMPERATURE, entropy=True), norms_of(whole))
-    gradients = dict(trainer.named_gradients())
+    found = {name.removeprefix("hf."): p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    gradients = {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in found.items()}
     trainer.discard_gradients()
     return gradients
 

@@ -341,13 +341,13 @@ def test_deterministic_mode_gives_the_same_bits_whoever_else_is_live(qwen2: tupl
 def test_the_cache_is_as_long_as_needed(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     engine = engine_of(folder, max_slots=2, max_length=256, kv_bucket=16)
-    assert engine.cache_capacity == 0
+    assert engine._cache.capacity == 0
     run(engine, [Request(0, prompt_of(0, 10), SamplingParams(10), seed=0)])
-    assert engine.cache_capacity == 32
+    assert engine._cache.capacity == 32
     run(engine, [Request(0, prompt_of(0, 10), SamplingParams(200), seed=0)])
-    assert 210 <= engine.cache_capacity <= 320
+    assert 210 <= engine._cache.capacity <= 320
     engine.sleep()
-    assert engine.cache_capacity == 0
+    assert engine._cache.capacity == 0
 
 
 def test_bfloat16_stays_close(model_folder: tuple[Any, Path]) -> None:

@@ -76,7 +76,7 @@ def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], 
     repeated = shape.num_layers * (shape.num_heads + shape.num_kv_heads - 2) * shape.head_dim * 4  # norms of each head
     assert planned["weights"] + repeated == sum(t.numel() * t.element_size() for t in own if t is not None)
     assert planned["KV cache"] / 2 < cache <= planned["KV cache"]
-    assert cache == 3 * engine.cache_capacity * generator.token_bytes(config, shape)
+    assert cache == 3 * engine._cache.capacity * generator.token_bytes(config, shape)
 
 
 def test_roles_of_one_rank_add_up() -> None:

@@ -207,11 +207,6 @@ class RolloutScheduler:
         return self._selection.generates_ahead
 
     @property
-    def in_flight(self) -> int:
-        """Number of groups that were started and have no verdict."""
-        return len(self._open)
-
-    @property
     def budget(self) -> int:
         """Maximum number of groups in flight or valid at once: this step's with extra_prompts, and those that may be
         trained later. Between two steps there are no extra ones, since they would only grow stale."""

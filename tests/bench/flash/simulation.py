@@ -235,7 +235,7 @@ class Simulation:
     # -- the trainer's side
 
     def _take(self) -> None:
-        assert self._scheduler.in_flight + len(self._scheduler.finished()) <= self._scheduler.budget
+        assert len(self._scheduler._open) + len(self._scheduler.finished()) <= self._scheduler.budget
         batch = self._scheduler.take()
         samples = [self._samples.pop(sample.id) for group in batch for sample in group.samples]
         self._run.kept += len(samples)

@@ -136,11 +136,6 @@ class NativeEngine:
             self._waiting, 0
         )
 
-    @property
-    def cache_capacity(self) -> int:
-        """Positions per slot in the memory of the KV cache."""
-        return self._cache.capacity
-
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See GenEngine. A collection is checked before anything is changed. An iterator is consumed tensor by tensor;

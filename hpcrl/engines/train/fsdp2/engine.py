@@ -295,8 +295,10 @@ class FSDP2Engine:
         objective: Objective,
         norms: Norms,
     ) -> Stats:
-        """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Returns this rank's loss
-        stats. Collective. `named_gradients` returns the result; `discard_gradients` drops it."""
+        """The first half of train_step: add the gradient of the mini-batch, summed over ranks. Collective.
+
+        Returns this rank's loss stats. `discard_gradients` drops the result.
+        """
         assert self.optimizer is not None, "the engine was built with trainable=False"
         if objective.compares_rows and not self.packing:
             raise ValueError(
@@ -361,12 +363,6 @@ class FSDP2Engine:
                 yield name, _full(operator.attrgetter(name)(self.model.hf))
         finally:
             self.model.reshard()
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full gradients after `accumulate`, under the names of named_weights. Collective; every rank exhausts it."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                yield name.removeprefix("hf."), _full(parameter.grad)
 
     def offload(self) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host."""
