@@ -14,9 +14,9 @@ from hpcrl.rollout.types import split_sample_id
 class Away:
     """A sample at its scorer or environment.
 
-    receiver: that rank; None if its message about the sample arrived before the replica's. replica: the first rank of
-    the sample's replica. acting: with an environment, else with a scorer. awaits_siblings: no answer is expected yet.
-    answered: the answer arrived while receiver is None.
+    receiver: that rank; None if its answer arrived before the replica's message about the sample. replica: the first
+    rank of the sample's replica; -1 before that message. acting: with an environment, else with a scorer.
+    awaits_siblings: no answer is expected yet. answered: the answer arrived while receiver is None.
     """
 
     receiver: int | None = None
@@ -56,11 +56,11 @@ class Awaited:
         return any(receiver.waiting for receiver in self._receivers.values())
 
     def where(self, at: Callable[[Away], bool]) -> list[int]:
-        """The samples with a receiver for which this is true."""
-        return [sample for sample, away in self._away.items() if away.receiver is not None and at(away)]
+        """The samples that their replica has reported, for which this is true."""
+        return [sample for sample, away in self._away.items() if away.replica >= 0 and at(away)]
 
     def awaiting_siblings(self) -> list[int]:
-        """Samples with a receiver that wait there for their siblings, ascending."""
+        """Samples that wait at a scorer for their siblings, ascending; also before their replica has reported them."""
         return sorted(sample for receiver in self._receivers.values() for sample in receiver.holding)
 
     def reach(self, sample: int, receiver: int, replica: int, acting: bool) -> None:
@@ -73,15 +73,17 @@ class Awaited:
         else:
             self._expect(receiver)
 
-    def hold(self, samples: Iterable[int]) -> None:
-        """These samples await siblings: their scorer owes no answer. Its message may arrive before the BurstDone."""
+    def hold(self, scorer: int, samples: Iterable[int]) -> None:
+        """These samples await siblings at this scorer, which owes no answer. Its message may arrive before the
+        BurstDone, and after the loss of the replica."""
         self.siblings_meet = True
         for sample in samples:
-            away = self._away.setdefault(sample, Away())
-            if away.receiver is not None and not away.awaits_siblings:
-                self._receivers[away.receiver].waiting -= 1
-                self._receivers[away.receiver].holding.add(sample)
+            if (away := self._away.get(sample)) is None:
+                away = self._away[sample] = Away(scorer)
+            elif not away.awaits_siblings:
+                self._receivers[scorer].waiting -= 1
             away.awaits_siblings = True
+            self._receivers[scorer].holding.add(sample)
 
     def ask(self, samples: Iterable[int]) -> None:
         """The siblings of these samples are complete, so an answer is awaited."""
@@ -119,8 +121,8 @@ class Awaited:
         return True
 
     def forget_early(self, uids: Collection[int]) -> None:
-        """No replica will report samples of these prompts any more."""
-        early = [sample for sample, away in self._away.items() if away.receiver is None]
+        """No replica will report samples of these prompts any more, so forget their early answers."""
+        early = [sample for sample, away in self._away.items() if away.answered]
         for sample in early:
             if split_sample_id(sample)[0] in uids:
                 del self._away[sample]

@@ -51,7 +51,11 @@ class ReplicaLink:
             self.sizes.pop(sample, None)
         return self._told.pop(event.seq, None)
 
+    def drops(self, sample: int) -> bool:
+        """Whether an order to drop the sample is unanswered. Before the answer the replica may report its end."""
+        return any(sample in samples for samples in self._dropped.values())
+
     def lose(self) -> None:
         """Stop waiting for the replica."""
         self.live = self.num_bursts = 0
-        self.sizes = {}
+        self.sizes, self._dropped = {}, {}

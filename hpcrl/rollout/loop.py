@@ -155,7 +155,7 @@ class RolloutLoop:
         if not waiting:
             return False
         complete, unwanted = stream.scheduler.together([s for s in waiting if self._stream_of(s) is stream])
-        self._release(unwanted)
+        self._release([sample for sample in unwanted if not self._to_be_reported(sample)])
         for samples in complete:
             receivers = [self._receiver(sample) for sample in samples]
             for sample, receiver in zip(samples, receivers, strict=True):
@@ -178,6 +178,12 @@ class RolloutLoop:
         for receiver, held in unwanted.items():
             if receiver not in self._controller.lost:
                 self._controller.send(receiver, messages.Unwanted(held))
+
+    def _to_be_reported(self, sample: int) -> bool:
+        """Whether the replica of a sample that awaits siblings, and is unwanted, will still report its end. A lost
+        replica does not."""
+        dropping = (replica.drops(sample) for replica in self._replicas.values())
+        return self._awaited[sample].replica < 0 and any(dropping)
 
     def _receiver(self, sample: int) -> int:
         receiver = self._awaited[sample].receiver
@@ -310,7 +316,7 @@ class RolloutLoop:
             case messages.Scored():
                 yield from (self._scored(result) for result in event.samples)
             case messages.AwaitSiblings():
-                self._awaited.hold(event.samples)
+                self._awaited.hold(rank, event.samples)
             case messages.Observed():
                 if event.ended and event.add_reward:
                     self._answered(event.sample)

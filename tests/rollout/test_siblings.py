@@ -84,8 +84,20 @@ def test_siblings_of_several_replicas_meet_and_are_scored_together(deterministic
     assert len({sample for samples in ranks.scored for sample in samples}) == 4 * len(ranks.scored), "each once"
 
 
-def test_what_redundancy_leaves_over_is_forgotten() -> None:
-    ranks = GroupRanks([3])
+class EarlyRanks(GroupRanks):
+    """What a scorer says arrives some turns before the BurstDone of the same responses."""
+
+    def events(self) -> list[tuple[int, m.Event]]:
+        early = [said for said in self._events if isinstance(said[1], m.AwaitSiblings)]
+        if not early and self._scores:
+            early, self._scores = list(self._scores), deque()
+        self._events = deque(said for said in self._events if said not in early)
+        return early or super().events()
+
+
+@pytest.mark.parametrize("ranks_class", [GroupRanks, EarlyRanks])
+def test_what_redundancy_leaves_over_is_forgotten(ranks_class: type[GroupRanks]) -> None:
+    ranks = ranks_class([3])
     loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
     scheduler = RolloutScheduler(SchedulerConfig(2, extra_members=2), REPLICAS)
     known, draw = {}, draw_from(prompts())
@@ -94,7 +106,45 @@ def test_what_redundancy_leaves_over_is_forgotten() -> None:
         groups = loop.drive(scheduler, known, draw, SAMPLING).groups
         assert all(len(group.samples) == 2 for group in groups)
     assert all(len(samples) == 2 for samples in ranks.scored)
-    assert not loop._awaited.pending
+    assert not loop._awaited.pending and not ranks.waiting[3]
+
+
+class DyingRanks(GroupRanks):
+    """The first replica's process ends with its first burst that finishes a response, in this order of messages."""
+
+    def __init__(self, order: list[str]):
+        super().__init__([3])
+        self.order = order
+
+    def send(self, rank: int, command: m.Command) -> int:
+        if rank in self.lost:
+            return -1
+        seq = super().send(rank, command)
+        if rank == 1 and self.waiting[3] and isinstance(command, m.Burst):
+            said = {type(event): (sender, event) for sender, event in self._events}
+            said[m.Lost] = (1, m.Lost(1, "killed"))
+            self._events.clear()
+            self._events.extend(said[kind] for kind in map(m.__dict__.get, self.order))
+            self.lost.add(1)
+        return seq
+
+
+@pytest.mark.parametrize(
+    "order",
+    [["AwaitSiblings", "Lost"], ["Lost", "AwaitSiblings"], ["BurstDone", "Lost", "AwaitSiblings"]],
+    ids=" ".join,
+)
+def test_a_response_of_a_lost_replica_does_not_stay_at_its_scorer(order: list[str]) -> None:
+    """Its siblings never come: the group starts anew, with other members."""
+    ranks = DyingRanks(order)
+    loop = RolloutLoop(ranks, [[1], [2]], [3], [], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
+    scheduler = RolloutScheduler(SchedulerConfig(2, max_lag=1), REPLICAS)
+    scheduler.begin_step(0, 2)
+    groups = loop.drive(scheduler, {}, draw_from(prompts()), SAMPLING).groups
+    assert ranks.lost == {1} and len(groups) == 2
+    assert len(ranks.unwanted) == 1 and split_sample_id(ranks.unwanted[0])[2] == 0
+    trained = {sample.id for group in groups for sample in group.samples}
+    assert trained.isdisjoint(ranks.unwanted) and not ranks.waiting[3] and not loop._awaited._away
 
 
 def test_held_out_samples_are_groups_of_one() -> None:
