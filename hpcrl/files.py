@@ -7,10 +7,12 @@ import ctypes
 import errno
 import io
 import os
+import random
 import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 STEP_NAME = re.compile(r"step_(\d{6,})")
 STORAGE_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE))
 """Error numbers that almost only a full or failing file system gives."""
+CONTENDED_S = 5.0
+"""How long room is looked for that other processes may have reserved for a moment."""
 
 
 def step_name(step: int) -> str:
@@ -54,6 +58,22 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def find_room(folder: Path, num_bytes: int, reserve: bool) -> tuple[int, str]:
+    """Free bytes that the file system shows, and, if they suffice and `reserve` is set, the reason of no_room_for().
+
+    Other runs that start at the same time also reserve for a moment, so where room is short it is looked for again,
+    at random times, for CONTENDED_S.
+    """
+    began, wait_s = time.monotonic(), 0.05
+    while True:
+        free = shutil.disk_usage(folder).free
+        refused = no_room_for(folder, num_bytes) if reserve and free >= num_bytes else ""
+        if (free >= num_bytes and not refused) or time.monotonic() - began >= CONTENDED_S:
+            return free, refused
+        time.sleep(random.uniform(0, wait_s))
+        wait_s = min(2 * wait_s, 1.0)
 
 
 def no_room_for(folder: Path, num_bytes: int) -> str:

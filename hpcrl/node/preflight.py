@@ -37,7 +37,7 @@ from hpcrl.config import Config, RoleName
 from hpcrl.control.bootstrap import find_place
 from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
-from hpcrl.files import backed_off_s, no_room_for, write_durably
+from hpcrl.files import backed_off_s, find_room, write_durably
 from hpcrl.node.devices import visible_gpus
 from hpcrl.rundir import CONFIG, stored_config
 from hpcrl.spec.tables import ROLES
@@ -238,6 +238,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
     gpus = len(visible_gpus(os.environ))
     if needs.gpu_files:
         gpus = min(gpus, len(visible_gpus({})))
+    run_free, no_room = find_room(run_dir, RUN_FREE_BYTES, reserve=node == 0)
     scratch = os.environ.get("TMPDIR", "/tmp")
     address = no_network = ""
     try:
@@ -252,7 +253,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         gpus=gpus,
         open_files=hard if hard != resource.RLIM_INFINITY else sys.maxsize,
-        run_free_bytes=shutil.disk_usage(run_dir).free,
+        run_free_bytes=run_free,
         scratch=scratch,
         scratch_free_bytes=shutil.disk_usage(scratch).free if os.access(scratch, os.W_OK) else -1,
         cpus=len(os.sched_getaffinity(0)),
@@ -262,7 +263,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         address=address,
         no_network=no_network,
         unreached=said.unreached,
-        no_room=no_room_for(run_dir, RUN_FREE_BYTES) if node == 0 else "",
+        no_room=no_room,
     )
 
 

@@ -10,15 +10,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from hpcrl import files
 from hpcrl.config import read
 from hpcrl.exitcodes import ExitCode
-from hpcrl.files import no_room_for
+from hpcrl.files import find_room, no_room_for
 from hpcrl.node.preflight import (
     RUN_FREE_BYTES,
     SCRATCH_FREE_BYTES,
@@ -201,8 +204,49 @@ def test_judgement() -> None:
     assert line.count("node n2 has 1,023 MiB free in the run folder") == 1 and "its scratch /tmp, needs 64 MiB" in line
 
 
-def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of its own of 8 MiB."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_runs_that_start_together_do_not_take_each_others_reservation_for_used_space(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six processes, with room for one reservation at a time."""
+    code = f"""
+from pathlib import Path
+from hpcrl.files import find_room
+input()
+for _ in range(50):
+    free, refused = find_room(Path({str(small_disk)!r}), 5 << 20, reserve=True)
+    print(refused or free >= 5 << 20)
+"""
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(6)]
+    for run in runs:
+        assert run.stdin is not None
+        run.stdin.write("\n")
+        run.stdin.flush()
+    found = Counter(line for run in runs for line in run.communicate(timeout=60)[0].splitlines())
+    assert found == {"True": 300}
+    # Space that is used stays used.
+    monkeypatch.setattr(files, "CONTENDED_S", 0.3)
+    (small_disk / "checkpoint").write_bytes(bytes(4 << 20))
+    assert find_room(small_disk, 5 << 20, reserve=True) == (4 << 20, "")
+
+
+def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit on the size of files stands for a quota, as free space shows neither."""
+    monkeypatch.setattr(files, "CONTENDED_S", 0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert examine(0, NEED, tmp_path).no_room == ""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
