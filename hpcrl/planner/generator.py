@@ -58,18 +58,17 @@ def cache_capacity(config: Config) -> int:
     return max(longest, -(-grown // bucket) * bucket)
 
 
-def hand_over_parts(config: Config, shape: ModelShape, num_shares: int) -> list[Part]:
-    """Parts of a rank during the transfer of weights. num_shares: the rank publishes one of this many shares of the
-    parameters; 0: none.
+def hand_over_parts(config: Config, shape: ModelShape, publishes: bool) -> list[Part]:
+    """Parts of a rank during the transfer of weights. publishes: it keeps a share of them, the largest, for replicas.
 
     Publishing ranks stage the weights in host memory; every rank in the transfer has one bucket on its device.
     """
     plan = train_plan(config)
     master, largest = plan.published_bytes(config), plan.largest_tensor(shape) * plan.published_bytes(config)
     bucket = min(BUCKET_BYTES + largest, shape.num_parameters * master)
-    if not num_shares:
+    if not publishes:
         return [Part("generator", "weight bucket", bucket, ("publish",))]
-    staged = -(-shape.num_parameters // num_shares) * master
+    staged = plan.largest_share(config, shape) * master
     return [
         Part("trainer", "weight bucket", bucket, ("publish",)),
         # A bucket's tensors exist twice while the bucket is assembled.

@@ -103,7 +103,7 @@ def _kind(
     if shares:
         parts = [moved for part in parts for moved in _moves_out(part)]
     if layout.replicas and ("trainer" in roles or "generator" in roles):
-        parts += hand_over_parts(config, shape, len(layout.division("trainer").weights) if "trainer" in roles else 0)
+        parts += hand_over_parts(config, shape, publishes="trainer" in roles)
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
         parts += generator_parts(config, shape, awake, ("generate",) if shares else PHASES)

@@ -35,6 +35,9 @@ class TrainPlan(Protocol):
     def largest_tensor(self, shape: ModelShape) -> int:
         """Numbers in the largest tensor sent to the generators at once."""
 
+    def largest_share(self, config: Config, shape: ModelShape) -> int:
+        """Numbers in the largest share of the weights sent to the generators (Division.weights)."""
+
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         """Changes of the engine's keys that save memory, by cost."""
 

@@ -14,11 +14,13 @@ from hpcrl.engines.train.megatron.memory import (
     micro_batches_in_flight,
     num_micro_batches,
     rank_numbers,
+    stage_parameters,
     stage_parts,
 )
 from hpcrl.engines.train.megatron.parallel import split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.planner.activations import Tokens
+from hpcrl.planner.generator import hand_over_parts
 from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes
 from tests.planner.models import PUBLISHED
@@ -73,6 +75,31 @@ def test_a_tied_head_is_an_embedding_on_the_last_stage() -> None:
     first, last = (dense for dense, _ in rank_numbers(shape, MegatronConfig(pipeline_parallel=2)))
     assert last - first == shape.hidden_size  # the final norm
     assert rank_numbers(shape, MegatronConfig())[0][0] == shape.num_parameters  # 1187 x 128 rows: no padding
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "numbers"),
+    [
+        # 12 layers of q and o 2 x 4096 x 8192, k and v 2 x 4096 x 512, norms, router, 128 experts of 3 x 4096 x 1536:
+        # the first and the last stage have 11 of them, and the embedding or the head of 151936 x 4096
+        ("Qwen3-235B-A22B", LARGEST, 12 * (71_303_168 + 2 * 4096 + 2 * 128 + 128 * 4096 + 2_415_919_104)),
+        # 12 layers of 14,912,384 and the embedding of 151936 x 896; the tied head is not sent twice
+        ("Qwen2.5-0.5B", {"pipeline_parallel": 2}, 12 * 14_912_384 + 136_134_656),
+        # 7 layers of 233,057,792, the head of 152064 x 3584 and the final norm, in the last of four stages
+        ("Qwen2.5-7B", {"pipeline_parallel": 4}, 7 * 233_057_792 + 544_997_376 + 3584),
+        ("Qwen2.5-7B", {"tensor_parallel": 4}, 7_615_616_512),
+    ],
+)
+def test_staged_weights_are_those_of_the_largest_stage(model: str, sizes: dict[str, Any], numbers: int) -> None:
+    """On the host, in bf16, beside a second copy of a bucket: 256 MiB and the largest tensor."""
+    shape, config = read_shape(PUBLISHED[model][0]), run_of(256 if sizes is LARGEST else 8, **sizes)
+    staged = next(part for part in hand_over_parts(config, shape, publishes=True) if part.on_host)
+    assert staged.num_bytes == 2 * numbers + (256 << 20) + 2 * shape.vocab_size * shape.hidden_size
+
+
+def test_the_stages_send_every_parameter_once(shape: ModelShape) -> None:
+    names = [p.name for stage in stage_parameters(shape, SIZES) for p in stage]
+    assert len(names) == len(set(names)) == len(shape.parameters)
 
 
 def test_activations_by_hand(shape: ModelShape) -> None:

@@ -114,6 +114,9 @@ class FSDP2Plan:
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer
 
+    def largest_share(self, config: Config, shape: ModelShape) -> int:
+        return shape.num_parameters
+
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         return {
             "recompute": [(("trainer", "activation_checkpointing"), True)],

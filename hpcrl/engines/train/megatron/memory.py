@@ -19,7 +19,7 @@ from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.planner.activations import FP32, Tokens
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.parts import BYTES, Change, Part, Row, split_size
-from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.planner.trainer import forward_parts
 
 LOGIT_COPIES = 3  # logits, softmax, gradient
@@ -31,30 +31,39 @@ def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[Stage]:
     return stages
 
 
-def rank_numbers(shape: ModelShape, megatron: MegatronConfig) -> list[tuple[int, int]]:
-    """(numbers outside experts, numbers of experts) on a rank of each stage.
-
-    The embedding is on the first stage, the final norm and the head on the last; a tied head is a second embedding.
-    """
+def stage_parameters(shape: ModelShape, megatron: MegatronConfig) -> list[list[Parameter]]:
+    """The parameters that each stage publishes: the embedding is on the first stage, the final norm and the head on the
+    last."""
     stages = _stages(shape, megatron)
     stage_of = {layer: stage for stage, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
-    first, last = 0, len(stages) - 1
-    padding = padded_vocabulary(shape.vocab_size, megatron) - shape.vocab_size
-    experts = megatron.expert_parallel * megatron.expert_tensor_parallel
-    counts = [[0, 0] for _ in stages]
+    found: list[list[Parameter]] = [[] for _ in stages]
     for parameter in shape.parameters:
         if parameter.layer is not None:
-            on = {stage_of[parameter.layer]}
-        elif parameter.name in ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight"):
-            on = {last}
+            stage = stage_of[parameter.layer]
         else:
-            on = {first, last} if parameter.split == "vocabulary" and shape.tied else {first}
-        size = split_size(parameter, shape, megatron.tensor_parallel, experts)
-        if parameter.split == "vocabulary":
-            size += -(-padding * shape.hidden_size // megatron.tensor_parallel)
-        for stage in on:
-            counts[stage][parameter.split == "expert"] += size
-    return [(dense, expert) for dense, expert in counts]
+            is_head = parameter.name in ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight")
+            stage = -1 if is_head else 0
+        found[stage].append(parameter)
+    return found
+
+
+def rank_numbers(shape: ModelShape, megatron: MegatronConfig) -> list[tuple[int, int]]:
+    """(numbers outside experts, numbers of experts) on a rank of each stage. A tied head is a second embedding."""
+    stages = stage_parameters(shape, megatron)
+    if shape.tied and len(stages) > 1:
+        stages[-1] += [parameter for parameter in shape.parameters if parameter.split == "vocabulary"]
+    padding = padded_vocabulary(shape.vocab_size, megatron) - shape.vocab_size
+    experts = megatron.expert_parallel * megatron.expert_tensor_parallel
+    found = []
+    for parameters in stages:
+        counts = [0, 0]
+        for parameter in parameters:
+            size = split_size(parameter, shape, megatron.tensor_parallel, experts)
+            if parameter.split == "vocabulary":
+                size += -(-padding * shape.hidden_size // megatron.tensor_parallel)
+            counts[parameter.split == "expert"] += size
+        found.append((counts[0], counts[1]))
+    return found
 
 
 def micro_batches_in_flight(megatron: MegatronConfig, stage: int, num_micro_batches: int) -> int:
@@ -137,6 +146,9 @@ class MegatronPlan:
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(p.size if p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)
+
+    def largest_share(self, config: Config, shape: ModelShape) -> int:
+        return max(sum(p.size for p in stage) for stage in stage_parameters(shape, own(config)))
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         megatron, at = own(config), ("trainer", "megatron")
