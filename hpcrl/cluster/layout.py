@@ -168,8 +168,8 @@ def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[
 
 def _check_default_groups(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
     """Replicas of several ranks of which some, but not all, belong to an engine that owns the default group."""
-    size = config.layout.generator.tensor_parallel
     for name, spec in ROLES.items():
+        size = config.layout.of(name).tensor_parallel
         for first in range(0, len(ranks[name]), size) if spec.forms_replicas and size > 1 else ():
             replica = set(ranks[name][first : first + size])
             for other in (other for other, its in ROLES.items() if its.owns_default_group):

@@ -14,7 +14,7 @@ from hpcrl.planner.parts import Change
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Path, dotted
-from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 SMALLEST_CHUNK = 1024
 SMALLEST_SLOTS = 16
@@ -71,10 +71,10 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     if GEN_ENGINES[generator.engine].tensor_parallel:
         yield ("layout", "generator", "tensor_parallel"), 2 * layout.generator.tensor_parallel
     yield from own.get("ranks", ())
-    for role in ("trainer", "reference"):
-        own = getattr(layout, role)
-        if own.num_ranks is not None and own.colocate_with is None:
-            yield ("layout", role, "num_ranks"), 2 * own.num_ranks
+    for role, spec in ROLES.items():
+        ranks = layout.of(role)
+        if spec.holds_model and not spec.forms_replicas and ranks.num_ranks and ranks.colocate_with is None:
+            yield ("layout", role, "num_ranks"), 2 * ranks.num_ranks
 
 
 def _with(section: M, path: Path, value: Any) -> M:
