@@ -124,6 +124,12 @@ class Unwanted(Message):
     samples: list[int]
 
 
+class EndEpisodes(Message):
+    """End the episodes of samples of this generator rank, which is lost."""
+
+    generator: int
+
+
 class Forget(Message):
     """Drop held samples."""
 
@@ -322,6 +328,7 @@ Command = (
     | Rescore
     | ScoreTogether
     | Unwanted
+    | EndEpisodes
     | Forget
     | SaveHeld
     | LoadHeld
@@ -347,7 +354,7 @@ Command = (
 )
 
 
-ONE_WAY = (Admit, Rescore, ScoreTogether, Unwanted, Forget, DropBatch)
+ONE_WAY = (Admit, Rescore, ScoreTogether, Unwanted, EndEpisodes, Forget, DropBatch)
 """Commands without an answer; a failure in one is still reported."""
 
 

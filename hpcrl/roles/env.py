@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.control.messages import Observed, ScoredSample, Turn, TurnDelta
+from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import env_class, make_env
@@ -28,9 +28,11 @@ ERROR_CHARS = 2000
 
 @dataclass(eq=False)
 class _Episode:
-    """The episode of a sample. env: None until a thread has made it. rewards: of its turns. at_work: one of its turns
-    waits or is played. dropped: the sample is no longer wanted, so the episode ends after the turn at work."""
+    """The episode of a sample. generator: the rank that generates its turns. env: None until a thread has made it.
+    rewards: of its turns. at_work: one of its turns waits or is played. dropped: the sample is no longer wanted, so the
+    episode ends after the turn at work."""
 
+    generator: int
     env: Env | None = None
     row: dict[str, Any] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
@@ -86,13 +88,14 @@ class _Playing:
 
 
 class EnvRole:
-    """The role has no commands: turns arrive by mail, observations return to the sample's generator rank. The first
-    turn of an episode has no text and is answered with the first prompt.
+    """Turns arrive by mail, observations return to the sample's generator rank. The first turn of an episode has no
+    text and is answered with the first prompt.
 
     Each configured environment plays num_threads turns at once, so that waiting environments do not delay others.
     Siblings of a group get the same seed. An environment that raises, or returns an invalid number or text, ends the
     episode with reward 0; an observation that leaves no room for another turn ends it with the reward so far. Both are
-    errors of the sample. Generator ranks report the samples that they have dropped.
+    errors of the sample. Generator ranks report the samples that they have dropped, the controller reports lost
+    generator ranks.
     """
 
     def __init__(self, worker: Rank):
@@ -104,10 +107,11 @@ class EnvRole:
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
         self._waiting: deque[Turn] = deque()  # without a thread, in order
         self._playing: list[_Playing] = []
+        self._lost: set[int] = set()  # generator ranks
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {}
+        return {EndEpisodes: self._end_episodes}
 
     @property
     def busy(self) -> bool:
@@ -118,9 +122,9 @@ class EnvRole:
         for turn in arrived:
             if turn.reason == FinishReason.ABORT:
                 self._drop(turn.sample)
-            else:
+            elif turn.reply_to not in self._lost:
                 self._waiting.append(turn)
-                self._episodes.setdefault(turn.sample, _Episode()).at_work = True
+                self._episodes.setdefault(turn.sample, _Episode(turn.reply_to)).at_work = True
         now = time.monotonic()
         over = [playing for playing in self._playing if playing.is_over(now)]
         for playing in over:
@@ -230,6 +234,11 @@ class EnvRole:
             episode.dropped = True
         elif episode is not None:
             self._end(sample)
+
+    def _end_episodes(self, command: EndEpisodes, seq: int) -> None:
+        self._lost.add(command.generator)
+        for sample in [i for i, episode in self._episodes.items() if episode.generator == command.generator]:
+            self._drop(sample)
 
     def _end(self, sample: int) -> None:
         """Forget an episode and close its environment."""

@@ -21,6 +21,7 @@ class ReplicaLink:
         self._controller = controller
         self.ranks, self.first = tuple(ranks), ranks[0]
         self.live = self.num_bursts = 0
+        self._given_up = False
         self.sizes: dict[int, Sizes] = {}
         self._told: dict[int, messages.Burst] = {}  # by number, bursts with their receivers
         self._dropped: dict[int, Sequence[int]] = {}  # by number, samples of an abort
@@ -55,7 +56,9 @@ class ReplicaLink:
         """Whether an order to drop the sample is unanswered. Before the answer the replica may report its end."""
         return any(sample in samples for samples in self._dropped.values())
 
-    def lose(self) -> None:
-        """Stop waiting for the replica."""
+    def lose(self) -> bool:
+        """Stop waiting for the replica; returns whether this is the first call."""
         self.live = self.num_bursts = 0
         self.sizes, self._dropped = {}, {}
+        before, self._given_up = self._given_up, True
+        return not before

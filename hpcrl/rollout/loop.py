@@ -266,8 +266,10 @@ class RolloutLoop:
             self._awaited.reach(sample, receiver, replica.first, acting)
 
     def _lose(self, replica: ReplicaLink) -> None:
-        """Stop waiting for a replica and for answers to samples that it should have sent."""
-        replica.lose()
+        """Stop waiting for a replica and for answers to samples that it should have sent, and end their episodes."""
+        for env in self._envs if replica.lose() else ():
+            if env not in self._controller.lost:
+                self._controller.send(env, messages.EndEpisodes(replica.first))
         self._pace.forget(replica.first)
         at_home = self._awaited.where(lambda away: away.replica == replica.first)
         self._release([sample for sample in at_home if self._awaited[sample].awaits_siblings])

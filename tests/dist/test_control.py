@@ -57,6 +57,7 @@ COMMANDS: list[Any] = [
     m.Rescore([1], [2]),
     m.ScoreTogether([1, 2]),
     m.Unwanted([3]),
+    m.EndEpisodes(2),
     m.Forget([]),
     m.Peek([2**62]),
     m.HandOver(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),

@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.control.messages import Observed, Turn, TurnDelta
+from hpcrl.control.messages import EndEpisodes, Observed, Turn, TurnDelta
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import held_out_uid, make_sample_id
 from tests.roles import odd_env
@@ -134,6 +135,23 @@ def test_episodes_of_dropped_samples_are_closed(stage: Stage, role: EnvRole, how
     assert [event.sample for event in stage.heard()] == [samples[0]]
     stage.send(1, 1, [turn(make_sample_id(next(UIDS), 0, 0), reason="abort")])  # one that it never had
     assert role.look_after() and not stage.heard()
+
+
+def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_are_not_played(stage: Stage, role: EnvRole) -> None:
+    first, second, third = (make_sample_id(next(UIDS), 0, 0) for _ in range(3))
+    own = msgspec.structs.replace(turn(make_sample_id(next(UIDS), 0, 0), "plain"), reply_to=1)
+    stage.send(1, 1, [turn(first, "plain"), turn(second, "plain"), own])
+    settle(role)
+    assert len(odd_env.OPEN) == 3
+    stage.send(1, 1, [turn(second)])
+    role.look_after()  # its turn is at work now
+    role.handlers()[EndEpisodes](EndEpisodes(2), 0)
+    settle(role)
+    assert len(odd_env.OPEN) == 1 and len(stage.mail(1, TurnDelta)) == 1, "the episode of another rank goes on"
+    stage.heard()
+    stage.send(1, 1, [turn(third, "plain")])
+    settle(role)
+    assert len(odd_env.OPEN) == 1 and not stage.heard()
 
 
 def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sample(stage: Stage) -> None:

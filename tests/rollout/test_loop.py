@@ -130,6 +130,15 @@ def test_the_loss_of_a_rank_moves_only_the_environments_it_had() -> None:
         receiver_of(samples[0], ranks, [])
 
 
+def test_environments_are_told_once_of_a_lost_replica() -> None:
+    ranks = Ranks()
+    loop = RolloutLoop(ranks, [[1], [2]], [SCORER], [3, 4, 5], seed=0, burst_tokens=4, deterministic=False)  # type: ignore[arg-type]
+    ranks.lost |= {1, 4}
+    loop.tell_lost()
+    loop.tell_lost()
+    assert sorted(ranks.sent, key=lambda sent: sent[0]) == [(3, m.EndEpisodes(1)), (5, m.EndEpisodes(1))]
+
+
 def test_an_environment_stays_where_it_is_when_a_rank_beside_the_replicas_is_lost() -> None:
     """Not moved to the replica itself, though all that are left are replicas."""
     ranks = Ranks()
