@@ -152,17 +152,18 @@ def _check_ranks(
 def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[Problem]:
     """Whether the engine can divide the role's ranks, and its specification does so consistently."""
     at, involved = ("layout", role), (("trainer", "engine"),)
+    whose = f"trainer.engine={config.train_engine}" if ROLES[role].owns_default_group else "its specification"
     try:
         division = ROLES[role].division(config, num_ranks)
     except DivisionError as error:
         for problem in error.problems:
             yield Problem(problem.path, f"{problem.text} (layout.{role})", (*problem.involves, at))
     except Exception as error:  # the specification may be of an installed package
-        text = f"layout.{role}: trainer.engine={config.train_engine}: {type(error).__name__}: {error}"
+        text = f"layout.{role}: {whose}: {type(error).__name__}: {error}"
         yield Problem(at, text, involved)
     else:
         if division.ranks != tuple(range(num_ranks)):
-            text = f"layout.{role}: trainer.engine={config.train_engine} divides ranks {_span(division.ranks)}"
+            text = f"layout.{role}: {whose} divides ranks {_span(division.ranks)}"
             yield Problem(at, f"{text}, and {role} has {num_ranks}", involved)
 
 
