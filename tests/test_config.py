@@ -163,8 +163,21 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "eval.temperature: 1e-09 is out of range; use 0.01 to 100, or 0 for greedy",
         ),
         (
-            ["generator.kv_bucket=100000000"],
-            "generator.kv_bucket: 100000000 tokens of cache per response, but the longest has 1280",
+            ["trainer.engine=deepspeed", "deterministic=true"],
+            "deterministic: the deepspeed trainer cannot be; use false",
+        ),
+        (["generator.engine=vllm", "deterministic=true"], "deterministic: the vllm generator cannot be; use false"),
+        (
+            ["generator.engine=sglang", "rollout.max_lag=1", "rollout.on_new_weights=recompute"],
+            "rollout.on_new_weights: the sglang generator cannot recompute; use continue or restart",
+        ),
+        (
+            ["generator.engine=vllm", "generator.native.kv_bucket=64"],
+            "generator.native.kv_bucket: not read here, the engine is vllm",
+        ),
+        (
+            ["generator.native.kv_bucket=100000000"],
+            "generator.native.kv_bucket: 100000000 tokens of cache per response, but the longest has 1280",
         ),
         (["model.tiny.vocab_size=1"], "model.tiny.vocab_size: expected at least 259, got 1"),
         (["model.tiny.num_layers=1000000"], "model.tiny.num_layers: expected at most 1000"),
@@ -312,7 +325,7 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
         ["rollout.max_lag=.5", "max_steps=2"],
         ["rollout.extra_prompts=152", "rollout.num_prompts=8"],
         ["rollout.top_k=2"],
-        ["rollout.temperature=.01", "rollout.top_p=.001", "generator.kv_bucket=4096", "trainer.eps=1"],
+        ["rollout.temperature=.01", "rollout.top_p=.001", "generator.native.kv_bucket=4096", "trainer.eps=1"],
         ["eval_every=0"],
         ["eval_every=1", "data.val=task:add"],
         ["debug=fake", "fake.pass_rate=0", "rollout.filter_mean_high=1"],

@@ -17,7 +17,6 @@ KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling settings that keep every token."""
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
-LARGE_BUCKET = 4096  # tokens; up to this size a bucket may be longer than the sequences
 
 FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
 """Keys with text for the model, in which <answer> is not a placeholder."""
@@ -39,6 +38,7 @@ def check(config: Config) -> list[Problem]:
         *_optimizer(config),
         *_model(config),
         *_user_code(config),
+        *_abilities(config),
         *(problem for _, _, spec in chosen(config) for problem in spec.check(config)),
         *_components(config),
         *_slurm_options(config),
@@ -141,10 +141,6 @@ def _sampling(config: Config) -> Iterator[Problem]:
     for index, text in enumerate(config.rollout.stop):
         if not text:
             yield Problem(("rollout", "stop", index), "rollout.stop: '' ends every response before its first token")
-    bucket, longest = config.generator.kv_bucket, config.max_sequence_tokens
-    if bucket > max(longest, LARGE_BUCKET):
-        text = f"generator.kv_bucket: {bucket} tokens of cache per response, but the longest has {longest}; use less"
-        yield Problem(("generator", "kv_bucket"), text, (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens")))
 
 
 def _correction(config: Config) -> Iterator[Problem]:
@@ -403,6 +399,27 @@ def check_family(config: Config, model_type: str, path: Path) -> Iterator[Proble
             f"{dotted(path)}: the {config.generator.engine} generator supports {', '.join(families)}, not {model_type}"
         )
         yield Problem(path, text, (("generator", "engine"), ("model",)))
+
+
+def _abilities(config: Config) -> Iterator[Problem]:
+    """What the configuration asks of engines that cannot do it."""
+    train_engine, gen_engine = config.trainer.engine, config.generator.engine
+    trainer, generator = TRAIN_ENGINES[train_engine], GEN_ENGINES[gen_engine]
+    trains, generates = ("trainer", "engine"), ("generator", "engine")
+    if config.deterministic and not trainer.deterministic:
+        yield Problem(("deterministic",), f"deterministic: the {train_engine} trainer cannot be; use false", (trains,))
+    if config.deterministic and not generator.deterministic and (config.generates or config.evaluates):
+        yield Problem(
+            ("deterministic",), f"deterministic: the {gen_engine} generator cannot be; use false", (generates,)
+        )
+    if not config.reinforces:
+        return
+    if config.rollout.on_new_weights == "recompute" and config.rollout.max_lag and not generator.recompute:
+        text = f"the {gen_engine} generator cannot recompute; use continue or restart"
+        yield Problem(("rollout", "on_new_weights"), f"rollout.on_new_weights: {text}", (generates,))
+    if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
+        text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
+        yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
 
 
 def _user_code(config: Config) -> Iterator[Problem]:

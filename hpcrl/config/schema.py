@@ -222,12 +222,6 @@ class TrainerConfig(Section):
     """Maximum gradient norm, to which gradients are clipped; inf: off."""
     max_tokens_per_micro_batch: Positive = 16384
     """Maximum tokens of one forward and backward pass on one rank."""
-    packing: Literal["auto", "require", "off"] = "auto"
-    """Pack several sequences into a row; auto: if a probe at load succeeds; require: stop if it fails."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of computation; the master weights have model.dtype."""
     logits_chunk_tokens: Positive = 4096
@@ -251,8 +245,6 @@ class GeneratorConfig(Section):
     """Decode steps per burst, between two reads of the inbox."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and KV cache."""
-    kv_bucket: Positive = 32
-    """KV cache lengths are rounded up to this many tokens."""
 
     def section(self, kind: type[S]) -> S:
         """The section of the engine, which is of this type."""

@@ -11,7 +11,7 @@ from hpcrl.config import Config, ConfigError
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.exitcodes import ExitCode
 from hpcrl.spec.table import Table
-from hpcrl.spec.tables import ENVS, REWARDS
+from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
 
 USAGE = """\
 usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=value ...]
@@ -42,6 +42,16 @@ IMPORTANT = (
     *("algorithm.num_mini_batches", "trainer.lr", "trainer.max_tokens_per_micro_batch"),
     *("generator.max_slots", "timeouts.command_s"),
 )
+
+CHOICES: dict[str, tuple[str, Table[Any]]] = {
+    "pipeline": ("pipeline", PIPELINES),
+    "algorithm": ("algorithm.name", ALGORITHMS),
+    "trainer": ("trainer.engine", TRAIN_ENGINES),
+    "generator": ("generator.engine", GEN_ENGINES),
+    "reward": ("reward.NAME.name", REWARDS),
+    "env": ("env.NAME.name", ENVS),
+}
+"""Section, or key at the top -> the key that selects a part by its name, and the parts."""
 
 EXIT_CODES = {
     ExitCode.DONE: "done, or finished before",
@@ -75,10 +85,12 @@ def overview() -> str:
 def section(name: str) -> str:
     """The text of --help SECTION: every key with its default and meaning. ConfigError lists the sections."""
     sections = _sections()
-    if name not in sections:
+    if name not in sections and name not in CHOICES:
         raise ConfigError([f"--help {name}: no such section; there are {', '.join(sections)}"])
     parts = []
-    for model in sections[name]:
+    for title, entries in _parts(name):
+        parts.append("\n".join([title, *(f"  {entry:<24} {about}" for entry, about in entries)]))
+    for model in sections.get(name, ()):
         parts.append("\n".join([f"{name}: {_doc(model)}", *(_line(*row) for row in _keys(model, _stem(name)))]))
     for title, rows in _options(name):
         parts.append("\n".join([title, *(_line(*row) for row in rows)]))
@@ -89,6 +101,11 @@ def reference() -> str:
     """docs/configuration.md: every key of every section."""
     made = "Made by `make docs` from `hpcrl/config/schema.py` and the specifications of all parts."
     lines = ["# Every key", "", made, ""]
+    for key in CHOICES:
+        for title, entries in _parts(key):
+            lines += [f"## {title}", "", "| Name | Part |", "|---|---|"]
+            lines += [f"| `{entry}` | {about} |" for entry, about in entries]
+            lines.append("")
     top = [(key, *_lookup(key)) for key in Config.model_fields if key not in _sections()]
     for title, rows in [
         ("run", top),
@@ -105,6 +122,19 @@ def reference() -> str:
         ]
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _parts(name: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(title, names with what they are) of the parts that a key of a section selects."""
+    if name not in CHOICES:
+        return []
+    key, table = CHOICES[name]
+    entries = [
+        (entry, spec.about + ("" if spec.built else " Not built yet."))
+        for entry, spec in table.items()
+        if getattr(spec, "offered", True)
+    ]
+    return [(f"{key}: one of", entries)]
 
 
 def _stem(name: str) -> str:

@@ -10,6 +10,7 @@ from hpcrl.planner.parts import BYTES, Part, Phase, split_size
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
+from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES
 
 BUCKET_BYTES = 256 << 20
@@ -30,9 +31,7 @@ def generator_parts(
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     copies = TRUNCATED_COPIES if truncates else LOGIT_COPIES
     logits = slots * shape.vocab_size * copies * FP32
-    paged = GEN_ENGINES[generator.engine].pages_cache
-    cache = token_bytes(config, shape) * slots * (config.max_sequence_tokens if paged else cache_capacity(config))
-    least = token_bytes(config, shape) * config.max_sequence_tokens if paged else None
+    cache, least = _cache(config, shape)
     prompt = max(PREFILL_TOKENS, config.data.max_prompt_tokens)
     width = 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
     return [
@@ -50,12 +49,19 @@ def token_bytes(config: Config, shape: ModelShape) -> int:
     return 2 * shape.num_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 
 
-def cache_capacity(config: Config) -> int:
-    """Maximum positions per slot of the native engine's cache, which grows by half whenever it is too short."""
-    bucket = config.generator.kv_bucket
-    longest = -(-config.max_sequence_tokens // bucket) * bucket
-    grown = max(0, longest - bucket) * 3 // 2
-    return max(longest, -(-grown // bucket) * bucket)
+def paged_cache(config: Config, shape: ModelShape) -> tuple[int, int]:
+    """The `plan` of an engine whose cache uses free memory in pages: bytes for all slots at full length, and the least,
+    for one."""
+    longest = token_bytes(config, shape) * config.max_sequence_tokens
+    return longest * config.generator.max_slots, longest
+
+
+def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
+    engine = config.generator.engine
+    if path := GEN_ENGINES[engine].plan:
+        found: tuple[int, int | None] = load(path, f"the plan of generator.engine={engine}")(config, shape)
+        return found
+    return paged_cache(config, shape)[0], None
 
 
 def hand_over_parts(config: Config, shape: ModelShape, publishes: bool) -> list[Part]:

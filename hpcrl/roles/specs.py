@@ -21,6 +21,11 @@ def _division(config: Any, num_ranks: int) -> Division:
     return TRAIN_ENGINES[config.train_engine].division(config, num_ranks)
 
 
+def _uses_reference(config: Any) -> bool:
+    learns = config.reinforces and config.learns
+    return learns and config.algorithm_spec.uses_reference(config.algorithm)
+
+
 def _generates(config: Any) -> bool:
     return bool(config.generates or config.evaluates)
 
@@ -54,7 +59,9 @@ REFERENCE = RoleSpec(
     about="Ranks of the frozen policy; only with a KL term.",
     make="hpcrl.roles.trainer:ReferenceRole",
     plan="hpcrl.planner.trainer:reference_parts",
-    needed=lambda config: config.reinforces and config.learns and config.algorithm.uses_reference,
+    needed=lambda config: (
+        config.reinforces and config.learns and config.algorithm_spec.uses_reference(config.algorithm)
+    ),
     holds_model=True,
     division=_division,
     owns_default_group=True,

@@ -15,12 +15,9 @@ from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 _DIVISION = (
     "trainer.max_tokens_per_micro_batch",
-    "trainer.activation_checkpointing",
-    "trainer.cpu_offload",
     "trainer.logits_chunk_tokens",
     "generator.max_slots",
     "generator.burst_tokens",
-    "generator.kv_bucket",
 )
 MAY_CHANGE = (
     "max_steps",

@@ -124,6 +124,10 @@ class TrainEngineSpec(Spec):
     DivisionError if the configuration does not allow this number of ranks."""
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
+    computes: frozenset[str] = frozenset()
+    """The optional outputs (hpcrl.algorithms.base.Outputs) that it computes for an objective."""
+    deterministic: bool = False
+    """Whether it can compute the same bits again (deterministic=true)."""
     offered: bool = True
     """Whether trainer.engine may name it."""
 
@@ -140,8 +144,13 @@ class GenEngineSpec(Spec):
     """Model families it runs, as config.json's model_type; None: all."""
     tensor_parallel: bool = False
     """Whether a replica may have several ranks."""
-    pages_cache: bool = False
-    """Whether its KV cache uses all free memory, in pages; otherwise it uses the full length per slot."""
+    plan: str = ""
+    """`module:NAME` of cache(config, shape) -> (bytes of the KV cache with all slots in use, bytes with which it can
+    run at least or None); empty: the full length for each slot."""
+    recompute: bool = False
+    """Whether it can recompute the KV cache of running responses (rollout.on_new_weights=recompute)."""
+    deterministic: bool = False
+    """Whether a response's bits depend on its request alone (deterministic=true)."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
     offered: bool = True
@@ -155,6 +164,10 @@ class AlgorithmSpec(Spec):
     section: type[PolicyLoss]
     objective: str
     """`module:NAME` of the objective, called with the section and the temperature of the rollouts."""
+    outputs: Callable[[Any], frozenset[str]] = lambda section: section.outputs
+    """The optional outputs of the engine that its objective needs (hpcrl.algorithms.base.Outputs)."""
+    uses_reference: Callable[[Any], bool] = lambda section: section.uses_reference
+    """Whether it needs the reference policy's log-probs."""
     compares_siblings: Callable[[Any], bool] = lambda section: False
     """Whether the credit compares the responses to a prompt, so that a group needs at least two."""
 

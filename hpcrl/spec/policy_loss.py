@@ -58,6 +58,11 @@ class PolicyLoss(Section):
     """Optimizer steps per pass."""
 
     @property
+    def outputs(self) -> frozenset[str]:
+        """The optional outputs of the engine that the loss needs."""
+        return frozenset({"entropy"}) if self.entropy_loss_coef else frozenset()
+
+    @property
     def uses_reference(self) -> bool:
         """Whether a KL term needs the reference policy's log-probs."""
         return self.kl_loss_coef > 0 or self.kl_reward_coef > 0

@@ -24,6 +24,7 @@ from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2 import model
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.rollout.batch import Batch
 from hpcrl.runtime.balance import balance, micro_batches
@@ -45,9 +46,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def engine(folder: Path, **config: Any) -> FSDP2Engine:
     trainable = config.pop("trainable", True)
+    own = FSDP2Config(**{key: config.pop(key) for key in FSDP2Config.model_fields if key in config})
     return FSDP2Engine(
         TrainerConfig(**{"lr": 1e-3, "logits_chunk_tokens": 8} | config),
         folder,
+        own=own,
         dtype=torch.float32,
         total_steps=10,
         trainable=trainable,

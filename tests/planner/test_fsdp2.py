@@ -10,6 +10,7 @@ import pytest
 from hpcrl.config import parse
 from hpcrl.engines.train.fsdp2 import engine, logits
 from hpcrl.engines.train.fsdp2 import memory as fsdp2
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner import activations
 from hpcrl.planner.activations import Tokens, fsdp2_activations
@@ -95,7 +96,8 @@ TALL: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 96, "intermediate
 
 def planned_peak(folder: Path, num_ranks: int, num_rows: int, length: int, **trainer: Any) -> int:
     """Most bytes of a train step beyond weights and optimizer."""
-    settings = {"logits_chunk_tokens": 16, "max_tokens_per_micro_batch": num_rows * length, **trainer}
+    own = {key: trainer.pop(key) for key in FSDP2Config.model_fields if key in trainer}
+    settings = {"logits_chunk_tokens": 16, "max_tokens_per_micro_batch": num_rows * length, "fsdp2": own, **trainer}
     rollout = {"max_new_tokens": length - 1, "num_prompts": 2 * num_ranks, "group_size": num_rows}
     config = parse({"trainer": settings, "rollout": rollout, "data": {"max_prompt_tokens": 1}})
     parts = trainer_parts(config, shape_of(folder), num_ranks)

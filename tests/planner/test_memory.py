@@ -59,7 +59,7 @@ def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], 
         {
             "data": {"max_prompt_tokens": prompt},
             "rollout": {"max_new_tokens": response},
-            "generator": {"max_slots": 3, "kv_bucket": 4},
+            "generator": {"max_slots": 3, "native": {"kv_bucket": 4}},
         }
     )
     engine = native.NativeEngine(folder, max_slots=3, max_length=prompt + response, dtype=torch.float32, kv_bucket=4)
@@ -123,7 +123,7 @@ def test_a_paged_cache_takes_what_is_left() -> None:
 
 def test_offload_moves_the_state_to_the_host() -> None:
     shape = shape_of("Qwen2.5-7B")
-    offloaded = run(trainer={"param_dtype": "bfloat16", "cpu_offload": True})
+    offloaded = run(trainer={"param_dtype": "bfloat16", "fsdp2": {"cpu_offload": True}})
     here, there = (kinds(config, shape)["trainer+generator"] for config in (run(), offloaded))
     state = 4 * (shape.num_parameters // 8) * 3
     assert here.total("train") - there.total("train") > state

@@ -65,6 +65,16 @@ def test_help_and_plan_tell_of_the_added_parts(site: Path, tmp_path: Path) -> No
     assert "algorithm.shrink=0.0" in told and "Share of the siblings' mean" in told
     assert "trainer.noisy.factor=1.0" in call(site, "--help", "trainer").stdout
     assert "curriculum.enough=1.0" in call(site, "--help", "curriculum").stdout
+    reference = call(site, "--help", "markdown").stdout
+    for name, about in {
+        "curriculum": "Reinforcement learning that ends where",
+        "leave_one_out": "A response is compared with the mean of its siblings.",
+        "noisy": "FSDP2 with another learning rate.",
+        "counting": "The native engine, which counts its bursts.",
+        "vowels": "The share of vowels.",
+        "echo": "Says back what it heard, once.",
+    }.items():
+        assert f"| `{name}` | {about}" in reference
     planned = call(site, *WORDS, f"run_dir={tmp_path / 'run'}", "dry_run=true")
     assert planned.returncode == 0, planned.stderr
     assert "curriculum, leave_one_out, 2 steps" in planned.stdout and "witness" in planned.stdout
@@ -80,6 +90,10 @@ def test_help_and_plan_tell_of_the_added_parts(site: Path, tmp_path: Path) -> No
         (["rollout.group_size=1"], "rollout.group_size: leave_one_out compares the responses of a group"),
         (["reward.default.options.least=1"], "reward.default: options: there is no option 'least' (there are: most)"),
         (["model.tiny.architecture=llama"], "the counting generator supports qwen2, not llama"),
+        (
+            ["trainer.engine=hpcrl_example.specs:STAGES", "algorithm.entropy_loss_coef=.1"],
+            "algorithm: the objective needs entropy, which the hpcrl_example.specs:STAGES trainer does not compute",
+        ),
         (
             ["trainer.megatron.tensor_parallel=2"],
             "trainer.megatron.tensor_parallel: not read here, the engine is noisy",

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcrl.algorithms.specs import POLICY_GRADIENT
+from hpcrl.engines.gen.native.spec import SPEC as NATIVE
+from hpcrl.engines.gen.native.spec import NativeConfig
+from hpcrl.engines.train.fsdp2.spec import SPEC as FSDP2
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Count, NonNegative, Positive, Section, Share
 from hpcrl.spec.kinds import (
@@ -49,7 +53,7 @@ VOWELS = RewardSpec(about="The share of vowels.", make="hpcrl_example.parts:Vowe
 ECHO = EnvSpec(about="Says back what it heard, once.", make="hpcrl_example.parts:EchoEnv")
 
 
-class NoisyConfig(Section):
+class NoisyConfig(FSDP2Config):
     """A trainer that multiplies its learning rate."""
 
     factor: NonNegative = 1.0
@@ -62,12 +66,17 @@ NOISY = TrainEngineSpec(
     make="hpcrl_example.parts:make_noisy",
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     resume_keys=("factor",),
+    computes=FSDP2.computes,
+    deterministic=True,
 )
 
 COUNTING = GenEngineSpec(
     about="The native engine, which counts its bursts.",
     make="hpcrl_example.parts:make_counting",
+    section=NativeConfig,
+    plan=NATIVE.plan,
     families=("qwen2",),
+    deterministic=True,
 )
 
 
@@ -94,12 +103,14 @@ STAGES = TrainEngineSpec(
     make="hpcrl_example.stages:make_trainer",
     division=_divide,
     resume_keys=("num",),
+    deterministic=True,
 )
 
 COLUMNS = GenEngineSpec(
     about="Generates with the model of the stages engine; ranks of a replica share its columns.",
     make="hpcrl_example.stages:make_generator",
     tensor_parallel=True,
+    deterministic=True,
 )
 
 WITNESS = RoleSpec(

@@ -20,6 +20,7 @@ from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.kv import KVCache, round_up
 from hpcrl.engines.gen.native.slots import Slots
+from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.gen.native.stops import StopStrings
 from hpcrl.engines.gen.native.tape import Tape
 from hpcrl.engines.gen.native.transformer import Transformer
@@ -39,7 +40,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         max_slots=config.generator.max_slots,
         max_length=config.max_sequence_tokens,
         dtype=getattr(torch, config.generator.dtype),
-        kv_bucket=config.generator.kv_bucket,
+        kv_bucket=config.generator.section(NativeConfig).kv_bucket,
         device="cuda" if torch.cuda.is_available() else "cpu",
         deterministic=config.deterministic,
         load=False,

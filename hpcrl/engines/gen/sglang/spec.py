@@ -8,6 +8,6 @@ SPEC = GenEngineSpec(
     about="SGLang; the first rank of a replica owns the engine.",
     needs={"sglang": "sglang"},
     tensor_parallel=True,
-    pages_cache=True,
+    plan="hpcrl.planner.generator:paged_cache",
     sleeps=True,
 )

@@ -8,6 +8,6 @@ SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
     tensor_parallel=True,
-    pages_cache=True,
+    plan="hpcrl.planner.generator:paged_cache",
     sleeps=True,
 )

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from hpcrl.spec.kinds import TrainEngineSpec
 
-SPEC = TrainEngineSpec(about="DeepSpeed ZeRO.", needs={"deepspeed": "deepspeed"})
+SPEC = TrainEngineSpec(about="DeepSpeed ZeRO.", needs={"deepspeed": "deepspeed"}, computes=frozenset({"entropy"}))

@@ -30,6 +30,7 @@ from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model, write_model
+from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -48,6 +49,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
     return FSDP2Engine(
         config.trainer,
         model_path,
+        own=config.trainer.section(FSDP2Config),
         dtype=getattr(torch, config.model.dtype),
         total_steps=total_steps,
         device="cuda" if torch.cuda.is_available() else "cpu",
@@ -60,13 +62,14 @@ class FSDP2Engine:
     """TrainEngine on the default process group, which must contain exactly the engine's ranks. Between commands
     parameters are sharded and there are no gradients."""
 
-    computes = frozenset({"entropy"})
+    computes = SPEC.computes
 
     def __init__(
         self,
         config: TrainerConfig,
         model_path: Path,
         *,
+        own: FSDP2Config | None = None,
         dtype: torch.dtype,
         total_steps: int,
         device: str = "cpu",
@@ -80,6 +83,7 @@ class FSDP2Engine:
         (the reference policy). ValueError on every rank if the folder cannot be used.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
+        self.own = own or FSDP2Config()
         self.device, self.trainable = torch.device(device), trainable
         self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
         self.optimizer_step = 0
@@ -108,7 +112,7 @@ class FSDP2Engine:
         hf.requires_grad_(self.trainable)
         hf.eval()  # no dropout: it would add noise to the ratio of two forwards
         model = PackedCausalLM(hf, config.logits_chunk_tokens)
-        if config.activation_checkpointing and self.trainable:
+        if self.own.activation_checkpointing and self.trainable:
             model.checkpoint_activations()
         mesh = init_device_mesh(self.device.type, (self.data_parallel_size,))
         options: dict[str, Any] = {
@@ -117,7 +121,7 @@ class FSDP2Engine:
                 param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
             "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-            if config.cpu_offload
+            if self.own.cpu_offload
             else OffloadPolicy(),
         }
         names = [name for name, _ in model.named_parameters()]
@@ -134,7 +138,7 @@ class FSDP2Engine:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank visits
 
-        model.to_empty(device="cpu" if config.cpu_offload else self.device)
+        model.to_empty(device="cpu" if self.own.cpu_offload else self.device)
         full = dict(source.named_parameters()) if source is not None else {}
         buffers = dict(source.named_buffers()) if source is not None else {}
         with torch.no_grad():
@@ -178,7 +182,7 @@ class FSDP2Engine:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         single_deviation, packed_deviation, leak = agreed.tolist()
         allowed = max(PROBE_TOLERANCE[self.compute_dtype], -0.1 * leak)
-        kind, mode = self.model.hf.config.model_type, self.config.packing
+        kind, mode = self.model.hf.config.model_type, self.own.packing
         if math.isinf(single_deviation):
             raise ValueError(f"model.path {self.model_path}: its log-probs are not finite, so its weights are damaged")
         if single_deviation > allowed:
@@ -190,8 +194,8 @@ class FSDP2Engine:
         why = obstacle or f"packed log-probs differ by {packed_deviation:.2g} nats from single sequences"
         if mode == "require" and not agrees:
             raise ValueError(
-                f"trainer.packing=require, but {kind} cannot be packed: {why}; set trainer.packing=auto to train one "
-                "sequence at a time"
+                f"trainer.fsdp2.packing=require, but {kind} cannot be packed: {why}; set trainer.fsdp2.packing=auto to "
+                "train one sequence at a time"
             )
         if mode == "auto" and not agrees and self.data_parallel_rank == 0:
             warnings.warn(
@@ -304,7 +308,7 @@ class FSDP2Engine:
             raise ValueError(
                 f"the objective {type(objective).__name__} compares the rows of a micro-batch, and without packing "
                 f"{self.model.hf.config.model_type} is trained one row at a time; it needs a model that can be packed "
-                "and trainer.packing=auto or require"
+                "and trainer.fsdp2.packing=auto or require"
             )
         split = self._split(micro_batches, batch.num_sequences)
         collected: list[Stats] = []
@@ -373,7 +377,7 @@ class FSDP2Engine:
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or self.config.cpu_offload:
+        if self.device.type == "cpu" or self.own.cpu_offload:
             return
         self.model.to(device)
         for state in self.optimizer.state.values() if self.optimizer is not None else ():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.parts import BYTES, PHASES, Change, Part, Phase, Row
@@ -61,9 +62,10 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     trainer, tokens = config.trainer, Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
     master, compute = BYTES[config.model.dtype], BYTES[trainer.param_dtype]
     numbers, gathered = shard_size(shape, num_ranks), _gathered_numbers(shape, compute, True)
-    offloaded = trainer.cpu_offload
-    activations = fsdp2_activations(shape, tokens, compute, trainer.activation_checkpointing)
-    recomputed = recomputed_layer(shape, tokens, compute) if trainer.activation_checkpointing else 0
+    own = trainer.section(FSDP2Config)
+    offloaded = own.cpu_offload
+    activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
+    recomputed = recomputed_layer(shape, tokens, compute) if own.activation_checkpointing else 0
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute)
     whole = _stays_gathered(shape, compute, True) and master == compute
     snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
@@ -102,7 +104,8 @@ class FSDP2Plan:
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         weights = shard_size(shape, num_ranks) * BYTES[config.model.dtype]
         gathered = gathered_weights(shape, BYTES[config.trainer.param_dtype], trainable=False)
-        return forward_parts(config, shape, num_ranks, weights, gathered, config.trainer.cpu_offload)
+        offloaded = config.trainer.section(FSDP2Config).cpu_offload
+        return forward_parts(config, shape, num_ranks, weights, gathered, offloaded)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         numbers, master = shape.num_parameters, BYTES[config.model.dtype]
@@ -119,8 +122,8 @@ class FSDP2Plan:
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         return {
-            "recompute": [(("trainer", "activation_checkpointing"), True)],
-            "ranks": [(("trainer", "cpu_offload"), True)],
+            "recompute": [(("trainer", "fsdp2", "activation_checkpointing"), True)],
+            "ranks": [(("trainer", "fsdp2", "cpu_offload"), True)],
         }
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:

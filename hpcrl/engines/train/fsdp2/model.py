@@ -93,7 +93,7 @@ class PackedCausalLM(nn.Module):
         layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(
-                f"trainer.activation_checkpointing=true: {self.hf.config.model_type} has no layers that can be "
+                f"trainer.fsdp2.activation_checkpointing=true: {self.hf.config.model_type} has no layers that can be "
                 "computed again; set it to false"
             )
         for layer in layers:

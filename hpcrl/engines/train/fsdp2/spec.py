@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
+
+
+class FSDP2Config(Section):
+    """How FSDP2 runs the model."""
+
+    packing: Literal["auto", "require", "off"] = "auto"
+    """Pack several sequences into a row; auto: if a probe at load succeeds; require: stop if it fails."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+
 
 SPEC = TrainEngineSpec(
     about="PyTorch FSDP2, for any decoder of transformers.",
     make="hpcrl.engines.train.fsdp2.engine:make",
+    section=FSDP2Config,
+    resume_keys=("activation_checkpointing", "cpu_offload"),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
+    computes=frozenset({"entropy"}),
+    deterministic=True,
 )

@@ -96,4 +96,5 @@ SPEC = TrainEngineSpec(
     plan="hpcrl.engines.train.megatron.memory:PLAN",
     needs={"megatron.core": "megatron"},
     resume_keys=tuple(MegatronConfig.model_fields),
+    computes=frozenset({"entropy"}),
 )
