@@ -71,6 +71,21 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
     )
 
 
+def learning_obstacle(row: Row) -> str:
+    """Why a supervised pipeline cannot learn from a row; empty if it can, as far as is known without a tokenizer."""
+    if row.response is None:
+        return (
+            f"no answer to learn from: there is no text in {', '.join(RESPONSE_KEYS)} or the answer (data.answer_key), "
+            "and the last message is no assistant turn with text"
+        )
+    if not row.response.strip():
+        return "the answer to learn from is empty"
+    for message in row.messages:
+        if message["role"] == "assistant" and not (message.get("tool_calls") or message["content"].strip()):
+            return "an assistant turn is empty, and all of them are learned from"
+    return ""
+
+
 def _check_size(answer: Any, extra: dict[str, Any], where: str) -> None:
     """BadRow if the row is too large to send: it would end the run at the step that draws it."""
     num_bytes = len(msgspec.json.encode((answer, extra)))
@@ -146,7 +161,8 @@ class RowSet:
     """All rows of a split, checked, source after source. ValueError lists all problems.
 
     `domain_names`: in order of appearance; `domains`: int32 [rows], each row's index into domain_names; `unanswered`:
-    domain -> number of rows without an answer, and `file:line` of the first.
+    domain -> number of rows without an answer, and `file:line` of the first; `unlearnable`: learning_obstacle() -> the
+    same two of the rows that have it.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int):
@@ -165,6 +181,7 @@ class RowSet:
         self.domain_names: list[str] = []
         self.domains = np.zeros(self._starts[-1], dtype=np.int32)
         self.unanswered: dict[str, tuple[int, str]] = {}
+        self.unlearnable: dict[str, tuple[int, str]] = {}
         what, more = "sources", len(problems) - MAX_PROBLEMS
         if not problems:
             found = self._scan()
@@ -189,6 +206,9 @@ class RowSet:
                     if row.answer is None or (isinstance(row.answer, str) and not row.answer.strip()):
                         count, first = self.unanswered.get(row.domain, (0, table.where(index)))
                         self.unanswered[row.domain] = count + 1, first
+                    if obstacle := learning_obstacle(row):
+                        count, first = self.unlearnable.get(obstacle, (0, table.where(index)))
+                        self.unlearnable[obstacle] = count + 1, first
                 except BadRow as error:
                     yield str(error)
 
@@ -269,6 +289,16 @@ def read_splits(config: DataConfig, seed: int) -> tuple[dict[Split, RowSet], lis
             except ValueError as error:
                 problems += str(error).splitlines()
     return found, list(dict.fromkeys(problems))
+
+
+def check_answers(rows: Mapping[Split, RowSet]) -> list[str]:
+    """One line for each reason why rows of data.train cannot be learned from by a supervised pipeline."""
+    if "train" not in rows:
+        return []
+    return [
+        f"{first}: {obstacle}; {count} of {len(rows['train'])} rows of data.train are so"
+        for obstacle, (count, first) in rows["train"].unlearnable.items()
+    ]
 
 
 def check_shares(config: DataConfig, rows: Mapping[Split, RowSet], batch_size: int) -> list[str]:

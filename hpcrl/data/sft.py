@@ -7,7 +7,7 @@ from typing import Any
 from hpcrl.config import DataConfig
 from hpcrl.data.chat import encode, render
 from hpcrl.data.files import BadRow
-from hpcrl.data.rows import Messages, RowSet, require_same
+from hpcrl.data.rows import Messages, RowSet, check_answers, learning_obstacle, require_same
 from hpcrl.data.tasks import Split
 
 
@@ -18,6 +18,8 @@ class SFTRows:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token to end an answer with")
         self._rows = RowSet(config, split, seed)
+        if wrong := check_answers({split: self._rows}):
+            raise ValueError("\n".join(wrong))
         self._seed = seed
         self._tokenizer = tokenizer
 
@@ -33,13 +35,15 @@ class SFTRows:
         return len(self._rows)
 
     def row(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of a row, of equal length. BadRow if the row has no answer.
+        """Token ids and loss mask of a row, of equal length. BadRow if the chat template rewrites earlier turns, or if
+        a generated row has no answer.
 
         The prompt has the tokens that PromptSource gives; the answer is tokenised separately, as in generation.
         """
         row = self._rows.row(index)
-        if row.response is None:
-            raise BadRow(f"{self._rows.where(index)}: no answer to learn from (answer, response or an assistant turn)")
+        if obstacle := learning_obstacle(row):
+            raise BadRow(f"{self._rows.where(index)}: {obstacle}")
+        assert row.response is not None, "a row without a response has an obstacle"
         ids: list[int] = []
         mask: list[bool] = []
 

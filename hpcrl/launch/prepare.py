@@ -51,7 +51,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 def _check_inputs(reading: Reading, config: Config) -> None:
     """Checks prompt files, rewards, stored rollouts and the container."""
-    from hpcrl.data import check_shares, read_splits
+    from hpcrl.data import check_answers, check_shares, read_splits
     from hpcrl.envs.making import validate_envs
     from hpcrl.rewards.router import validate_rewards
 
@@ -59,6 +59,8 @@ def _check_inputs(reading: Reading, config: Config) -> None:
         rows, wrong = read_splits(config.data, config.seed)
         if config.reinforces:
             wrong += check_shares(config.data, rows, config.rollout.num_prompts)
+        elif config.learns:
+            wrong += check_answers(rows)
         lacking = tuple(f"{path}: no such file" for path in _still_to_give(reading, config))
         lines = [line for line in wrong if not line.endswith(lacking or ("\n",))]
         reading.add([Problem((), line, (("data",),)) for line in lines])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrl.config import DataConfig
-from hpcrl.data import PromptSource, sft_rows
+from hpcrl.data import PromptSource, check_answers, read_splits, sft_rows
 
 
 def marked(tokenizer, row: tuple[list[int], list[bool]]) -> list[str]:
@@ -72,11 +72,35 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write_json
         sft_rows(DataConfig(train=path), "train", Forgetful()).row(0)
 
 
-def test_a_row_without_an_answer_is_named(tokenizer, write_jsonl):
-    path = write_jsonl("a.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "c"})
-    rows = sft_rows(DataConfig(train=path), "train", tokenizer)
-    with pytest.raises(ValueError, match=r"a.jsonl:2: no answer to learn from"):
-        rows.row(1)
+def turns(*contents: str) -> dict:
+    """A row of turns of the user and the assistant."""
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": c} for n, c in enumerate(contents)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "c"}, "no answer to learn from"),
+        ({"prompt": "c", "answer": 4}, "no answer to learn from"),
+        ({"prompt": "c", "answer": ""}, "the answer to learn from is empty"),
+        ({"prompt": "c", "response": " ", "answer": "d"}, "the answer to learn from is empty"),
+        (turns("c", ""), "the answer to learn from is empty"),
+        (turns("c", "", "d", "e"), "an assistant turn is empty"),
+    ],
+)
+def test_rows_without_an_answer_are_named_at_once(tokenizer, write_jsonl, row: dict, why: str):
+    path = write_jsonl("a.jsonl", {"prompt": "a", "answer": "b"}, row, turns("a", "b", "c", "d"), row)
+    config = DataConfig(train=path)
+    with pytest.raises(ValueError, match=rf"^{path}:2: {why}.*; 2 of 4 rows of data.train are so$") as raised:
+        sft_rows(config, "train", tokenizer)
+    assert check_answers(read_splits(config, 0)[0]) == [str(raised.value)]
+    assert check_answers(read_splits(DataConfig(train="task:add", val=path), 0)[0]) == []
+
+
+def test_an_assistant_turn_that_calls_a_tool_needs_no_text(write_jsonl):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    row = {"messages": [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "3"}], "answer": "b"}
+    assert check_answers(read_splits(DataConfig(train=write_jsonl("a.jsonl", row)), 0)[0]) == []
 
 
 def test_a_resume_on_other_rows_is_refused(tokenizer, tmp_path):

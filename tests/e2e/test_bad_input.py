@@ -73,6 +73,22 @@ def test_rows_that_cannot_be_read_are_named(
     assert all(line.startswith(part) or part in line for line, part in zip(lines, expected, strict=True)), lines
 
 
+@pytest.mark.parametrize("row", [b'{"prompt": "1+1"}', b'{"prompt": "1+1", "answer": ""}'])
+@pytest.mark.parametrize("dry_run", ["false", "true"])
+def test_rows_without_an_answer_are_refused_by_the_supervised_pipeline(
+    row: bytes, dry_run: str, at: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (at / "rows.jsonl").write_bytes(GOOD * 250 + row + b"\n" + GOOD * 149)
+    words = ("+experiment=demo_sft", "layout=single", "data.val=null", "eval_every=0", "sft.stop_score=null")
+    before = sorted(at.rglob("*"))
+    code = main([*words, "data.train=rows.jsonl", "max_steps=10", "run_dir=run", f"dry_run={dry_run}"])
+    out, err = capsys.readouterr()
+    assert (code, out) == (ExitCode.BAD_INPUT, ""), (out, err)
+    (line,) = err.splitlines()
+    assert line.startswith("rows.jsonl:251: ") and line.endswith("; 1 of 400 rows of data.train are so"), line
+    assert sorted(at.rglob("*")) == before
+
+
 def test_what_spoils_no_row_is_accepted(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A byte order mark, empty lines, Windows line ends, no newline at the end, a line of 2 MB."""
     long = b'{"prompt": "' + b"x" * 2_000_000 + b'", "answer": "2"}\r\n'
