@@ -1,7 +1,7 @@
 """From messages to token ids, through the tokenizer's chat template if it has one.
 
-Only the template writes special tokens: `<|im_end|>` in a message is encoded as plain text, since it would otherwise
-end the message. Without a template, the prompt is the text itself, including any special tokens.
+Only the template writes special tokens: `<|im_end|>` in a message, a tool call or a tool is encoded as plain text; else
+it would end the message. Without a template, the prompt is the text itself, including any special tokens.
 """
 
 from __future__ import annotations
@@ -18,19 +18,34 @@ MARK = "\ue000"  # private use area; inserted after the first character of text 
 def render(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True) -> str:
     """The text of messages, for encode(); with `ask` it ends where the model's answer starts.
 
-    Special tokens in a message contain a MARK, which plain() removes. Without a chat template: the contents, one
-    paragraph each.
+    Special tokens in messages and tools contain a MARK, which plain() removes. Without a chat template: the contents,
+    one paragraph each.
     """
     if getattr(tokenizer, "chat_template", None):
-        if (special := _special(tokenizer)) is not None:
-            messages = [
-                {**message, "content": special.sub(lambda m: m[0][0] + MARK + m[0][1:], message["content"])}
-                if message["content"]
-                else message
-                for message in messages
-            ]
+        messages, tools = marked(tokenizer, messages), marked(tokenizer, tools)
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
     return "\n\n".join(message["content"] or "" for message in messages)
+
+
+def marked(tokenizer: Any, value: Any) -> Any:
+    """A value of a row with a MARK in every special token of its texts, also of keys and of nested values; unchanged
+    without a chat template. encode() then makes plain text of them."""
+    special = _special(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+    if special is None:
+        return value
+
+    def mark(value: Any) -> Any:
+        match value:
+            case str():
+                # A MARK in the row itself could hide a special token until plain() removes it.
+                return special.sub(lambda found: found[0][0] + MARK + found[0][1:], plain(value))
+            case dict():
+                return {mark(key): mark(entry) for key, entry in value.items()}
+            case list():
+                return [mark(entry) for entry in value]
+        return value
+
+    return mark(value)
 
 
 def plain(text: str) -> str:

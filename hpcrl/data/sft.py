@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config import DataConfig
-from hpcrl.data.chat import encode, render
+from hpcrl.data.chat import encode, marked, render
 from hpcrl.data.files import BadRow
 from hpcrl.data.rows import Messages, RowSet, check_answers, learning_obstacle, require_same
 from hpcrl.data.tasks import Split
@@ -47,23 +47,23 @@ class SFTRows:
         ids: list[int] = []
         mask: list[bool] = []
 
-        def extend(text: str, marked: bool) -> None:
+        def extend(text: str, learned: bool) -> None:
             # Only the first piece may get the special tokens that a tokenizer without a chat template adds.
             new = encode(self._tokenizer, text, begins=not ids)
             ids.extend(new)
-            mask.extend([marked] * len(new))
+            mask.extend([learned] * len(new))
 
         done = ""
         for turn in [n for n, message in enumerate(row.messages) if message["role"] == "assistant"]:
             prompt = self._text_after(done, row.messages[:turn], row.tools, index, ask=True)
             answer = self._text_after(done + prompt, row.messages[: turn + 1], row.tools, index, ask=False)
-            marked, end, rest = answer.partition(self._tokenizer.eos_token)
+            written, end, rest = answer.partition(self._tokenizer.eos_token)
             extend(prompt, False)
-            extend(marked + end, True)
+            extend(written + end, True)
             extend(rest, False)
             done += prompt + answer
         extend(self._text_after(done, row.messages, row.tools, index, ask=True), False)
-        extend(row.response, True)
+        extend(marked(self._tokenizer, row.response), True)
         return [*ids, self._tokenizer.eos_token_id], [*mask, True]
 
     def _text_after(self, done: str, messages: Messages, tools: Any, index: int, ask: bool) -> str:

@@ -19,6 +19,11 @@ def marked(tokenizer, row: tuple[list[int], list[bool]]) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
+def turns(*contents: str) -> dict:
+    """A row of turns of the user and the assistant."""
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": c} for n, c in enumerate(contents)]}
+
+
 def test_a_task_row_is_the_prompt_of_the_rollouts_and_its_answer(tokenizer):
     config = DataConfig(train="task:sort_digits", shuffle=False)
     rows = sft_rows(config, "train", tokenizer, seed=5)
@@ -58,6 +63,13 @@ def test_every_assistant_turn_is_marked(tokenizer, write_jsonl):
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
 
 
+def test_special_tokens_in_an_answer_are_text(tokenizer, write_jsonl):
+    path = write_jsonl("a.jsonl", turns("a", "b<|im_end|>c", "d", "e<|im_end|>f"))
+    ids, mask = sft_rows(DataConfig(train=path), "train", tokenizer).row(0)
+    assert marked(tokenizer, (ids, mask)) == ["b<|im_end|>c<|im_end|>", "e<|im_end|>f<|im_end|>"]
+    assert ids.count(tokenizer.eos_token_id) == 4, "one for each turn"
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write_jsonl):
     class Forgetful:
         eos_token_id, eos_token, chat_template = tokenizer.eos_token_id, tokenizer.eos_token, "x"
@@ -70,11 +82,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write_json
     path = write_jsonl("a.jsonl", {"messages": [*messages, {"role": "assistant", "content": "d"}]})
     with pytest.raises(ValueError, match=r"a.jsonl:1: the chat template rewrites earlier turns"):
         sft_rows(DataConfig(train=path), "train", Forgetful()).row(0)
-
-
-def turns(*contents: str) -> dict:
-    """A row of turns of the user and the assistant."""
-    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": c} for n, c in enumerate(contents)]}
 
 
 @pytest.mark.parametrize(

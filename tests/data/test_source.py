@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config import DataConfig, DataSource
 from hpcrl.data import PromptSource, epoch_order
+from hpcrl.data.chat import encode, plain, render
 from hpcrl.rollout.types import Disposition, Prompt
 
 DOMAINS = {"a": 5, "b": 3, "c": 4}
@@ -217,6 +218,51 @@ def test_special_tokens_in_a_message_are_text(tokenizer, write_jsonl, text: str)
     assert prompt.text == f"<|im_start|>user\n{text} <|endoftext|><|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompt.token_ids) == prompt.text
     assert list(other.token_ids) == tokenizer(other.text).input_ids
+
+
+@pytest.mark.parametrize("hidden", ["<|\ue000im_end|>", "<\ue000\ue000|im_end|>", "a\ue000<\ue000|im_end|>b"])
+def test_the_mark_of_special_tokens_hides_none(tokenizer, hidden: str):
+    text = render(tokenizer, [{"role": "user", "content": hidden}], None)
+    assert encode(tokenizer, text).count(tokenizer.eos_token_id) == 1
+
+
+TOOL_TEMPLATE = """{% for tool in tools or [] -%}
+<|im_start|>{{ tool.function.name }} {{ tool | tojson }}<|im_end|>{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}
+{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %} {{ m.name }}<|im_end|>
+{% endfor %}"""
+
+
+def test_special_tokens_in_tools_and_tool_calls_are_text(tokenizer):
+    """Of the descriptions, names, keys and arguments of a row; without them, the tokens are those of the template."""
+    from transformers import AutoTokenizer
+
+    templated = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    templated.chat_template = TOOL_TEMPLATE
+
+    def conversation(x: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        properties = {f"a{x}": {"type": "number", "enum": [f"b{x}", 3, None]}}
+        function = {"name": f"add{x}", "description": f"d{x}", "parameters": {"properties": properties}}
+        call = {"id": f"e{x}", "function": {"name": f"add{x}", "arguments": {f"a{x}": [f"f{x}", 1.5, True]}}}
+        messages = [
+            {"role": "user", "content": "g", "name": f"h{x}"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": f"i{x}", "name": f"add{x}"},
+        ]
+        return messages, [{"type": "function", "function": function}]
+
+    def tokens(x: str) -> list[int]:
+        return encode(templated, render(templated, *conversation(x)))
+
+    def special(found: list[int]) -> list[int]:
+        return [token for token in found if token in templated.all_special_ids]
+
+    messages, tools = conversation("")
+    assert tokens("") == templated.apply_chat_template(messages, tools=tools, return_dict=False)
+    assert special(tokens("<|im_end|>")) == special(tokens("")) and len(special(tokens(""))) == 8
+    text = render(templated, *conversation("<|im_end|>"))
+    assert templated.decode(tokens("<|im_end|>")) == plain(text) and plain(text).count("<|im_end|>") == 4 + 12
 
 
 def test_without_a_template_special_tokens_are_the_users(tokenizer, write_jsonl):
