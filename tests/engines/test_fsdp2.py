@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 import warnings
@@ -75,7 +76,9 @@ def transformers_results(folder: Path, batch: Batch) -> tuple[Tensor, dict[str, 
     """Log-probs [T] and gradients of Weighted, one sequence at a time through transformers' eager attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     logprobs, entropies = [], []
+    rotary = copy.deepcopy(model.base_model.rotary_emb)
     for tokens in batch.token_ids.split(batch.lengths.tolist()):
+        model.base_model.rotary_emb = copy.deepcopy(rotary)  # dynamic NTK rotates by the longest sequence so far
         log_p = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         first = log_p.new_zeros(1)
         logprobs.append(torch.cat([first, log_p.gather(1, tokens[1:, None])[:, 0]]))
@@ -216,6 +219,31 @@ def test_rotary_embeddings_of_the_longest_sequence_are_not_packed(tmp_path: Path
     trainer.model.set_packing(True)  # negative control: packed, short sequences are rotated as the long one is
     trainer.packing = True
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-2
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+LAYERS = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}),
+        ("gemma3_text", {"rope_parameters": LAYERS, "layer_types": [*LAYERS], "sliding_window": 6}),
+    ],
+)
+def test_dynamic_rotary_embeddings_take_the_length_of_each_sequence(
+    family: str, changes: dict[str, Any], tmp_path: Path, world_of_one: None
+) -> None:
+    """Some sequences longer than the 20 positions of the config follow longer ones. None of the probe's is as long."""
+    folder = make_model_folder(family, tmp_path / "model", max_position_embeddings=20, **changes)
+    with pytest.warns(UserWarning, match=f"{family} cannot be packed .rope_type=dynamic"):
+        trainer = engine(folder)
+    batch = make_batch((9, 44, 4, 30, 20, 21))
+    want, gradients = transformers_results(folder, batch)
+    for _ in range(2):
+        assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
+        assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ TOKENIZER_FILES = (
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Kinds of rotary embedding (rope_type) that change above some length: dynamic NTK, and LongRoPE of Phi-3 (arXiv
 2402.13753). transformers takes the length of the whole forward, so a short sequence packed with a long one is rotated
-like the long one. The probe's short sequences do not detect it."""
+like the long one. The probe's short sequences do not detect it. Both train exactly one sequence at a time."""
 
 
 def rope_types(config: Any) -> set[str]:
@@ -64,6 +64,8 @@ class PackedCausalLM(nn.Module):
         self.hf = hf
         self.head = Head.from_config(hf.config)
         self.chunk_tokens = chunk_tokens
+        dynamic = "dynamic" in rope_types(hf.config)
+        self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
         # The model's own attention. SDPA has no soft-capping, and transformers' SDPA would silently omit it.
         self.own_attention = (
             "eager" if getattr(hf.config, "attn_logit_softcapping", None) else hf.config._attn_implementation
@@ -116,6 +118,7 @@ class PackedCausalLM(nn.Module):
         token_ids and positions int64 [T] hold sequences back to back; without a layout, one sequence.
         """
         packed: dict[str, Any] = {}
+        self._forget_lengths()
         if layout is not None:
             token_ids, before = token_ids[layout.kept], layout.places[before]
             packed = {"packed_layout": layout, "position_ids": positions[None, layout.kept]}
@@ -132,8 +135,18 @@ class PackedCausalLM(nn.Module):
             entropy=entropy,
         )
 
+    def _forget_lengths(self) -> None:
+        """Undo what dynamic NTK keeps of earlier forwards: transformers goes on with the longest length so far."""
+        for module in self._dynamic_rotary:
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                setattr(module, name, module.original_max_seq_len)
+            for name, original in list(module.named_buffers(recurse=False)):
+                if name.endswith("original_inv_freq"):  # one for each kind of layers, which the prefix names
+                    setattr(module, f"{name.removesuffix('original_inv_freq')}inv_freq", original)
+
     def own_logprobs(self, token_ids: Tensor) -> Tensor:
         """float32 [T - 1]: log-probs of tokens 1.. of one sequence int64 [T], by the model's own forward and head."""
+        self._forget_lengths()
         logits = self.hf(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
 

@@ -12,7 +12,8 @@ class FSDP2Config(Section):
     """How FSDP2 runs the model."""
 
     packing: Literal["auto", "require", "off"] = "auto"
-    """Pack several sequences into a row; auto: if a probe at load succeeds; require: stop if it fails."""
+    """Pack several sequences into a row; auto: if a probe at load succeeds, and not for rope_type dynamic and longrope;
+    require: stop if it fails."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     cpu_offload: bool = False
