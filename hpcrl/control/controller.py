@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from hpcrl.clock import AwakeClock
 from hpcrl.control.background import Background, Events
-from hpcrl.control.clock import AwakeClock
 from hpcrl.control.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
 from hpcrl.control.world import World, rank_queue
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.clock import AwakeClock
 from hpcrl.control.bootstrap import ENDPOINT
-from hpcrl.control.clock import AwakeClock
 from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import VISIBLE
 from hpcrl.rundir import AGENT, OUTCOME, VERDICT

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpcrl.checkpoint.commit import seal_files
-from hpcrl.control.clock import AwakeClock
+from hpcrl.clock import AwakeClock
 from hpcrl.control.messages import (
     AbortSamples,
     Admit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from hpcrl.control.clock import AwakeClock
+from hpcrl.clock import AwakeClock
 from hpcrl.control.controller import Controller
 from hpcrl.rollout.types import split_sample_id
 

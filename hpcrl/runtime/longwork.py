@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hpcrl.control.clock import AwakeClock
+from hpcrl.clock import AwakeClock
 from hpcrl.control.controller import Controller, RankSilent, Started
 from hpcrl.control.messages import Command, Done
 
