@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from hpcrl.clock import AwakeClock
 from hpcrl.rewards.base import MAX_TOKEN_REWARDS, Reward, RewardItem, Score
 from hpcrl.trajectory import MAX_REWARD
 
 MAX_ERROR_CHARS = 300
+READS = 8  # of the clock, in a timeout
 SUM_TOLERANCE = 1e-5
 """Relative to the sum of magnitudes, for float32 sums of many parts."""
 
@@ -46,8 +48,10 @@ def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | Non
 
 
 async def score_each_async(reward: Reward, items: Sequence[RewardItem], timeout_s: float) -> list[Score] | None:
-    """As score_each(), for a reward whose score() is a coroutine, which is cancelled after the timeout."""
-    limit = asyncio.timeout(timeout_s)
+    """As score_each(), for a reward whose score() is a coroutine, which is cancelled after the timeout; time in which
+    the job is suspended does not count."""
+    limit = asyncio.timeout(None)
+    ending = asyncio.create_task(_end_after(limit, timeout_s))
     try:
         async with limit:
             scores = reward.score(items)
@@ -56,6 +60,15 @@ async def score_each_async(reward: Reward, items: Sequence[RewardItem], timeout_
     except (Exception, SystemExit) as error:
         late = isinstance(error, TimeoutError) and limit.expired()
         return _failure(reward, items, f"timeout after {timeout_s:g} s" if late else describe(error))
+    finally:
+        ending.cancel()
+
+
+async def _end_after(limit: asyncio.Timeout, timeout_s: float) -> None:
+    clock = AwakeClock(timeout_s)
+    while (left_s := timeout_s - clock.now()) > 0:
+        await asyncio.sleep(min(left_s, timeout_s / READS))
+    limit.reschedule(asyncio.get_running_loop().time())
 
 
 async def _awaited(scores: Awaitable[Sequence[Score]]) -> Sequence[Score]:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from hpcrl.clock import AwakeClock
 from hpcrl.config import Config, RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import describe, failed, score_each
@@ -40,7 +41,8 @@ class RewardPool:
     workers when the thread that started them ends."""
 
     def __init__(self, config: Config, clock: Clock = time.monotonic):
-        """ValueError if a built-in reward cannot be made from its section; workers start in the background."""
+        """ValueError if a built-in reward cannot be made from its section; workers start in the background. clock: of
+        the host; timeouts count only the time between two polls that AwakeClock counts."""
         self._router = Router(config)
         self._inline: dict[str, Reward] = {}
         self._crews: dict[str, _Crew] = {}
@@ -136,7 +138,7 @@ class _Crew:
         self._waiting: deque[_Job] = deque()
         self._done: list[tuple[RewardItem, Score]] = []
         self._failed_starts = 0
-        self._workers = [_Worker(section, clock()) for _ in range(section.num_processes)]
+        self._workers = [_Worker(section, clock) for _ in range(section.num_processes)]
 
     @property
     def pending(self) -> int:
@@ -158,9 +160,9 @@ class _Crew:
         for place, worker in enumerate(self._workers):
             self._receive(worker)
             while self._waiting and worker.has_room and not (self._waiting[0].alone and worker.at_work):
-                worker.send(self._next_chunk(worker), self._clock())
-            worker.flush(self._clock())
-            problem = worker.problem(self._clock())
+                worker.send(self._next_chunk(worker))
+            worker.flush()
+            problem = worker.problem()
             if problem:
                 self._workers[place] = self._replace(worker, problem)
         done, self._done = self._done, []
@@ -181,7 +183,7 @@ class _Crew:
                 parts = tuple(answer.turn_rewards), answer.token_rewards
                 score = Score(answer.reward, answer.score, answer.error, answer.metrics, *parts)
                 self._done.append((worker.at_work.pop(answer.place)[0], score))
-            worker.heard(self._clock())
+            worker.heard()
 
     def _next_chunk(self, worker: _Worker) -> list[_Job]:
         chunk = [self._waiting.popleft()]
@@ -211,7 +213,7 @@ class _Crew:
             self.counts["timeouts"] += bool(charged) and worker.timed_out
         for _, left in charged:
             self._charge(left, problem)
-        return _Worker(self._section, self._clock())
+        return _Worker(self._section, self._clock)
 
     def _retry(self, jobs: Iterable[_Job]) -> None:
         self._waiting.extendleft(reversed([replace(job, alone=True) for job in jobs]))
@@ -227,7 +229,7 @@ class _Crew:
 class _Worker:
     """One process, its pipes, and its responses: number -> response and the others sent with it."""
 
-    def __init__(self, section: RewardConfig, now: float):
+    def __init__(self, section: RewardConfig, clock: Clock):
         self._timeout_s = section.timeout_s
         self._concurrency = section.concurrency
         with held_back():
@@ -250,7 +252,8 @@ class _Worker:
         self.at_work: dict[int, tuple[RewardItem, _Job]] = {}
         self.ready: Ready | None = None
         self.timed_out = False
-        self._deadline = now + START_TIMEOUT_S
+        self._host_clock = clock
+        self._limit(START_TIMEOUT_S)
 
     @property
     def started(self) -> bool:
@@ -272,14 +275,18 @@ class _Worker:
         jobs = {id(job): job for _, job in self.at_work.values()}
         return len(jobs) < self._concurrency and not any(job.alone for job in jobs.values())
 
-    def heard(self, now: float) -> None:
+    def _limit(self, seconds: float) -> None:
+        """Allow this much time from now on."""
+        self._limit_s, self._clock = seconds, AwakeClock(seconds, self._host_clock)
+
+    def heard(self) -> None:
         """Record progress: the time for the next response begins. Concurrent calls have their own timeouts in the
         process; if none of them answers for twice the timeout, the process is stuck."""
-        self._deadline = now + self._timeout_s * (2 if self.several else 1)
+        self._limit(self._timeout_s * (2 if self.several else 1))
 
-    def send(self, chunk: list[_Job], now: float) -> None:
+    def send(self, chunk: list[_Job]) -> None:
         if not self.at_work:
-            self.heard(now)
+            self.heard()
         for job in chunk:
             for item in job.items:
                 self.at_work[self._sent] = item, job
@@ -294,7 +301,7 @@ class _Worker:
         self.at_work = {}
         return list(left.values())
 
-    def flush(self, now: float) -> None:
+    def flush(self) -> None:
         """Write as much as the pipe accepts. The time for a response begins when the worker has received it."""
         while self._out:
             try:
@@ -304,7 +311,7 @@ class _Worker:
             except BrokenPipeError:  # the process has ended; receive() detects it
                 self._out.clear()
             if self.started and not self.several:
-                self.heard(now)
+                self.heard()
 
     def receive(self) -> list[Answer]:
         """The answers that have arrived."""
@@ -318,13 +325,13 @@ class _Worker:
             pass
         return take_answers(self._in)
 
-    def problem(self, now: float) -> str | None:
+    def problem(self) -> str | None:
         """Why this process must be replaced, or None."""
         if self._gone:
             code = self.kill()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return f"the reward's process ended {how}"
-        if now > self._deadline and (self.at_work or not self.started):
+        if self._clock.now() > self._limit_s and (self.at_work or not self.started):
             self.timed_out = self.started
             stuck = " (its code blocks the event loop)" if self.several else ""
             return (

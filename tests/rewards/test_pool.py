@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import psutil
 import pytest
 
 from hpcrl.config import Config, DataConfig, RewardConfig
-from hpcrl.rewards.base import RewardItem, Score
+from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.guarded import score_each_async
 from hpcrl.rewards.pool import RewardPool
 from tests.children import children
 
@@ -185,6 +187,41 @@ def test_a_call_that_blocks_the_loop_or_ends_the_process_costs_itself_alone(make
     assert [found[n].score for n in (0, 2, 4, 5)] == [1.0] * 4
     assert found[1].error.startswith("timeout after 1 s (its code blocks the event loop)")
     assert found[3].error.startswith("the reward's process ended with exit code 3")
+
+
+def test_a_timeout_does_not_count_a_pause_of_the_job(tmp_path: Path):
+    (tmp_path / "slow.py").write_text("import time\ndef f(items):\n    time.sleep(0.5)\n    return [1.0]\n")
+    section = RewardConfig(name="function", function=f"{tmp_path}/slow.py:f", timeout_s=10)
+    pause_s = 0.0
+    pool = RewardPool(Config(reward={"default": section}), lambda: time.monotonic() + pause_s)
+    try:
+        pool.poll()
+        pause_s = 1000.0  # while the worker starts
+        while pool.scores("d") is None:
+            assert not pool.poll()
+        pool.submit(items(["x"]))
+        assert not pool.poll()
+        pause_s = 2000.0
+        assert collect(pool) == {0: Score(1.0, 1.0)} and pool.stats()["restarts"] == 0
+    finally:
+        pool.close()
+
+
+class Paused(Reward):
+    """Its process stands still within a call, as where the job is suspended."""
+
+    def __init__(self):
+        pass
+
+    async def score(self, items):
+        await asyncio.sleep(0)
+        time.sleep(1.0)
+        await asyncio.sleep(0.05)
+        return [Score(1.0, 1.0)]
+
+
+def test_a_timeout_of_a_call_that_waits_does_not_count_a_pause_either():
+    assert asyncio.run(score_each_async(Paused(), items(["x"]), 0.8)) == [Score(1.0, 1.0)]
 
 
 def test_no_more_calls_wait_than_the_concurrency_and_groups_may_wait_too(make_pool):
