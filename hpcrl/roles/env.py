@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.clock import AwakeClock
 from hpcrl.config import EnvConfig
 from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
@@ -64,12 +64,13 @@ class _Playing:
 
     def __init__(self, turn: Turn, episode: _Episode, section: str, timeout_s: float):
         self.turn, self.episode, self.section = turn, episode, section
-        self._timeout_s, self._began = timeout_s, time.monotonic()
+        self._timeout_s, self._clock = timeout_s, AwakeClock(timeout_s)
         self.played: Future[_Played] = Future()
 
-    def is_over(self, now: float) -> bool:
-        """Whether the turn has ended; ends it with _TooLate after its timeout."""
-        if not self.played.done() and now - self._began > self._timeout_s:
+    def is_over(self) -> bool:
+        """Whether the turn has ended; ends it with _TooLate after its timeout. Called at every look of the role, as
+        its clock needs."""
+        if not self.played.done() and self._clock.now() > self._timeout_s:
             call = "reset()" if self.turn.begins else "step()"
             text = f"{call} did not return within {self._timeout_s:g} s (env.{self.section}.timeout_s)"
             self.end(_TooLate(text))
@@ -125,8 +126,7 @@ class EnvRole:
             elif turn.reply_to not in self._lost:
                 self._waiting.append(turn)
                 self._episodes.setdefault(turn.sample, _Episode(turn.reply_to)).at_work = True
-        now = time.monotonic()
-        over = [playing for playing in self._playing if playing.is_over(now)]
+        over = [playing for playing in self._playing if playing.is_over()]
         for playing in over:
             self._playing.remove(playing)
             self._answer(playing)

@@ -198,6 +198,25 @@ def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_t
     role.close()
 
 
+def test_the_timeout_of_a_turn_does_not_count_a_pause_of_the_job(stage: Stage) -> None:
+    settings = {"env": {"default": {**ODD, "timeout_s": 0.8}}}
+    role, odd_env.RELEASE = EnvRole(stage.worker(1, settings)), threading.Event()
+    sample = make_sample_id(next(UIDS), 0, 0)
+    assert not play(stage, role, turn(sample, "hangs")).ended
+    stage.send(1, 1, [turn(sample)])
+    role.look_after()
+    assert role.busy
+    time.sleep(1.0)  # nobody looks at the clock, as where Slurm suspends the job
+    assert not role.look_after()
+    odd_env.RELEASE.set()
+    settle(role)
+    [played] = stage.heard()
+    assert not played.result.error and not played.ended
+    role.close()
+    stage.mail(2, TurnDelta)
+    assert not odd_env.OPEN
+
+
 def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) -> None:
     tokenizer = stage.worker(1, SETTINGS).tokenizer
     stage.mail(2, TurnDelta)
