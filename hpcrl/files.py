@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hpcrl.clock import AwakeClock
+
 STEP_NAME = re.compile(r"step_(\d{6,})")
 STORAGE_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE))
 """Error numbers that almost only a full or failing file system gives."""
@@ -66,11 +68,11 @@ def find_room(folder: Path, num_bytes: int, reserve: bool) -> tuple[int, str]:
     Other runs that start at the same time also reserve for a moment, so where room is short it is looked for again,
     at random times, for CONTENDED_S.
     """
-    began, wait_s = time.monotonic(), 0.05
+    clock, wait_s = AwakeClock(CONTENDED_S), 0.05
     while True:
         free = shutil.disk_usage(folder).free
         refused = no_room_for(folder, num_bytes) if reserve and free >= num_bytes else ""
-        if (free >= num_bytes and not refused) or time.monotonic() - began >= CONTENDED_S:
+        if (free >= num_bytes and not refused) or clock.now() >= CONTENDED_S:
             return free, refused
         time.sleep(random.uniform(0, wait_s))
         wait_s = min(2 * wait_s, 1.0)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from hpcrl.clock import AwakeClock
 from hpcrl.files import backed_off_s
 
 ENDPOINT = "endpoint.json"
@@ -128,7 +129,7 @@ def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, 
         return _share_by_mpi(endpoint)
     if place.launcher == "torchrun":
         return _share_by_torchrun(endpoint, timeout_s)
-    path, began = folder / ENDPOINT, time.monotonic()
+    path, clock = folder / ENDPOINT, AwakeClock(timeout_s)
     if endpoint is not None:
         tmp = path.with_suffix(".tmp")
         tmp.write_text(json.dumps(endpoint))
@@ -138,7 +139,7 @@ def share_endpoint(place: Place, folder: Path, endpoint: dict[str, Any] | None, 
         found = json.loads(path.read_text()) if path.exists() else None
         if found is not None and _is_alive(found):
             return found
-        waited_s = time.monotonic() - began
+        waited_s = clock.now()
         if waited_s > timeout_s:
             what = f"no world answers at {found['host']}:{found['port']}, named by {path}," if found else f"no {path}"
             raise TimeoutError(f"{what} after {timeout_s:g} s: rank 0 has not come up")
@@ -174,7 +175,7 @@ def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dic
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix = f"hpcrl/endpoint/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    deadline = time.monotonic() + timeout_s
+    clock = AwakeClock(timeout_s)
     try:
         store = TCPStore(
             host,
@@ -189,7 +190,7 @@ def _share_by_torchrun(endpoint: dict[str, Any] | None, timeout_s: float) -> dic
         readers = store.add(f"{prefix}/readers", 1)
         # If torchrun hosts no store, this store must outlive its readers.
         while endpoint is not None and not hosted and readers < int(os.environ["WORLD_SIZE"]):
-            if time.monotonic() > deadline:
+            if clock.now() > timeout_s:
                 raise TimeoutError(f"{readers} of {os.environ['WORLD_SIZE']} ranks came up within {timeout_s:g} s")
             time.sleep(0.02)
             readers = store.add(f"{prefix}/readers", 0)

@@ -84,10 +84,10 @@ class Controller:
 
     def await_world(self) -> None:
         """Wait until every rank has joined. RankSilent names the ranks that have not within start_s."""
-        deadline = self._clock.now() + self._start_s
+        clock = AwakeClock(self._start_s)
         while len(self._hosts) < self._world.size:
-            self._take(min(self.check_s, max(0.0, deadline - self._clock.now())))
-            if self._clock.now() > deadline:
+            self._take(min(self.check_s, self._start_s / CHECKS_PER_DEADLINE))
+            if clock.now() > self._start_s:
                 missing = [self.describe(rank) for rank in range(self._world.size) if rank not in self._hosts]
                 raise RankSilent(f"did not join the world within {self._start_s:g} s: {', '.join(missing)}")
 

@@ -79,7 +79,7 @@ class Agent:
         self._signals = signals
         self._sender: Sender | None = None
         self._earlier_outcome: int | None = None
-        self._clock = AwakeClock(silent_s)  # polled by _watch
+        self._clock = AwakeClock(min(silent_s, start_s))  # polled by _watch
         self._pages = {rank: new_page() for rank in ranks}
         self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when it was first seen
         self._got_on = (0.0, 0.0)  # the same for the controller's current operation

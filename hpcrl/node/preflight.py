@@ -30,6 +30,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from hpcrl.clock import AwakeClock
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.cluster.placement import Placement, cpus_of_node
@@ -406,8 +407,8 @@ def _newest_meeting(world: Path) -> Path | None:
 
 def _await(look: Callable[[], T | None], seconds: float, signals: Sequence[int]) -> T | None:
     """The result of `look`, None if it finds nothing within that time. _AskedToStopError after a signal."""
-    began = time.monotonic()
-    while (found := look()) is None and (waited_s := time.monotonic() - began) < seconds:
+    clock = AwakeClock(seconds)
+    while (found := look()) is None and (waited_s := clock.now()) < seconds:
         if signals:
             raise _AskedToStopError
         time.sleep(backed_off_s(waited_s))

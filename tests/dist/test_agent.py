@@ -237,6 +237,19 @@ def test_a_job_that_is_suspended_goes_on_when_it_wakes(node: Node) -> None:
     assert node.verdict()["silent"] == {}
 
 
+def test_a_job_that_is_suspended_while_it_starts_goes_on_when_it_wakes(node: Node) -> None:
+    node.start(CONTROLLER, start_s=2.0)
+    os.kill(node.pid(0), signal.SIGSTOP)
+    node.signal(signal.SIGSTOP)
+    time.sleep(2.3)
+    node.signal(signal.SIGCONT)
+    time.sleep(0.3)
+    assert is_alive(node.pid(0))
+    os.kill(node.pid(0), signal.SIGCONT)
+    node.release()
+    assert node.verdict()["silent"] == {}
+
+
 def test_a_rank_that_does_not_come_up_is_ended(node: Node) -> None:
     node.start(CONTROLLER, BEATING + "time.sleep(100)", STAY, start_s=2.0)
     until(lambda: not is_alive(node.pid(2)), "the rank without a trace has ended", 10)

@@ -203,6 +203,24 @@ def test_waiting_for_rank_0_has_an_end(tmp_path: Path) -> None:
     assert time.monotonic() - start < 5
 
 
+def test_waiting_for_rank_0_does_not_count_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcrl.control import bootstrap, queues
+
+    server = queues.serve("127.0.0.1", 10)
+    server.set(bootstrap.WORLD_KEY, "mine")
+    endpoint = {"host": "127.0.0.1", "port": server.port, "key_file": "key", "world": "mine"}
+    waits: list[float] = []
+
+    def wait_s(waited_s: float) -> float:
+        waits.append(waited_s)
+        if len(waits) == 2:
+            share_endpoint(place_of(0), tmp_path, endpoint, 1)
+        return 1.2 if len(waits) == 1 else 0.01
+
+    monkeypatch.setattr(bootstrap, "backed_off_s", wait_s)
+    assert share_endpoint(place_of(1), tmp_path, None, 1.0) == endpoint and waits[1] < 0.5
+
+
 @pytest.mark.parametrize("hosted", [False, True], ids=["own store", "torchrun's store"])
 def test_torchrun_shares_through_its_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosted: bool) -> None:
     from hpcrl.control import queues

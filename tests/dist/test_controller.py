@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.control.background import Background
 from hpcrl.control.controller import MAX_TAKEN, Controller, RankSilent
-from hpcrl.control.messages import Advantages, Burst, Done, Scored, ScoredSample
+from hpcrl.control.messages import Advantages, Burst, Done, Joined, Scored, ScoredSample
 from hpcrl.control.world import CONTROLLER_QUEUE
 
 
@@ -19,12 +19,14 @@ def controller(threads: Any) -> Controller:
     return make_controller(threads)
 
 
-def make_controller(threads: Any, command_s: float = 20.0, background: Background | None = None) -> Controller:
+def make_controller(
+    threads: Any, command_s: float = 20.0, background: Background | None = None, start_s: float = 20.0
+) -> Controller:
     return Controller(
         threads.worlds[0],
         lambda rank: (),
         command_s=command_s,
-        start_s=20.0,
+        start_s=start_s,
         survivable=lambda *_: False,
         background=background,
     )
@@ -96,6 +98,26 @@ def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:
     assert not controller._take(0.0)
     say(threads, Done(started[0][1]))
     assert controller.finish(started) == {1: Done(started[0][1])}
+
+
+def test_the_deadline_of_the_start_does_not_count_a_pause_either(
+    threads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = make_controller(threads, start_s=1.0)
+    take = controller._take
+
+    def pause(timeout_s: float) -> bool:
+        monkeypatch.setattr(controller, "_take", take)
+        time.sleep(1.2)
+        taken = take(0.0)
+        for world in threads.worlds:
+            world.sender.send(CONTROLLER_QUEUE, Joined("host", 1))
+        return taken
+
+    monkeypatch.setattr(controller, "_take", pause)
+    controller.await_world()
+    with pytest.raises(RankSilent, match=r"did not join the world within 0.3 s: rank 0"):
+        make_controller(threads, start_s=0.3).await_world()
 
 
 def test_a_command_may_be_allowed_more_than_others(threads: Any) -> None:

@@ -27,6 +27,7 @@ from hpcrl.node.preflight import (
     SCRATCH_FREE_BYTES,
     Needs,
     Report,
+    _await,
     examine,
     judge,
     needs_of,
@@ -242,6 +243,19 @@ for _ in range(50):
     assert find_room(small_disk, 5 << 20, reserve=True) == (4 << 20, "")
 
 
+def test_room_is_looked_for_again_after_a_pause_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CONTENDED_S", 1.0)
+    looks: list[int] = []
+
+    def look(folder: Path, num_bytes: int) -> str:
+        looks.append(1)
+        time.sleep(1.2 if len(looks) == 1 else 0.0)
+        return "" if len(looks) == 3 else "No space left on device"
+
+    monkeypatch.setattr(files, "no_room_for", look)
+    assert find_room(tmp_path, 1, reserve=True)[1] == "" and len(looks) == 3
+
+
 def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +293,18 @@ def test_what_is_wrong_with_one_node(changed: dict[str, Any], told: str) -> None
     need = dataclasses.replace(NEED, gpus=0, all_or_none=4)
     line = judge([GOOD, msgspec.structs.replace(GOOD, **{"name": "n2", "host": "h2", **changed})], [need] * 2)
     assert re.match("node n2 " + re.escape(told).replace(r"\.\*", ".*"), line) if told else line == ""
+
+
+def test_waiting_for_other_nodes_does_not_count_a_pause_of_the_job() -> None:
+    looks: list[int] = []
+
+    def look() -> str | None:
+        looks.append(1)
+        time.sleep(1.2 if len(looks) == 2 else 0.0)
+        return "found" if len(looks) == 3 else None
+
+    assert _await(look, 1.0, ()) == "found"
+    assert _await(lambda: None, 0.1, ()) is None
 
 
 def test_a_report_that_is_none(tmp_path: Path) -> None:
