@@ -23,6 +23,7 @@ PACKED = {
     b"PAR1": "parquet",
 }
 """First bytes of other formats that a file with a supported name may have."""
+NO_IMAGES = "images cannot be trained by this version; use rows of text only"
 
 
 class BadRow(ValueError):
@@ -126,8 +127,10 @@ class ParquetTable:
             try:
                 return value.decode()
             except UnicodeDecodeError as error:
-                text = "bytes that are no UTF-8; leave the column out, or store text"
-                raise BadRow(f"{self.where(index)}: {column} holds {text}") from error
+                text = " holds bytes that are no UTF-8; leave the column out, or store text"
+                if column.partition(".")[0] in ("image", "images"):
+                    text = f": {NO_IMAGES}"
+                raise BadRow(f"{self.where(index)}: {column}{text}") from error
         if isinstance(value, dict):
             return {key: self._as_text(inner, index, f"{column}.{key}") for key, inner in value.items()}
         return [self._as_text(inner, index, column) for inner in value] if isinstance(value, list) else value

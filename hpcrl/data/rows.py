@@ -11,18 +11,19 @@ import msgspec
 import numpy as np
 
 from hpcrl.config import DataConfig, DataSource
-from hpcrl.data.files import BadRow, Table, open_table
+from hpcrl.data.files import NO_IMAGES, BadRow, Table, open_table
 from hpcrl.data.tasks import Split
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 ANSWER_KEYS = ("answer", "ground_truth", "label", "solution")
 RESPONSE_KEYS = ("response", "completion")
+PICTURE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 ROLES = ("system", "user", "assistant", "tool")
 DEFAULT_DOMAIN = "default"
 MAX_PROBLEMS = 10  # lines shown; the others are counted
 MAX_ROW_BYTES = 16 << 20
 """Limit for the JSON of a row's answer and other columns, which go to the reward or environment with each response: a
-message between ranks holds 64 MiB, including the prompt."""
+message between ranks holds 64 MiB, including the prompt, and has the answer twice."""
 
 Messages = list[dict[str, Any]]
 
@@ -30,7 +31,7 @@ Messages = list[dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class Row:
     """`messages` end with the turn to answer; `response` is a reference answer for the SFT pipeline; `extra` holds all
-    columns except the prompt."""
+    columns except the prompt, that of the answer included."""
 
     messages: Messages
     answer: Any
@@ -43,19 +44,22 @@ class Row:
 def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None, where: str) -> Row:
     """Read a raw row; `fixed_domain` replaces its tag. BadRow describes the error."""
     key = _first(raw, config.prompt_key, PROMPT_KEYS)
+    if place := _image_in(raw, key):
+        raise BadRow(f"{where}: {place}: {NO_IMAGES}")
     if key is None:
         looked = config.prompt_key or ", ".join(PROMPT_KEYS)
         raise BadRow(f"{where}: no prompt: looked for {looked} (data.prompt_key); the row has {_columns(raw)}")
     messages = _messages(raw[key], where, key)
+    written = None
     response = next((raw[k] for k in RESPONSE_KEYS if isinstance(raw.get(k), str)), None)
     if messages[-1]["role"] == "assistant" and response is None:
-        response = messages[-1]["content"]
+        response = written = messages[-1]["content"]
         messages = messages[:-1]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
     extra = {k: v for k, v in raw.items() if k != key}
-    _check_size(answer, extra, where)
+    _check_size(written if answer is None else None, extra, where)
     tools = raw.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow(f"{where}: tools must be a list of objects")
@@ -86,11 +90,35 @@ def learning_obstacle(row: Row) -> str:
     return ""
 
 
-def _check_size(answer: Any, extra: dict[str, Any], where: str) -> None:
-    """BadRow if the row is too large to send: it would end the run at the step that draws it."""
-    num_bytes = len(msgspec.json.encode((answer, extra)))
+def _image_in(raw: dict[str, Any], key: str | None) -> str | None:
+    """The place of a row's first image, None if it has none: `images` or `image` of the row or of a message of column
+    `key`, or a part of a message's content. A row's `image` may be a text of another meaning, such as a container."""
+    if raw.get("images"):
+        return "images"
+    image = raw.get("image")
+    if image and (not isinstance(image, str) or image.lower().endswith(PICTURE_NAMES)):
+        return "image"
+    messages = raw[key] if key is not None and isinstance(raw[key], list) else []
+    for n, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        for name in ("images", "image"):
+            if message.get(name):
+                return f"{key}[{n}].{name}"
+        content = message.get("content")
+        for k, part in enumerate(content if isinstance(content, list) else []):
+            if isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image"):
+                return f"{key}[{n}].content[{k}]"
+    return None
+
+
+def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
+    """BadRow if the row is too large to send: it would end the run at the step that draws it. `written`: an answer that
+    is no column."""
+    num_bytes = len(msgspec.json.encode((written, extra)))
     if num_bytes > MAX_ROW_BYTES:
-        largest = max(extra, key=lambda name: len(msgspec.json.encode(extra[name])))
+        sizes = {name: len(msgspec.json.encode(value)) for name, value in {"the answer": written, **extra}.items()}
+        largest = max(sizes, key=sizes.__getitem__)
         raise BadRow(
             f"{where}: {num_bytes / 2**20:.1f} MiB of answer and other columns would go with every response to the "
             f"reward, at most {MAX_ROW_BYTES >> 20} do (the largest: {largest}); store the path of a file instead"

@@ -202,9 +202,6 @@ class PromptSource:
 
 
 def _prompt(uid: int, epoch: int, row: int, parsed: Row, text: str, token_ids: list[int]) -> Prompt:
-    messages, images = parsed.messages, parsed.extra.get("images")
-    if isinstance(images, list) and images and all(isinstance(image, str) for image in images):
-        messages = [*messages[:-1], {**messages[-1], "images": images}]  # by reference
     return Prompt(
         uid,
         parsed.domain,
@@ -214,6 +211,6 @@ def _prompt(uid: int, epoch: int, row: int, parsed: Row, text: str, token_ids: l
         text,
         parsed.answer,
         parsed.extra,
-        messages,
+        parsed.messages,
         parsed.tools,
     )

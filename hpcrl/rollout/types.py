@@ -112,7 +112,8 @@ class Prompt:
     """A prompt drawn from the data.
 
     `uid` counts draws over the whole run, so it is unique over epochs and domains. `answer` is the gold answer for the
-    reward (any JSON value); `extra` holds the row's other columns; `text` was rendered from `messages` and `tools`.
+    reward (any JSON value); `extra` holds the row's columns without the prompt; `text` was rendered from `messages`
+    and `tools`.
     """
 
     uid: int

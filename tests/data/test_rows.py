@@ -116,10 +116,27 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be text"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages has no user turn to answer"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages[0].content is empty"),
-        ({"prompt": "a", "answer": "x" * (8 << 20)}, ": 16.0 MiB of answer and other columns would go with"),
+        ({"prompt": "a", "answer": "x" * (16 << 20)}, ": 16.0 MiB of answer and other columns would go with"),
+        ({"messages": [*USER, {"role": "assistant", "content": "x" * (16 << 20)}]}, "(the largest: the answer); store"),
         ({"prompt": "a", "answer": "x", "tests": ["x" * (16 << 20)]}, "(the largest: tests); store the path of a file"),
         ({"prompt": "a", "tag": 3}, "tag must be text, not '3'"),
         ({"prompt": "a", "tools": "x"}, "tools must be a list of objects"),
+        (
+            {"messages": [{**USER[0], "images": ["nowhere.png"]}]},
+            ":2: messages[0].images: images cannot be trained by this",
+        ),
+        ({"prompt": "a", "images": ["a.png"]}, ":2: images: images cannot be trained by this version"),
+        ({"prompt": "a", "images": [{"path": "a.png"}]}, ":2: images: images cannot be trained"),
+        ({"prompt": "a", "image": {"path": "a.png"}}, ":2: image: images cannot be trained"),
+        ({"prompt": "a", "image": "folder/a.PNG"}, ":2: image: images cannot be trained"),
+        (
+            {"prompt": [*USER, {"role": "user", "content": [{"type": "text"}, {"type": "image", "image": "a.png"}]}]},
+            ":2: prompt[1].content[1]: images cannot be trained",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            ":2: prompt[0].content[0]: images cannot be trained",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(write_jsonl, line: Any, message: str):
@@ -128,9 +145,34 @@ def test_a_bad_row_is_named_by_file_and_line(write_jsonl, line: Any, message: st
     assert problem.startswith(f"{path}:2: ") and message in problem and "\n" not in problem
 
 
+def test_columns_without_an_image_are_no_images(write_jsonl):
+    """Parquet gives every row all columns, and a container's image is a text."""
+    row = {"messages": [{**USER[0], "images": None}], "images": [], "image": "docker.io/library/python:3.12"}
+    assert only_row(write_jsonl("a.jsonl", row)).extra == {"images": [], "image": "docker.io/library/python:3.12"}
+
+
+def test_images_of_a_parquet_file_are_refused(tmp_path: Path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = tmp_path / "train.parquet"
+    rows = [{"prompt": USER, "images": [{"bytes": b"\x89PNG", "path": None}]}]
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    (problem,) = problems_of(DataConfig(train=str(path)))
+    assert problem.startswith(f"{path}:row 0: images") and "images cannot be trained by this version" in problem
+
+
+def test_an_answer_that_is_a_column_counts_once(write_jsonl):
+    answer = "x" * (9 << 20)
+    path = write_jsonl(
+        "a.jsonl", {"prompt": "a", "answer": answer}, {"prompt": "a", "reward_model": {"ground_truth": answer}}
+    )
+    assert problems_of(DataConfig(train=path)) == []
+
+
 def test_a_row_at_the_limit_fits_into_the_messages_between_ranks(tokenizer, write_jsonl):
     """Also where every character has three bytes, with a prompt and a response of a quarter of a MiB each."""
-    answer = "数" * (MAX_ROW_BYTES // 6 - 100)
+    answer = "数" * (MAX_ROW_BYTES // 3 - 100)
     path = write_jsonl("a.jsonl", json.dumps({"prompt": "p" * (1 << 18), "answer": answer}, ensure_ascii=False))
     assert problems_of(DataConfig(train=path)) == []
     prompt = PromptSource(DataConfig(train=path, max_prompt_tokens=1 << 20), "train", tokenizer, 0, 1).next()
