@@ -91,7 +91,8 @@ def test_algorithms_rewards_and_envs_run_no_collectives_and_nothing_is_pickled_b
 
 def test_every_package_is_installed() -> None:
     here = {".".join(file.relative_to(ROOT).parent.parts) for file in (ROOT / "hpcrl").rglob("__init__.py")}
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == here | {"hpcrl.conf"}
+    listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
+    assert listed == here | {"hpcrl.conf"}, "each folder of hpcrl/ is a line of `packages` in pyproject.toml"
 
 
 @pytest.mark.slow

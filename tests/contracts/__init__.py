@@ -1,0 +1,23 @@
+"""What every engine promises. A module `KIND/NAME.py` beside the tests says how the engine of that name is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from hpcrl.spec.kinds import Spec
+
+
+def factories(kind: str, engines: Mapping[str, Spec]) -> tuple[dict[str, Any], list[str]]:
+    """`factory` of the module of each engine that is built, by name; and what is to be written for the others."""
+    found: dict[str, Any] = {}
+    missing: list[str] = []
+    for name in (name for name, spec in engines.items() if spec.built):
+        module = f"{__name__}.{kind}.{name}"
+        if find_spec(module) is not None and hasattr(import_module(module), "factory"):
+            found[name] = import_module(module).factory
+        else:
+            missing.append(f"write {module.replace('.', '/')}.py with `factory`, as its neighbours have it")
+    return found, missing

@@ -2,76 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams
-from hpcrl.engines.gen.fake.engine import FakeEngine
-from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.tables import GEN_ENGINES
+from tests.contracts import factories
+from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines, NamedWeights
 
 pytestmark = pytest.mark.numerics
 
-VOCAB = 320
-MAX_LENGTH = 64
-NamedWeights = list[tuple[str, torch.Tensor]]
+FACTORIES, MISSING = factories("gen", GEN_ENGINES)
 
 
-@dataclass(frozen=True)
-class Engines:
-    """How to build one kind of engine: build(max_slots, load), and weights it accepts."""
-
-    build: Callable[[int, bool], GenEngine]
-    weights: NamedWeights
+def test_every_engine_says_how_it_is_built() -> None:
+    assert not MISSING, "; ".join(MISSING)
 
 
-def _native(tmp: Path) -> Engines:
-    from transformers import AutoModelForCausalLM
-
-    make_tiny_model(TinyModel(vocab_size=VOCAB), tmp / "model")
-
-    def build(max_slots: int, load: bool) -> GenEngine:
-        return NativeEngine(
-            tmp / "model", max_slots=max_slots, max_length=MAX_LENGTH, dtype=torch.float32, kv_bucket=8, load=load
-        )
-
-    weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
-    del weights["lm_head.weight"]  # the same matrix as the embedding, which would stand in for it
-    return Engines(build, list(weights.items()))
-
-
-def _fake(tmp: Path) -> Engines:
-    weights = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
-
-    def build(max_slots: int, load: bool) -> GenEngine:
-        engine = FakeEngine(
-            max_slots=max_slots,
-            max_length=MAX_LENGTH,
-            vocab_size=VOCAB,
-            lengths=lambda request: request.params.max_new_tokens,
-            shapes={name: tuple(tensor.shape) for name, tensor in weights},
-        )
-        if load:
-            engine.load_weights(weights, version=0)
-        return engine
-
-    return Engines(build, weights)
-
-
-FACTORIES = {"native": _native, "fake": _fake}
-BUILT = [name for name, spec in GEN_ENGINES.items() if spec.built]
-"""Whoever lists an engine adds its factory above."""
-
-
-@pytest.fixture(scope="module", params=BUILT)
+@pytest.fixture(scope="module", params=FACTORIES)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return FACTORIES[request.param](tmp_path_factory.mktemp(request.param))
 

@@ -12,34 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.algorithms.base import Objective, Outputs
-from hpcrl.config import TrainerConfig
 from hpcrl.engines.train.base import TrainEngine, check_objective
-from hpcrl.engines.train.fake.engine import FakeTrainEngine
-from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.spec.tables import TRAIN_ENGINES
 from tests.checkpoint.writing import write_files
-from tests.engines.worlds import VOCAB, make_batch, make_model_folder, norms_of, process_group, run_ranks
+from tests.contracts import factories
+from tests.engines.worlds import make_batch, make_model_folder, norms_of, process_group, run_ranks
 
 pytestmark = pytest.mark.numerics
 
 LENGTHS = (9, 12, 5, 14, 6, 8)
 
 
-def make_fsdp2(folder: Path) -> TrainEngine:
-    config = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
-    return FSDP2Engine(config, folder, dtype=torch.float32, total_steps=8)
+FACTORIES, MISSING = factories("train", TRAIN_ENGINES)
 
 
-def make_fake(folder: Path) -> TrainEngine:
-    config = TrainerConfig(lr=2.0, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
-    return FakeTrainEngine(config, vocab_size=VOCAB, total_steps=8)
-
-
-FACTORIES = {"fsdp2": make_fsdp2, "fake": make_fake}
-ENGINES = {name: FACTORIES[name] for name, spec in TRAIN_ENGINES.items() if spec.built}
-"""Whoever lists an engine adds its factory above."""
+def test_every_engine_says_how_it_is_built() -> None:
+    assert not MISSING, "; ".join(MISSING)
 
 
 class Likelihood(Objective):
@@ -149,15 +139,15 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     assert (scratch / "hf" / "config.json").is_file() and list((scratch / "hf").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", FACTORIES)
 def test_contract_on_one_rank(name: str, tmp_path: Path) -> None:
     make_model_folder("qwen2", tmp_path / "model")
     with process_group(0, 1, str(tmp_path / "world")):
-        check_contract(ENGINES[name], tmp_path / "model", tmp_path)
+        check_contract(FACTORIES[name], tmp_path / "model", tmp_path)
 
 
 def _check_all(model: Path, scratch: Path) -> None:
-    for name, make in ENGINES.items():
+    for name, make in FACTORIES.items():
         (scratch / name).mkdir(exist_ok=True)
         check_contract(make, model, scratch / name)
 

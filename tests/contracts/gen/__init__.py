@@ -1,0 +1,23 @@
+"""How generation engines are built for their contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hpcrl.engines.gen.base import GenEngine
+
+VOCAB = 320
+MAX_LENGTH = 64
+NamedWeights = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """How to build one kind of engine: build(max_slots, load), and weights it accepts. `factory(folder)` of a module
+    returns it; the engine has VOCAB tokens and sequences of up to MAX_LENGTH."""
+
+    build: Callable[[int, bool], GenEngine]
+    weights: NamedWeights

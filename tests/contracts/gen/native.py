@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hpcrl.config import TinyModel
+from hpcrl.engines.gen.base import GenEngine
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.tiny import make_tiny_model
+from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
+
+
+def factory(tmp: Path) -> Engines:
+    from transformers import AutoModelForCausalLM
+
+    make_tiny_model(TinyModel(vocab_size=VOCAB), tmp / "model")
+
+    def build(max_slots: int, load: bool) -> GenEngine:
+        return NativeEngine(
+            tmp / "model", max_slots=max_slots, max_length=MAX_LENGTH, dtype=torch.float32, kv_bucket=8, load=load
+        )
+
+    weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
+    del weights["lm_head.weight"]  # the same matrix as the embedding, which would stand in for it
+    return Engines(build, list(weights.items()))
