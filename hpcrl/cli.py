@@ -46,23 +46,34 @@ examples
 """
 
 MODULE = re.compile(r"\bpython -m hpcrl\.(\w+(?:\.\w+)*)")
+SCRIPT = re.compile(r"\bpython launch/(\w+\.py)")
 
 
 def in_shell(text: str) -> str:
-    """The text with each `python -m hpcrl.NAME` as it works in the user's shell and current folder.
+    """The text with each `python -m hpcrl.NAME` and `python launch/NAME.py` as it works in the user's shell and current
+    folder.
 
     That is `hpcrl NAME` where PATH leads to the command of this installation, else the interpreter that runs now, by
-    its path.
+    its path. The script that runs now is named by the path it was started with.
     """
-    return MODULE.sub(lambda found: _command(found[1]), text)
+    return SCRIPT.sub(lambda found: _script(found[1]), MODULE.sub(lambda found: _command(found[1]), text))
 
 
 def _command(name: str) -> str:
-    python, script = Path(sys.executable), shutil.which("hpcrl")
-    if name in COMMANDS and script is not None and Path(script).parent == python.parent:
+    script = shutil.which("hpcrl")
+    if name in COMMANDS and script is not None and Path(script).parent == Path(sys.executable).parent:
         return f"hpcrl {name}"
-    here = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    return f"{shlex.quote(str(here))} -m hpcrl.{name}"
+    return f"{_python()} -m hpcrl.{name}"
+
+
+def _script(name: str) -> str:
+    path = sys.argv[0] if Path(sys.argv[0]).name == name else f"launch/{name}"
+    return f"{_python()} {shlex.quote(path)}"
+
+
+def _python() -> str:
+    python = Path(sys.executable)
+    return shlex.quote(str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcrl.cli import in_shell
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -235,7 +236,7 @@ def _killed_by(code: int) -> int:
 def main() -> int:
     """Command line of a node or rank process."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print(__doc__)
+        print(in_shell(__doc__))
         return ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     run_dir = Path(sys.argv[1])
     with contextlib.ExitStack() as stack:

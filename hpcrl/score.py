@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TextIO
 
 from pydantic import ValidationError
 
+from hpcrl.cli import in_shell
 from hpcrl.config import RewardConfig
 from hpcrl.exitcodes import ExitCode
 from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
@@ -80,7 +81,11 @@ def _print(text: str) -> None:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="python -m hpcrl.score", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = _Parser(
+        prog=in_shell("python -m hpcrl.score"),
+        description=in_shell(__doc__),
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
     parser.add_argument("response", nargs="*", help="what a model has written; - reads it from standard input")
     parser.add_argument(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+from hpcrl.cli import in_shell
 from hpcrl.launch.executor import HpcrlExecutor, run
 
 RUN = ("+experiment=rlvr_7b",)
@@ -16,7 +17,9 @@ CLUSTER = {"time": "12:00:00"}  # keys of cluster.*: account, partition, qos, mo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=in_shell(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     words = parser.parse_args().words
     executor = HpcrlExecutor("runs")

@@ -16,6 +16,7 @@ from statistics import mean
 from submitit.core.utils import UncompletedJobError
 from submitit.helpers import as_completed
 
+from hpcrl.cli import in_shell
 from hpcrl.launch.executor import HpcrlExecutor, run
 
 RUN = ("+experiment=rlvr_7b",)
@@ -24,7 +25,9 @@ METRIC = "critic/rewards/mean"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=in_shell(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 5e-6])
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1])
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")

@@ -2,8 +2,8 @@
 
     python launch/two_stages.py [KEY=VALUE ...] [--warm-up KEY=VALUE ...]
 
-Stopped and started again it goes on: a stage that is finished is not run again, one that is in the queue or runs is
-waited for, one that was broken off resumes from its checkpoint. Words go to the second stage, those after --warm-up to
+The same command again continues: a stage that is finished is not run again, one that is queued or running is waited
+for, one that was interrupted resumes from its checkpoint. Words go to the second stage, those after --warm-up to
 the first.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hpcrl.cli import in_shell
 from hpcrl.launch.executor import HpcrlExecutor, RunJob, run
 
 WARM_UP = ("+experiment=demo_sft",)
@@ -29,7 +30,9 @@ def stage(executor: HpcrlExecutor, name: str, *words: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=in_shell(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--warm-up", nargs="+", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,18 +34,43 @@ def hpcrl(*words: str) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-c", code, *words)
 
 
-@pytest.mark.parametrize("name", ["launch", "status", "plot"])
-def test_a_command_gets_the_words_after_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
-    for main, words in ((cli.main, [name, "--help"]), (import_module(cli.COMMANDS[name][0]).main, ["--help"])):
-        assert main(words) == ExitCode.DONE
-        shown.append(capsys.readouterr())
-    assert shown[0] == shown[1] and shown[0].out and not shown[0].err
+def shown(main: Callable[[list[str]], int], words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a successful command prints; argparse ends its help with SystemExit."""
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    assert code == ExitCode.DONE and said.out and not said.err
+    return said.out
 
 
-def test_every_command_has_its_module() -> None:
-    missing = [name for name, (module, _) in cli.COMMANDS.items() if find_spec(module) is None]
-    assert set(missing) <= {"score"}
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_gets_the_words_after_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    help_text = shown(cli.main, [name, "--help"], capsys)
+    assert help_text == shown(import_module(cli.COMMANDS[name][0]).main, ["--help"], capsys)
+    assert f"{sys.executable} -m hpcrl.{name}" in help_text
+    assert not re.search(r"(?<!/)\bpython3? ", help_text), "a hint that fails in a shell without python"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.py")), ids=lambda script: script.stem)
+def test_the_help_of_a_launch_script_names_the_interpreter_and_its_path(script: Path, tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    done = run(sys.executable, str(script), "--help", path="/usr/bin:/bin", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"    {sys.executable} {script} [" in done.stdout and not re.search(r"(?<!/)\bpython3? ", done.stdout)
+
+
+def test_the_usage_of_the_rollout_reader_names_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    usage = shown(import_module("hpcrl.rollout.store").main, ["--help"], capsys)
+    assert usage.startswith(f"usage: {sys.executable} -m hpcrl.rollout.store [-h]")
 
 
 def test_help_names_every_command_and_imports_none() -> None:

@@ -233,7 +233,7 @@ def main(argv: Sequence[str]) -> int:
     except (slurm.SlurmError, OSError) as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.FAILED
-    print(__doc__)
+    print(in_shell(__doc__))
     return ExitCode.BAD_INPUT
 
 

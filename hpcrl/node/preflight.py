@@ -30,6 +30,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from hpcrl.cli import in_shell
 from hpcrl.clock import AwakeClock
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
@@ -454,7 +455,7 @@ def _version(package: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Command line."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        print(__doc__)
+        print(in_shell(__doc__))
         return ExitCode.DONE if list(argv) in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     run_dir = Path(argv[0])
     if unseen := see_run(run_dir):

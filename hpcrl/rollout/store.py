@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hpcrl import __version__
+from hpcrl.cli import in_shell
 from hpcrl.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
 from hpcrl.rollout.types import Disposition, split_sample_id
@@ -310,7 +311,8 @@ def describe(rollouts: Rollouts, row: int, decode: Callable[[list[int]], str] | 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print samples of a run."""
-    parser = argparse.ArgumentParser(prog="python -m hpcrl.rollout.store", description="Print rollouts of a run.")
+    prog = in_shell("python -m hpcrl.rollout.store")
+    parser = argparse.ArgumentParser(prog=prog, description="Print rollouts of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--tokenizer", help="folder of a tokenizer to decode with; default: stored texts or token ids")
