@@ -42,11 +42,12 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`world` is the layout that wrote the checkpoint, in any JSON form."""
+class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`world` is the layout that wrote the checkpoint, in any JSON form. Manifests of earlier versions also have a hash
+    of the configuration and the version of the weights, which their checksum covers; new ones omit both."""
 
-    config_hash: str
-    weight_version: int
+    config_hash: str | msgspec.UnsetType = msgspec.UNSET
+    weight_version: int | msgspec.UnsetType = msgspec.UNSET
     attempt: int
     world: dict[str, Any]
 

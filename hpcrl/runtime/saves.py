@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -216,12 +214,7 @@ class Checkpoints:
         drop_others(snapshot.folder, [entry.path for entry in snapshot.held])  # written before a generator was lost
         write_durably(snapshot.folder / STATE, snapshot.state)
         entries += seal_files(snapshot.folder, [STATE])
-        facts = Facts(
-            config_hash=_hash(self._config),
-            weight_version=snapshot.step,
-            attempt=self._attempt,
-            world=_world(self._config, self._layout),
-        )
+        facts = Facts(attempt=self._attempt, world=_world(self._config, self._layout))
         keep, fence = self._config.keep_checkpoints, self.check_owner
         commit(self._root, snapshot.step, snapshot.folder, entries, facts, keep=keep, fence=fence)
         return time.perf_counter() - start
@@ -338,7 +331,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, list) and len(value) > 2:  # ranks, which are consecutive
         return f"{value[0]}..{value[-1]}"
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-
-
-def _hash(config: Config) -> str:
-    return hashlib.sha256(json.dumps(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
