@@ -139,10 +139,19 @@ def test_advice_on_what_counts_in_the_split_is_a_setting_that_divides(layers: in
     assert split_layers(layers, MegatronConfig(**given | advice)) is not None
 
 
+def test_the_advised_number_of_chunks_is_the_nearest_that_divides() -> None:
+    """12, 13 or 14 layers over 2 stages x 5 chunks do not divide; 12 do with 1, 2, 3 or 6 chunks."""
+    shape = read_shape(PUBLISHED["Qwen2.5-7B"][0] | {"num_hidden_layers": 12})
+    config = run_of(8, pipeline_parallel=2, virtual_pipeline=5)
+    (problem,) = check_sizes(config, RoleLayout.from_config(config), shape)
+    assert problem.text.endswith("2 stages x 5 chunks = 10; virtual_pipeline=6 divides")
+
+
 def test_too_few_samples() -> None:
     """512 data parallel ranks and 128 responses; 8 data parallel ranks with 2 responses each and chunks of 8."""
     few = problems(run_of(512, num_prompts=16), "Qwen2.5-7B")
     assert "128 samples of an optimizer step leave some of 512 data parallel ranks without any" in few[0]
+    assert problems(run_of(512, num_prompts=64), "Qwen2.5-7B") == [], "one sample for each rank"
     few = problems(run_of(256, num_prompts=2, **LARGEST), "Qwen3-235B-A22B")
     assert "make at most 2; use virtual_pipeline=1 or larger batches" in few[0]
     assert problems(run_of(256, num_prompts=8, **LARGEST), "Qwen3-235B-A22B") == []

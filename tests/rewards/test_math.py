@@ -273,6 +273,12 @@ def test_explosive_text_is_told_from_ordinary_mathematics():
     assert not is_explosive(nested + "+(2)") and is_explosive(f"({nested})") and not is_explosive("()" * 100)
 
 
+@pytest.mark.parametrize(("gold", "given"), [("42", "42)("), ("3", "3)/(4"), ("2", "2)^(3")])
+def test_a_bracket_that_closes_before_it_opens_makes_no_answer(gold: str, given: str) -> None:
+    """As many brackets open as close, and math-verify would read what stands before the first."""
+    assert not equivalent(gold, given) and not equivalent(given, gold)
+
+
 def test_gsm8k_gold_answers_are_right(reward: MathReward, shared_data):
     lines = (shared_data / "gsm8k" / "test.jsonl").read_text().splitlines()
     golds = [json.loads(line)["answer"] for line in lines]

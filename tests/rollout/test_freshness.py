@@ -53,5 +53,19 @@ def test_what_later_batches_cannot_take_is_due(max_lag: float, lags: list[int], 
     assert all(entry.open == {0} & entry.uids for entry in found)
 
 
+@pytest.mark.parametrize(
+    ("lags", "still_open", "met"),
+    [
+        ([1, 1], {1}, False),  # both are due
+        ([1, 1], set(), True),
+        ([1] * 6, {3, 4, 5}, False),  # all 6 are due, and a batch takes 4 of them
+        ([1] * 6, {4, 5}, True),
+    ],
+)
+def test_a_batch_waits_for_as_many_due_groups_as_it_can_take(lags: list[int], still_open: set[int], met: bool) -> None:
+    (due,) = Freshness(1.0).due(groups(*lags), still_open, VERSION, NEED)
+    assert due.is_met(NEED) == met
+
+
 def test_groups_ahead() -> None:
     assert [Freshness(lag).ahead(NEED) for lag in (0.0, 0.25, 1.0, 1.5)] == [0, 1, 4, 6]
