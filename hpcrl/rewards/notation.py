@@ -8,32 +8,39 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+_GREEK = "αβγδεϵζηθϑικλμ\u00b5νξπρσςτυφϕχψωΓΔΘΛΞΠΣΥΦΨΩ\u2126"  # none that looks Latin; with the micro and ohm signs
+_GREEK_NAMES = """
+    alpha beta gamma delta epsilon epsilon zeta eta theta theta iota kappa lambda mu mu nu xi pi rho sigma sigma tau
+    upsilon phi phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega Omega
+"""
 _SIGNS = str.maketrans(
     {
         **dict.fromkeys("−–—﹣－‐‑‒", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2009\u200a\u202f", " "),
         **dict.fromkeys("’′", "'"),
-        **dict.fromkeys("£€¥₹", ""),
+        **dict.fromkeys("£€¥₹₩₽₺₫₱₪₦₴฿￡￥￦", ""),
         "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "±": r"\pm ", "°": r"^\circ ",
-        "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ",
-        "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "％": "%",
+        "∞": r"\infty ", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
+        "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "％": "%", "¢": " cents",
+        **{char: rf"\{name} " for char, name in zip(_GREEK, _GREEK_NAMES.split(), strict=True)},
+        **{char: rf"\mathbb{{{name}}}" for char, name in zip("ℂℕℚℝℤ", "CNQRZ", strict=True)},
     }
 )  # fmt: skip
-_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
+_VULGAR = re.compile(r"(\^?)([¼-¾⅐-⅞↉])")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_INDICES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z])")
-_DELIMITER = re.compile(r"(?<!\\)(?:\\\\)*\\[()\[\]]|\\?\$")
+_DELIMITER = re.compile(r"(?<!\\)(?:\\\\)*\\[()\[\]]|\bUS\\?\$(?=\s*[\d.])|\\?\$")
 _LAYOUT = re.compile(
     r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|limits)(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?\s*(?:\\?[CF]\b)?"
 )
 _SPACING = re.compile(r"(?:(?<!\\)\\(?:[;:> !,]|q?quad\b)|~|\s)+")
 _RENAMED_COMMANDS = [
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\(?:leq|leqslant)(?![A-Za-z])"), r"\\le "),
-    (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge "),
-    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "),
+    (re.compile(r"\\(le|ge|ne)(?:q|qslant)?(?![A-Za-z]) *"), r"\\\1 "),
+    (re.compile(r"\\var(?=(?:epsilon|theta|rho|sigma|phi)(?![A-Za-z]))"), r"\\"),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\\langle(?![A-Za-z])"), "("),
@@ -41,11 +48,11 @@ _RENAMED_COMMANDS = [
 ]
 _RENAMED_NAMES = [
     (re.compile(r"\s+(?=[_^])"), ""),
-    (re.compile(r"<="), r"\\le "),
-    (re.compile(r">="), r"\\ge "),
-    (re.compile(r"!="), r"\\ne "),
-    (re.compile(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|log|ln|exp|infty)(?![A-Za-z])"), r"\\\1 "),
-    (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"<= *"), r"\\le "),
+    (re.compile(r">= *"), r"\\ge "),
+    (re.compile(r"!= *"), r"\\ne "),
+    (re.compile(r"(?<![\\A-Za-z])(pi|sqrt|sin|cos|tan|log|ln|exp|infty)(?![A-Za-z]) *"), r"\\\1 "),
+    (re.compile(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z]) *"), r"\\infty "),
     (re.compile(r"\\sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"([_^])\{(\w)\}"), r"\1\2"),
     (re.compile(r"_\{?10\}?$"), ""),
@@ -250,11 +257,17 @@ def _marked(match: re.Match[str]) -> str:
 
 
 def _ascii(text: str) -> str:
-    text = _VULGAR.sub(lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("⁄")), text)
+    text = _VULGAR.sub(_vulgar, text)
     text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{unicodedata.normalize('NFKC', m[0]).replace('−', '-')}}}", text)
-    text = _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
+    text = _ROOT.sub(lambda m: f"\\sqrt{_INDICES[m[1]]}{{{m[2] or m[3] or m[4]}}}", text)
     return unicodedata.normalize("NFKC", text.translate(_SIGNS)) if not text.isascii() else text
+
+
+def _vulgar(match: re.Match[str]) -> str:
+    raised, char = match.groups()
+    fraction = "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", char).split("⁄"))
+    return f"^{{{fraction}}}" if raised else fraction
 
 
 def _join_thousands(text: str) -> str:
