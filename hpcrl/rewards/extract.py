@@ -24,6 +24,8 @@ _CONNECTIVE = re.compile(
     r"(?:thus|so|hence|therefore|then|finally|we (?:get|have|find)|that is)\b[\s,:]*", re.IGNORECASE
 )
 _VERB = re.compile(r"(?:\b(?:is|are|equals?|be|to|at|gives?|becomes?)|:)\s+", re.IGNORECASE)
+_OPENING = re.compile(r"(?<![\w*_])(?:\*{1,3}|_{1,3})(?=[^\s*_]|$)")
+_QUOTED = re.compile(r"[\"“]([^\"“”]+)[\"”]?\.?")
 _HOPE = re.compile(r"I hope (?:it|this|that) is correct\W*$", re.IGNORECASE)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
@@ -50,12 +52,10 @@ def final_answer(response: str, require_boxed: bool = False) -> str | None:
     boxed = boxed_answer(text if tagged is None else tagged)
     if boxed is not None:
         return boxed
-    if tagged is not None:
-        return without_markup(tagged)
-    marked = after_marker(text, "####")
+    marked = after_marker(text, "####") if tagged is None else tagged
     if marked is not None:
-        return without_markup(marked)
-    return _stated(text) or _last_line(text)
+        return _without_quotes(_stated(marked) or without_markup(marked))
+    return _without_quotes(_stated(text) or _last_line(text) or "") or None
 
 
 def gold_answer(answer: str) -> str:
@@ -118,6 +118,11 @@ def without_markup(text: str) -> str:
     return _WRAPPED.sub(_content, _BOLD.sub(r"\2", text)).strip()
 
 
+def _without_quotes(text: str) -> str:
+    quoted = _QUOTED.fullmatch(text) if text[:1] in ('"', "“") else None
+    return quoted[1] if quoted else text
+
+
 def _content(match: re.Match[str]) -> str:
     opened, content, closed = match.groups()
     pairs = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
@@ -136,13 +141,24 @@ def _stated(text: str) -> str | None:
     phrases = list(_ANSWER_IS.finditer(text))
     if not phrases:
         return None
-    rest = text[phrases[-1].end() :][:MAX_LINE_CHARS]
+    start, end = phrases[-1].span()
+    rest = text[end:][:MAX_LINE_CHARS]
     if rest.startswith((r"\[", "$$")) and (block := _WRAPPED.match(rest)):
         return block[2].strip()
-    line = rest.split("\n", 1)[0]
+    before = text[max(text.rfind("\n", 0, start) + 1, start - MAX_BETWEEN_CHARS) : end]
+    line = _without_closing_mark(rest.split("\n", 1)[0], before)
     if line[:1].isalpha():
         return _conclusion(_first_sentence(line))
     return _first_sentence(without_markup(line))
+
+
+def _without_closing_mark(line: str, before: str) -> str:
+    """The line without the end of an emphasis that begins in the text before it, as in **The answer is 18**."""
+    for opening in _OPENING.finditer(before):
+        mark = opening[0]
+        if mark not in before[opening.end() :]:
+            return re.sub(rf"(?<=\S){re.escape(mark)}(?!\w)", "", line, count=1)
+    return line
 
 
 def _first_sentence(text: str) -> str:
