@@ -56,7 +56,10 @@ def equivalent(gold: str, given: str) -> bool:
     if not given or not gold:
         return False
     at_sight = _equal_at_sight(gold, given)
-    return within_limit(lambda: _equal(gold, given)) if at_sight is None else at_sight
+    if at_sight is not None:
+        return at_sight
+    _load_math_verify()
+    return within_limit(lambda: _equal(gold, given))
 
 
 def is_explosive(text: str) -> bool:
@@ -318,6 +321,13 @@ def within_limit(action: Callable[[], T]) -> T:
         clear_cache()  # it may hold interrupted results
         raise TimeoutError(f"comparing it with the answer takes more than {LIMIT_S:g} s of CPU time")
     return result
+
+
+@lru_cache(maxsize=1)
+def _load_math_verify() -> None:
+    """Import sympy before the alarm is set: the import takes seconds of CPU time, and an alarm during it would leave a
+    part of a module. This makes a comparison, since sympy imports some of its modules when they are used."""
+    _verify("x", "2x")
 
 
 def _verify(gold: str, given: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -213,6 +215,7 @@ def test_numbers_as_json_and_rows_without_an_answer(reward: MathReward):
 @pytest.mark.parametrize("given", HOSTILE)
 def test_hostile_answers_are_wrong_within_the_limit(reward: MathReward, given: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(equality, "LIMIT_S", 0.3)
+    equality._load_math_verify()
     start = time.process_time()
     for response in (given, f"\\boxed{{{given}}}"):
         (result,) = reward.score([RewardItem(0, "d", "p", response, "1234567")])
@@ -286,6 +289,19 @@ def test_a_timeout_is_an_error_and_no_gold_answer_is_remembered_by_it(monkeypatc
     assert slow.error == "TimeoutError: comparing it with the answer takes more than 0.001 s of CPU time"
     monkeypatch.undo()
     assert reward.score([item])[0].score == 1
+
+
+def test_importing_sympy_does_not_count_and_simple_answers_do_not_need_it():
+    code = """if True:
+        import sys
+        from hpcrl.rewards import equality
+        equality.LIMIT_S = 0.3  # the import takes more
+        assert equality.equivalent("1/2", "0.5") and not equality.equivalent("18", "19 apples")
+        assert "sympy" not in sys.modules
+        assert equality.equivalent("1+x", "x+1")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_explosive_text_is_told_from_ordinary_mathematics():
