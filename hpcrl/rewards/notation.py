@@ -97,15 +97,26 @@ _SHORT_UNITS = """
 """
 _LETTER_UNITS = "m s g h l"
 _MARKED_LETTERS = "L N V W J K C A"
+_NUMBER_WORD = re.compile(
+    r"(?:(?:zero|one|two|three|four|five|fif|six|seven|eight?|nine?|ten|eleven|twel(?:ve|f)"
+    r"|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)"
+    r"|dozen|hundred|thousand|lakh|crore|[a-z]{1,6}illion)(?:e?s|ths?|fold)?)+"
+)
 _CHANGE_A_NUMBER = """
-    zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty
-    ninety hundred thousand million billion trillion dozen score gross half halves third quarter fourth fifth sixth
-    seventh eighth ninth tenth hundredth thousandth millionth squared cubed plus minus times divided multiplied over
-    negative double twice triple power root mod modulo choose factorial percent percentage
+    one two six ten half halves halve third quarter score gross pair couple duo trio fold once twice thrice double
+    triple treble quadruple quintuple sextuple percent percentage percentile permille less more fewer greater smaller
+    larger plus minus times add subtract multiply multiplied divide squared cubed over under above below beyond negative
+    negate inverse invert reciprocal opposite conjugate imaginary power exponent root logarithm mod modulo modulus
+    remainder choose factorial binary octal hexadecimal
 """
+_CHANGE_IT_IN_THIS_FORM = frozenset(["point", "mistake", "error", "increased", "decreased", "reduced"])
+"""Points, mistakes and errors are units, as is the increase in 25% increase."""
 _TAKE_IT_BACK_OR_GO_ON = """
-    no not never wrong incorrect false none nor or and but if then than to through is are was isn the this that because
-    since so from with without except instead maybe either approximately least most
+    no not never nope nah neither nor none nothing cannot wrong wrongly incorrect incorrectly false falsely untrue
+    invalid inaccurate mistaken mistakenly erroneous unknown undefined undetermined indeterminate uncertain unsure
+    impossible unsolvable unclear doubtful sorry oops or and but if then than to through is are was were isn the this
+    that because since so from with without except excluding instead rather maybe perhaps possibly probably either
+    approximately roughly nearly almost least most unless although though however versus until
 """
 _MATHEMATICAL = """
     pi tau phi theta alpha beta gamma delta lambda sigma omega sqrt sin cos tan cot sec csc log ln exp max min gcd lcm
@@ -338,4 +349,7 @@ def _singular(unit: str) -> str:
 
 
 def _changes(word: str) -> bool:
-    return any(form in NO_UNITS for form in (word, word.removesuffix("s"), word.removesuffix("es")))
+    """Whether a word after a number makes it another number, or no answer."""
+    if word in _CHANGE_IT_IN_THIS_FORM or _NUMBER_WORD.fullmatch(word):
+        return True
+    return any(word.removesuffix(ending) in NO_UNITS for ending in ("", "s", "es", "d", "ed", "fold"))

@@ -92,6 +92,15 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+CHANGES = """
+    doubled thirteen fourteen fifteen eighteen nineteen eleventh twelfths twentieth fortieth billionth zillion twentyone
+    tripled halved thirds twofold tenfold hundredfold fold lakh lakhs crore dozen pairs couples thrice less more fewer
+    point subtracted added increased reciprocal inverted negated imaginary below binary invalid untrue mistaken mistake
+    nope unknown undefined impossible unsure sorry or twenty ninth hundredths ones
+"""
+UNITS = "points clips lights tons letters mistakes people feet remaining used weeks quizzes seconds"
+
+
 @pytest.fixture(scope="module")
 def reward() -> MathReward:
     return MathReward(RewardConfig(name="math"))
@@ -188,6 +197,11 @@ def test_different(reward: MathReward, given: str, gold: str):
 )
 def test_where_the_answer_stands(response: str, answer: str | None):
     assert final_answer(response) == answer
+
+
+def test_words_after_a_number_change_it_or_are_units(reward: MathReward):
+    assert [word for word in CHANGES.split() if score(reward, f"The answer is 42 {word}", "42")] == []
+    assert [word for word in UNITS.split() if not score(reward, f"The answer is 42 {word}", "42")] == []
 
 
 def test_only_a_box_counts_where_it_is_required():
