@@ -268,6 +268,14 @@ class RowSet:
         fixed = source.tag or table.fixed_domain
         return parse_row(table.row(index), self._config, fixed, table.where(index))
 
+    def read_rows(self, domain: str) -> Iterator[tuple[str, Row]]:
+        """(`file:line`, row) of each row of a domain that was read and not generated."""
+        for number, table in enumerate(self.tables):
+            start, end = self._starts[number : number + 2]
+            if table.fixed_domain is None:
+                for index in np.flatnonzero(self.domains[start:end] == self.domain_names.index(domain)).tolist():
+                    yield table.where(index), self._parse(number, index)
+
     def fingerprint(self) -> dict[str, str]:
         """Source -> what its rows and their domains depend on, to check a cursor."""
         return {

@@ -81,6 +81,11 @@ class Reward(Protocol):
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
 
+    def problem_of_answer(self, answer: Any) -> str:
+        """Why no response can be compared with the answer of a row; empty if it can be. If a built-in reward overrides
+        this method, every row is checked before the start."""
+        return ""
+
 
 def make_reward(config: RewardConfig) -> Reward:
     """The reward of a section of the configuration. ValueError if its options or its function are invalid."""

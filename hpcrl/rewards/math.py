@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
@@ -25,11 +26,26 @@ class MathReward(Reward):
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self._score(item) for item in items]
 
+    def problem_of_answer(self, answer: Any) -> str:
+        """That the gold answer is too long: the time limit of a comparison does not include its normal form."""
+        return self._problem_of(gold_answer(as_text(answer)))
+
+    def _problem_of(self, gold: str) -> str:
+        most = self.options.max_answer_chars
+        if len(gold) <= most:
+            return ""
+        return (
+            f"the gold answer {gold[:20]!r}... has {len(gold)} characters, at most {most} are compared "
+            "(reward.*.options.max_answer_chars)"
+        )
+
     def _score(self, item: RewardItem) -> Score:
         if item.answer is None:
             raise ValueError("the row has no answer to compare with (data.answer_key)")
-        given = final_answer(item.response, self.options.require_boxed)
         gold = gold_answer(as_text(item.answer))
+        if problem := self._problem_of(gold):
+            raise ValueError(problem)
+        given = final_answer(item.response, self.options.require_boxed)
         if not given or len(given) > self.options.max_answer_chars:
             return Score(0.0, 0.0, metrics={"no_answer": 1.0}, given=given, gold=gold)
         try:

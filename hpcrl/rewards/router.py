@@ -11,7 +11,7 @@ from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
 from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources
 from hpcrl.data.tasks import Split, built_in_reward, is_generated
-from hpcrl.rewards.base import make_reward
+from hpcrl.rewards.base import Reward, make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
 from hpcrl.rewards.protocol import Ready, frame, take_answers
 from hpcrl.spec.tables import REWARDS
@@ -102,10 +102,11 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
             if env is not None and not env.add_reward:
                 continue
             try:
-                name = router.of(domain).name
+                scored_by = router.of(domain)
             except ValueError as error:
                 problems.append(str(error))
                 continue
+            name = scored_by.name
             if domain in found.unanswered and REWARDS[name].compares_answer:
                 count, where = found.unanswered[domain]
                 looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
@@ -113,6 +114,7 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
                     f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "
                     f"with; {count} rows of domain {domain} in data.{split} have none"
                 )
+            problems += _check_answers(scored_by, domain, split, found)
     # A single reward scores every row, whatever its name.
     for section in config.reward if readable and len(config.reward) > 1 else ():
         if section not in (*domains, DEFAULT):
@@ -121,6 +123,21 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
                 f"reward.{section}: no row of data.train or data.val is of domain {section} (there are: {there})"
             )
     return list(dict.fromkeys(problems))
+
+
+def _check_answers(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:
+    """The first answer of a domain that its reward cannot use, with the number of such answers; at most one line."""
+    if REWARDS[section.name].imports_code or _check_options(section):
+        return []
+    reward = make_reward(section)
+    if type(reward).problem_of_answer is Reward.problem_of_answer:
+        return []
+    wrong = [
+        f"{where}: {problem}"
+        for where, row in found.read_rows(domain)
+        if row.answer is not None and (problem := reward.problem_of_answer(row.answer))
+    ]
+    return [f"{wrong[0]}; data.{split} has {len(wrong)} such rows of domain {domain}"] if wrong else []
 
 
 def _check_options(section: RewardConfig) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
-from hpcrl.spec.fields import NonNegative, Positive, Section, Share
+from hpcrl.spec.fields import NUMBER, NonNegative, Section, Share
 from hpcrl.spec.kinds import RewardSpec
 
 
@@ -34,8 +35,8 @@ class MathOptions(Section):
 
     require_boxed: bool = False
     """Accept only a box as the answer."""
-    max_answer_chars: Positive = 300
-    """Maximum answer length, characters; a longer answer is wrong."""
+    max_answer_chars: Annotated[int, Field(ge=1, le=4000), NUMBER] = 300
+    """Maximum answer length, characters; a longer answer is wrong, a longer gold answer an error."""
 
 
 class ReasoningGymOptions(Section):

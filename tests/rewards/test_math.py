@@ -226,6 +226,14 @@ def test_numbers_as_json_and_rows_without_an_answer(reward: MathReward):
         score(reward, r"\boxed{4}", None)
 
 
+@pytest.mark.parametrize("gold", ["12" * 20_000 + "a", "1" + "{,}000" * 4000, "7" * 301])
+def test_a_gold_answer_beyond_the_limit_is_an_error_at_once(reward: MathReward, gold: str):
+    start = time.process_time()
+    with pytest.raises(ValueError, match=rf"has {len(gold)} characters, at most 300 are compared"):
+        score(reward, r"\boxed{18}", f"So #### {gold}")
+    assert time.process_time() - start < 0.5
+
+
 @pytest.mark.parametrize("given", HOSTILE)
 def test_hostile_answers_are_wrong_within_the_limit(reward: MathReward, given: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(equality, "LIMIT_S", 0.3)

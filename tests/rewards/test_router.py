@@ -86,6 +86,18 @@ def test_rows_without_an_answer_are_named_where_the_reward_needs_one(tmp_path: P
     assert validate_rewards(Config(data=DataConfig(train=path), reward=no_need)) == []
 
 
+def test_gold_answers_that_are_too_long_are_named(tmp_path: Path):
+    long = [{"prompt": "a", "answer": answer} for answer in ("so " * 200 + "#### 4", "7" * 300, "7" * 301, ["7"] * 99)]
+    data = DataConfig(train=["task:add", jsonl(tmp_path / "a.jsonl", *long)])
+    assert validate_rewards(Config(data=data, reward={"default": MATH})) == [
+        f"{tmp_path}/a.jsonl:3: the gold answer '{'7' * 20}'... has 301 characters, at most 300 are compared "
+        "(reward.*.options.max_answer_chars); data.train has 2 such rows of domain default"
+    ]
+    longer = RewardConfig(name="math", options={"max_answer_chars": 600})
+    assert validate_rewards(Config(data=data, reward={"default": longer})) == []
+    assert validate_rewards(Config(data=data, reward={"default": EXACT})) == []
+
+
 def test_a_reward_that_no_row_asks_for_is_named(tmp_path: Path):
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "4", "tag": "maths"})
     data, reward = DataConfig(train=path), {"math": RewardConfig(), "default": RewardConfig()}
