@@ -16,9 +16,22 @@ training."""
 
 def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     """Refuses a local run that this machine cannot carry."""
+    if excess := _excess(config, layout):
+        text = f"cluster: {excess}; request fewer, or set cluster.oversubscribe=true"
+        yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
+
+
+def machine_notes(config: Config, layout: RoleLayout) -> Iterator[str]:
+    """A note of the plan of a local run that this machine cannot carry: the plan may be for other machines."""
+    if excess := _excess(config, layout):
+        yield f"note: this machine refuses a start: {excess}"
+
+
+def _excess(config: Config, layout: RoleLayout) -> str:
+    """Threads and processes of a local run, if they are more than this machine can carry; else nothing."""
     cluster, cpus = config.cluster, len(os.sched_getaffinity(0))
     if cluster.name != "local" or cluster.oversubscribe:
-        return
+        return ""
     parts = {
         f"{layout.world_size} ranks x {cluster.threads_per_rank} threads": layout.world_size * cluster.threads_per_rank
     }
@@ -28,13 +41,10 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     for domain, env in config.envs.items():
         ranks = len(layout.ranks["env"])
         parts[f"{ranks} env ranks x {env.num_threads} threads of {domain}"] = ranks * env.num_threads
-    count = sum(parts.values())
-    if count > MOST_PER_CPU * cpus:
-        text = (
-            f"cluster: {' + '.join(parts)} = {count:,} on this machine of {cpus} core(s), whose limit is "
-            f"{MOST_PER_CPU * cpus}; request fewer, or set cluster.oversubscribe=true"
-        )
-        yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
+    count, limit = sum(parts.values()), MOST_PER_CPU * cpus
+    if count <= limit:
+        return ""
+    return f"{' + '.join(parts)} = {count:,} on this machine of {cpus} core(s), whose limit is {limit}"
 
 
 def device_row(config: Config, layout: RoleLayout) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, DataSource
-from hpcrl.launch.machine import device_row
+from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer_rows
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
@@ -32,6 +32,7 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         *(_inputs(config, layout, model, shape) if trains else ()),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
+        *(("", note) for note in machine_notes(config, layout)),
         ("device", device_row(config, layout)),
         *(node_rows(config, layout) if config.cluster.name == "slurm" or config.cluster.components else ()),
     ]

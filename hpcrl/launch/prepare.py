@@ -33,8 +33,9 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         layout_problems = check_layout(config)
         reading.add(layout_problems)
         if not layout_problems:
-            reading.add(check_placement(config, RoleLayout.from_config(config)))
-            reading.add(list(check_machine(config, RoleLayout.from_config(config))))
+            layout = RoleLayout.from_config(config)
+            reading.add(check_placement(config, layout))
+            reading.add([] if config.dry_run else list(check_machine(config, layout)))
         _check_inputs(reading, config)
         config = _find_model(reading, config)
         model = _check_model(reading, config)

@@ -26,7 +26,7 @@ COMMANDS = {
     "empty": ["-c", "pass"],
     "help": ["-c", ASSERT, "--help"],
     "validate": ["-c", ASSERT, "+experiment=demo", "cluster=local", "dry_run=true", NEW],
-    "validate_256_gpus": ["-c", ASSERT, "+experiment=rlvr_200b", "cluster.oversubscribe=true", "dry_run=true", NEW],
+    "validate_256_gpus": ["-c", ASSERT, "+experiment=rlvr_200b", "dry_run=true", NEW],
 }
 
 

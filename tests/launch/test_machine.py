@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import load
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import main
 from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row
 from hpcrl.node.devices import VISIBLE
 
@@ -28,6 +32,21 @@ def test_more_than_the_cores_can_carry_is_refused_in_one_line() -> None:
     assert line.endswith(f"whose limit is {ROOM}; request fewer, or set cluster.oversubscribe=true")
     assert check(f"layout.trainer.num_ranks={ROOM}", "cluster.oversubscribe=true") == []
     assert check(f"layout.trainer.num_ranks={ROOM}", "+cluster=slurm") == [], "that is the nodes' matter"
+
+
+def test_a_plan_for_other_machines_needs_no_room_on_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["+experiment=demo", f"layout.trainer.num_ranks={ROOM}"]
+    assert main([*words, "dry_run=true"]) == ExitCode.DONE, capsys.readouterr().err
+    note = rf"^ {{8}}note: this machine refuses a start: {ROOM + 1} ranks x 1 threads = .+, whose limit is {ROOM}$"
+    assert len(re.findall(note, capsys.readouterr().out, re.M)) == 1
+    assert main([*words, "dry_run=true", "cluster.oversubscribe=true"]) == ExitCode.DONE
+    assert "refuses a start" not in capsys.readouterr().out
+    assert main(words) == ExitCode.BAD_INPUT
+    assert capsys.readouterr().err.startswith(f"cluster: {ROOM + 1} ranks x 1 threads = ")
+    assert not list(tmp_path.iterdir())
 
 
 def test_threads_and_processes_of_rewards_and_environments_count() -> None:
