@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import load
+from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.__main__ import main
+from tests import in_process
 from tests.conftest import ROOT
 
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -58,3 +61,15 @@ def test_every_launch_command_in_the_readme_is_a_valid_configuration() -> None:
     assert len(commands) >= 3
     for command in commands:
         assert load(shlex.split(command)).max_steps > 0
+
+
+def test_the_plan_that_is_shown_is_the_output_of_its_command(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "planner.md").read_text()
+    command, plan, refusal = re.findall(r"^```\n(.+?)^```$", text, re.M | re.S)
+    words = shlex.split(command.removeprefix("python -m hpcrl.launch "))
+    done = in_process.run(main, *words, at=tmp_path)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert plan.count("\n") > 10 and f"\n{plan}" in done.stdout, done.stdout
+    (wrong,) = re.findall(r"here with\n`([^`]+)`", text)
+    done = in_process.run(main, *words, wrong, at=tmp_path)
+    assert (done.returncode, done.stderr) == (ExitCode.BAD_INPUT, refusal)
