@@ -53,7 +53,8 @@ CRASHES = (
 )
 """Failures that may not recur; all others except REQUEUE would recur."""
 LOOKS = 10
-"""Checks without activity of the first node's agent after which the batch script kills the step."""
+"""Checks without activity of the first node's agent after which the batch script kills the step; before the agent's
+first activity eight times as many."""
 SHORT_LIMIT = 5
 """Maximum jobs in a row that ended before a checkpoint: another one of that length would not reach it either."""
 KILLED_EARLY = {128 + number: SIGNAL_CODES.get(number, ExitCode.REQUEUE) for number in STOPPING}

@@ -48,18 +48,19 @@ give_up() {{
 }}
 timer=
 # srun waits forever for a step whose daemon has died. The first node's agent renews a file while it watches its ranks:
-# if the file is unchanged ten times in a row and the step still runs, the step is killed as well.
+# if the file is unchanged ten times in a row and the step still runs, the step is killed as well. Before the agent's
+# first look, when images are pulled and nodes are checked, the step gets eight times as long.
 watch() {{
     trap 'kill $! 2>/dev/null; exit' TERM
-    local agent seen='' now still=0
+    local agent seen='' now still=0 most=80 what='has not begun'
     printf -v agent '%s/world/attempt_%04d/agent' "$run_dir" "$HPCRL_ATTEMPT"
-    while [ $still -lt 10 ]; do
+    while [ $still -lt $most ]; do
         sleep "$look_s" &
         wait $!
-        now=$(stat -c %y "$agent" 2>/dev/null) || continue
-        if [ "$now" = "$seen" ]; then still=$((still + 1)); else still=0 seen=$now; fi
+        now=$(stat -c %y "$agent" 2>/dev/null)
+        if [ "$now" = "$seen" ]; then still=$((still + 1)); else still=0 most=10 seen=$now what='has ended or hangs'; fi
     done
-    echo "hpcrl: the agent of the first node has ended or hangs, and the step goes on: it is given up" >&2
+    echo "hpcrl: the agent of the first node $what, and the step goes on: it is given up" >&2
     kill -9 $step
 }}
 trap : USR1

@@ -78,32 +78,35 @@ def test_further_options_stand_in_every_component_and_before_the_program() -> No
 
 STAND_INS = {
     "scontrol": "echo KillWait = 30 sec",
-    "python": 'case "$*" in -c*) ;; *begin*) echo "1 0 0.1 $PWD/run" ;; *) echo "$@" ;; esac',
+    "python": 'case "$*" in -c*) ;; *begin*) echo "1 0 $LOOK_S $PWD/run" ;; *) echo "$@" ;; esac',
 }
-"""Programs on the PATH of the script; python says what the script asks it for, and looks for life every .1 s."""
+"""Programs on the PATH of the script; python says what the script asks it for."""
+AGENT = "run/world/attempt_0001/agent"
 
 
 @pytest.mark.parametrize(
-    ("srun", "code", "given_up"),
+    ("look_s", "srun", "code", "given_up"),
     [
-        ("exec sleep 60", 137, True),  # its daemon died
-        ("for i in $(seq 25); do touch run/world/attempt_0001/agent; sleep .1; done; exit 10", 10, False),
-        ("rm run/world/attempt_0001/agent; sleep 2.5", 0, False),  # no agent has begun: an image is on its way
+        (0.1, f"touch {AGENT}; exec sleep 60", 137, "has ended or hangs"),  # its daemon died
+        (0.1, f"for i in $(seq 25); do touch {AGENT}; sleep .1; done; exit 10", 10, ""),
+        (0.1, "sleep 2.5", 0, ""),  # no agent has begun: an image is on its way
+        (0.01, "exec sleep 60", 137, "has not begun"),  # its daemon died before the agent was started
     ],
 )
-def test_a_step_without_a_sign_of_life_is_given_up(tmp_path: Path, srun: str, code: int, given_up: bool) -> None:
-    agent = tmp_path / "run" / "world" / "attempt_0001" / "agent"
-    agent.parent.mkdir(parents=True)
-    agent.touch()
+def test_a_step_without_a_sign_of_life_is_given_up(
+    look_s: float, srun: str, code: int, given_up: str, tmp_path: Path
+) -> None:
+    (tmp_path / AGENT).parent.mkdir(parents=True)
     (tmp_path / "bin").mkdir()
     for name, body in {**STAND_INS, "srun": srun}.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    environ = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    environ = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "LOOK_S": str(look_s)}
     command = ["bash", "-c", script()]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == f"-m hpcrl.launch.job end {tmp_path}/run 1 {code}\n", done.stderr
-    assert ("hpcrl: the agent of the first node has ended or hangs, and the step goes on" in done.stderr) is given_up
+    said = f"hpcrl: the agent of the first node {given_up}, and the step goes on: it is given up\n"
+    assert done.stderr.count("hpcrl: ") == done.stderr.count(said) == bool(given_up), done.stderr
 
 
 def test_the_step_is_bound_to_no_core_and_waits_for_all_its_nodes() -> None:
