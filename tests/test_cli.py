@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl import cli
+from hpcrl.config import load
+from hpcrl.config.checks import check_built
 from hpcrl.exitcodes import ExitCode
-from hpcrl.launch.sweep import NEEDS
+from hpcrl.spec.extras import EXTRAS
+from hpcrl.spec.tables import TRAIN_ENGINES
 from tests.conftest import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -130,8 +133,21 @@ def test_what_is_refused_names_the_interpreter(tmp_path: Path) -> None:
     assert f"run: {sys.executable} -m hpcrl.prefetch org/name" in done.stderr
 
 
+def test_the_packages_of_an_extra_are_those_of_the_project() -> None:
+    declared = PYPROJECT["project"]["optional-dependencies"]
+    assert {extra: list(packages) for extra, packages in EXTRAS.items()} == {extra: declared[extra] for extra in EXTRAS}
+
+
+def test_what_an_engine_lacks_is_installed_by_the_names_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {"no_such_module": "megatron", "nor_this": "of-a-plugin"}
+    monkeypatch.setitem(vars(TRAIN_ENGINES["fsdp2"]), "needs", needs)
+    (problem,) = check_built(load([]))
+    said, _, command = problem.text.partition("; ")
+    assert said == "trainer.engine: fsdp2 is not installed"
+    assert shlex.split(command) == [sys.executable, "-m", "pip", "install", *EXTRAS["megatron"], "of-a-plugin"]
+
+
 def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path: Path) -> None:
-    assert list(NEEDS) == PYPROJECT["project"]["optional-dependencies"]["slurm"]
     code = (
         "import sys; sys.modules['submitit'] = None\n"
         "from hpcrl.launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
@@ -140,7 +156,7 @@ def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path
     done = run(sys.executable, "-c", code, *words, cwd=tmp_path)
     assert done.returncode == ExitCode.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
     command = shlex.split(done.stderr.partition("not installed; ")[2])
-    assert command == [sys.executable, "-m", "pip", "install", *NEEDS]
+    assert command == [sys.executable, "-m", "pip", "install", *EXTRAS["slurm"]]
 
 
 def test_make_setup_installs_what_a_sweep_needs() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.schema import MOST_MEMBERS, Config, EnvConfig, RewardConfig, RolloutConfig
+from hpcrl.spec.extras import install
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import Table
@@ -84,8 +85,7 @@ def check_built(config: Config) -> list[Problem]:
         if not spec.built:
             problems.append(Problem(path, f"{dotted(path)}: {name} is not built yet"))
         elif lacking := spec.lacking():
-            install = f"pip install 'hpcrl[{','.join(lacking)}]'"
-            problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install}"))
+            problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
     return problems
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,10 +24,9 @@ from hpcrl.launch.start import start
 from hpcrl.launch.submission import environment_notes
 from hpcrl.metrics.progress import SHOWN
 from hpcrl.rundir import CONFIG
+from hpcrl.spec.extras import install
 from hpcrl.status import Run
 
-NEEDS = ("submitit", "hydra-submitit-launcher")
-"""The packages of the extra `slurm`, by their names on a package index."""
 MAX_NAME = 200
 """Maximum bytes of a point's name; file systems allow 255 for a folder."""
 
@@ -129,8 +127,7 @@ def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[in
         from hpcrl.launch.executor import RunJob
         from hpcrl.launch.sweep_launcher import SweepLauncher
     except ImportError as error:
-        text = f"{shlex.quote(sys.executable)} -m pip install {' '.join(NEEDS)}"
-        raise ConfigError([f"-m on Slurm: {error.name} is not installed; {text}"]) from error
+        raise ConfigError([f"-m on Slurm: {error.name} is not installed; {install(['slurm'])}"]) from error
     if "hpcrl" not in get_executors():
         raise ConfigError(
             ["-m: hpcrl was installed without its executor; remove hpcrl.egg-info if it exists, then run make setup"]

@@ -40,7 +40,7 @@ class Spec:
     name: str = "own"
     """Name of its section if the entry is given by its path instead of a name in a table."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Module that must be installed -> extra of hpcrl that installs it."""
+    """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
     resume_keys: tuple[str, ...] = ()
     """Keys of its section that may change when a run is resumed, since they do not change its results."""
 
@@ -50,7 +50,7 @@ class Spec:
         return bool(self.make)
 
     def lacking(self) -> list[str]:
-        """The extras to install before it can be used."""
+        """The extras or packages to install before it can be used."""
         return sorted({extra for module, extra in self.needs.items() if not _installed(module)})
 
     def load(self) -> Any:

@@ -1,0 +1,16 @@
+"""Optional packages, and the command that installs them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+
+EXTRAS = {"megatron": ("megatron-core==0.16.1",), "slurm": ("submitit", "hydra-submitit-launcher")}
+"""Extra of hpcrl -> its packages, as in pyproject.toml: a package index knows them, but not this project."""
+
+
+def install(names: Iterable[str]) -> str:
+    """The command that installs extras of hpcrl, or packages, for the interpreter that runs now."""
+    packages = [package for name in names for package in EXTRAS.get(name, (name,))]
+    return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(packages)}"
