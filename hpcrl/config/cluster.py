@@ -200,7 +200,8 @@ class ClusterConfig(Section):
     modules: list[Word] = []
     """Environment modules to load on the nodes."""
     prologue: str = ""
-    """Shell lines run on the first node before anything else, such as `source ~/venv/bin/activate`."""
+    """Shell lines run on the first node before anything else, such as `source ~/venv/bin/activate`. A line that fails
+    ends the job."""
     network_interface: Word | None = None
     """Network interface for stores, gloo and NCCL between nodes, such as ib0; null: the interface to which a node's
     host name resolves, and NCCL's own choice."""

@@ -21,6 +21,13 @@ NOTHING_TO_DO = 3
 
 RUN_DIR = re.compile(r"[A-Za-z0-9/._+@-]([A-Za-z0-9/._+@ -]*[A-Za-z0-9/._+@-])?")
 
+MODULE = re.compile(r"\b(module|ml)\b")
+CHECK_LINES = f"""\
+# A line of the prologue that fails ends the job; inside files that it sources, failures are theirs.
+said() {{ echo "hpcrl: cluster.prologue: line $(($1 - prologue)) failed with $2" >&2; }}
+trap 'rc=$?; line=$LINENO; [ ${{#BASH_SOURCE[@]}} -gt 1 ] || {{ said $line $rc; exit {ExitCode.BAD_INPUT:d}; }}' ERR
+prologue=$LINENO"""
+
 FIND_PYTHON = """\
 # If `python` has no hpcrl, use the interpreter of `make setup` in this folder.
 has_hpcrl() { python -c 'import hpcrl.launch.job' 2>/dev/null; }
@@ -174,12 +181,13 @@ def _first(spec: ComponentConfig, cluster: ClusterConfig, name: str) -> str | No
 
 
 def _setup(cluster: ClusterConfig) -> Iterator[str]:
-    if cluster.modules:
+    if cluster.modules or MODULE.search(cluster.prologue):
         # A site may define `module` for login shells only, and a batch script is not one.
         yield "type module >/dev/null 2>&1 || . /etc/profile"
+    if cluster.modules:
         yield f"module load {shlex.join(cluster.modules)} || exit {ExitCode.BAD_INPUT}"
     if cluster.prologue:
-        yield cluster.prologue.rstrip()
+        yield from (CHECK_LINES, cluster.prologue.rstrip(), "trap - ERR")
     if cluster.network_interface is not None:
         name = shlex.quote(cluster.network_interface)
         yield f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"

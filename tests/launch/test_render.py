@@ -215,10 +215,34 @@ def test_a_recipe_finds_the_python_of_make_setup_or_says_what_is_missing(made: d
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{ours}\n", "")
 
 
-def test_modules_are_found_where_they_are_defined_for_login_shells_only(tmp_path: Path) -> None:
-    (tmp_path / "profile").write_text('module() { echo "$@"; }\n')
-    text = script("cluster.modules=[gcc/13,cuda]").partition("set -u\n")[0].replace("/etc/profile", "./profile")
-    environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    bash = ["bash", "-c", text]
-    done = subprocess.run(bash, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "load gcc/13 cuda\n"), done.stderr
+def run_setup(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a script does before it calls `python`, on a site that defines `module` for login shells only."""
+    (folder / "profile").write_text('module() { echo "$@"; [ "$2" != nowhere ]; }\n')
+    text = script(*words).partition("# If `python` has")[0].replace("/etc/profile", "./profile")
+    (folder / "job").write_text(text + "echo $SITE\n")
+    bash, environ = ["bash", "job"], {"PATH": "/usr/bin:/bin"}
+    return subprocess.run(bash, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("word", ["cluster.modules=[gcc/13,cuda]", "cluster.prologue='module load gcc/13 cuda'"])
+def test_modules_are_found_where_they_are_defined_for_login_shells_only(word: str, tmp_path: Path) -> None:
+    done = run_setup(tmp_path, word)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "load gcc/13 cuda\n\n", "")
+
+
+@pytest.mark.parametrize(
+    ("prologue", "line"),
+    [
+        ("module load gcc/13\nmodule load nowhere\nSITE=a", "line 2 failed with 1"),
+        ("no_such_command; SITE=a", "line 1 failed with 127"),
+        ("for name in a b; do\n    [ $name = a ] || mkdir /proc/$name\ndone", "line 2 failed with 1"),
+        ("source ./profile\n[ -d nowhere ] && SITE=b\nfalse || SITE=a", ""),
+        ("echo 'false; true' > file; . ./file; SITE=a", ""),
+    ],
+)
+def test_a_line_of_the_prologue_that_fails_ends_the_job_and_is_named(prologue: str, line: str, tmp_path: Path) -> None:
+    done = run_setup(tmp_path, f'cluster.prologue="{prologue}"')
+    if line:
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"hpcrl: cluster.prologue: {line}")
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "")
