@@ -28,8 +28,9 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import ASKED, ExitCode
 from hpcrl.files import committed_step, step_name
+from hpcrl.metrics.duration import duration
 from hpcrl.metrics.log import METRICS, read_metrics
-from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, duration, evaluations_left
+from hpcrl.metrics.progress import RECENT_STEPS, SHOWN, evaluations_left
 from hpcrl.node.preflight import read_judgement, read_reports
 from hpcrl.rundir import (
     CONFIG,

@@ -13,6 +13,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config
 from hpcrl.config.cluster import memory_bytes
+from hpcrl.metrics.duration import duration
 from hpcrl.planner.advice import advise
 from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
 from hpcrl.planner.parts import Part, Phase, Row
@@ -44,9 +45,10 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
         yield (
             "" if number else "nodes",
             f"{component.name}: {', '.join(roles)}; {count} node(s) with {gpus} GPU(s), ranks {ranks[0]}-{ranks[-1]}, "
-            f"{count * hours:,.6g} node-hours",
+            f"{_number(count * hours)} node-hours",
         )
-    yield "cost", f"at most {node_hours:,.6g} node-hours, {gpu_hours:,.6g} GPU-hours ({config.cluster.time} a job)"
+    limit = duration(config.cluster.time_s)
+    yield "cost", f"at most {_number(node_hours)} node-hours, {_number(gpu_hours)} GPU-hours ({limit} a job)"
     if config.cluster.name == "local":
         yield "", "note: nodes and cost are those of a Slurm job; without +cluster=slurm all ranks run on this machine"
 
@@ -168,6 +170,11 @@ def _part(part: Part) -> str:
 
 def _span(ranks: tuple[int, ...]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _number(hours: float) -> str:
+    """Hours with up to four decimals: a node for a second is not 0."""
+    return f"{hours:,.4f}".rstrip("0").rstrip(".")
 
 
 def _seconds(seconds: float) -> str:

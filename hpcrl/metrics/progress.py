@@ -12,6 +12,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
+from hpcrl.metrics.duration import duration
+
 RECENT_STEPS = 20
 EVALUATION = "time/val_step"
 SHOWN = (
@@ -23,16 +25,6 @@ SHOWN = (
 """Metric, its label and format; metrics not measured yet are omitted, the last evaluation stays visible."""
 SUMMARISED = (*SHOWN[:3], ("val/sampled/score/mean", "sampled", "{:.3f}"))
 REFRESHES_PER_S = 4  # updates of the bar; each costs the controller half a millisecond
-
-
-def duration(seconds: float) -> str:
-    """Seconds as text: `45 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:

@@ -14,8 +14,9 @@ import pytest
 
 from hpcrl.checkpoint.lineage import abandon_after
 from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics.duration import duration
 from hpcrl.metrics.log import MetricsLog, read_metrics
-from hpcrl.metrics.progress import Progress, duration, summary
+from hpcrl.metrics.progress import Progress, summary
 from hpcrl.plot import main as plot_command
 from hpcrl.plot import plot
 from tests.terminal import read_to_end

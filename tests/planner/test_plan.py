@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import load
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
-from hpcrl.launch.resources import size
+from hpcrl.launch.resources import node_rows, size
 from tests.planner.models import PUBLISHED
 
 SHORT = ("data.max_prompt_tokens=2048", "rollout.max_new_tokens=16384", "eval.max_new_tokens=16384")
@@ -70,7 +72,7 @@ def test_the_plan_of_256_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "(qwen3_moe, 235B parameters, 22.2B active)",
         "train: controller, trainer, generator; 32 node(s) with 8 GPU(s), ranks 0-256, 1,152 node-hours",
         "cpu: reward; 2 node(s) with 0 GPU(s), ranks 257-260, 72 node-hours",
-        "at most 1,224 node-hours, 9,216 GPU-hours (1-12 a job)",
+        "at most 1,224 node-hours, 9,216 GPU-hours (36 h 00 min a job)",
         "tensor 4 x pipeline 8 x context 1 x data 8 = 256 ranks; experts 8 x expert tensor 1 x expert data 4",
         "layers of each stage 11 | 12 | 12 | 12 | 12 | 12 | 12 | 11 (1+2+2+2+2+2; 2+2+2+2+2+2; 2+2+2+2+2+1 by chunk)",
         "vocabulary padded to 152064",
@@ -127,6 +129,22 @@ def test_an_unknown_family_is_said_and_no_error(tmp_path: Path, capsys: pytest.C
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B", model_type="mamba")
     assert main([*words(model, "generator.engine=vllm"), "dry_run=true"]) == ExitCode.DONE
     assert "memory  cannot be planned: its parameters are not known for model_type 'mamba'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("limit", "cost"),
+    [
+        ("60", "at most 4 node-hours, 4 GPU-hours (1 h 00 min a job)"),
+        ("7", "at most 0.4667 node-hours, 0.4667 GPU-hours (7 min 00 s a job)"),
+        ("0:45", "at most 0.05 node-hours, 0.05 GPU-hours (45 s a job)"),
+        ("20833-8", "at most 2,000,000 node-hours, 2,000,000 GPU-hours (500000 h 00 min a job)"),
+    ],
+)
+def test_the_cost_of_a_short_and_of_a_large_job(limit: str, cost: str) -> None:
+    component = "cluster.components={node: {roles: [controller, trainer], ranks_per_node: 1, gpus_per_node: 1}}"
+    words = ["layout.trainer.num_ranks=4", component, f"cluster.time='{limit}'", "cluster.signal_lead_s=1"]
+    config = load(["+cluster=slurm", *words])
+    assert list(node_rows(config, RoleLayout.from_config(config)))[-1] == ("cost", cost)
 
 
 GPU_NODE = "cluster.components={node: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2%s}}"
