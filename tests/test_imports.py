@@ -51,6 +51,42 @@ def test_the_import_contracts_hold() -> None:
     assert f"Contracts: {len(PYPROJECT['tool']['importlinter']['contracts'])} kept, 0 broken." in done.stdout
 
 
+def test_what_runs_before_the_ranks_imports_no_torch() -> None:
+    """Neither on the login node nor in a node's agent; functions that only ranks call may import it."""
+    packages = (
+        "cli",
+        "cluster",
+        "config",
+        "launch",
+        "node",
+        "planner",
+        "prefetch",
+        "rundir",
+        "score",
+        "spec",
+        "status",
+    )
+    files = [
+        file
+        for file in sorted((ROOT / "hpcrl").rglob("*.py"))
+        if file.relative_to(ROOT / "hpcrl").parts[0].removesuffix(".py") in packages or file.stem in ("spec", "specs")
+    ]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    assert len(names) > 70
+    script = f"""
+import importlib, sys
+for name in {names!r}:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+        heavy = {{"torch", "transformers"}} & set(sys.modules)
+        assert not heavy, f"{{name}} imports {{heavy}}"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_import_against_the_direction_is_found(tmp_path: Path) -> None:
     """Negative control: the same contracts, with one import too many."""
     lint = Path(sys.executable).with_name("lint-imports")
