@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -90,6 +93,32 @@ def test_everything_listens_on_the_interface_alone(
         world.leave()
     assert os.environ["GLOO_SOCKET_IFNAME"] == own.interface
     assert os.environ.get("NCCL_SOCKET_IFNAME") == interface, "left to NCCL where none is asked for"
+
+
+def test_other_bytes_at_the_ports_of_a_group_have_no_effect(threads: Any) -> None:
+    """Before and after its pairs connect, on connections that stay open and on others that are closed."""
+    before, noise = listening(), random.Random(0)
+    groups = threads.every(lambda rank: threads.worlds[rank].group("noise", range(3), 0))
+    places = [place.rpartition(":") for place in listening() - before]
+    assert len(places) == 3, "one for each rank"
+
+    def total(rank: int) -> float:
+        tensor = torch.tensor([1.0 + rank])
+        groups[rank].allreduce([tensor]).wait()
+        return tensor.item()
+
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(2):
+            for address, _, port in places:
+                for num_bytes in (1, 4, 8, 16, 64, 4096, 100_000):
+                    for stays in (True, False):
+                        connection = socket.create_connection((address, int(port)), timeout=5)
+                        open_ones.enter_context(connection)
+                        with contextlib.suppress(ConnectionError):  # gloo may close it before all has arrived
+                            connection.sendall(noise.randbytes(num_bytes))
+                        if not stays:
+                            connection.close()
+            assert threads.every(total) == [6.0] * 3
 
 
 def test_a_store_listens_on_its_address_alone() -> None:
