@@ -166,7 +166,7 @@ class ClusterConfig(Section):
     """With name=local: allow more than 64 threads and processes per core of this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of models; auto: GPUs, one for each rank with a model, or the CPU on nodes without GPUs. Too few GPUs are
-    an error."""
+    an error; in a Slurm job, so are nodes with and without GPUs for ranks of one role."""
     components: dict[Annotated[str, Field(pattern=COMPONENT)], ComponentConfig] = {}
     """Component -> its nodes; empty: one node for all ranks. Several components make a heterogeneous job."""
     account: Word | None = None

@@ -109,7 +109,7 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 @dataclass(frozen=True)
 class Needs:
     """Requirements of a run on a node. `gpu_files`: its GPUs must exist, not only be listed; `all_or_none`: this many
-    GPUs, or none."""
+    GPUs, or none; `all_or_none_roles`: roles whose other nodes must make the same choice."""
 
     ranks: tuple[int, ...]
     gpus: int
@@ -118,6 +118,7 @@ class Needs:
     cpus: int
     interface: str | None = None
     all_or_none: int = 0
+    all_or_none_roles: tuple[RoleName, ...] = ()
 
 
 NOTHING = Needs((), 0, False, 0, 0)
@@ -209,7 +210,7 @@ def needs_of(config: Config) -> list[Needs]:
     """Requirements of each node of a run, in the order of nodes."""
     layout = RoleLayout.from_config(config)
     cuda = config.cluster.device == "cuda"
-    with_model = layout.ranks_with_model
+    auto, with_model = config.cluster.device == "auto", layout.ranks_with_model
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
         Needs(
@@ -219,7 +220,10 @@ def needs_of(config: Config) -> list[Needs]:
             FILES_OF_A_PROCESS + FILES_OF_A_PEER * max(peers[layout.roles_of(rank)] for rank in ranks),
             cpus_of_node(component, config.cluster),
             config.cluster.network_interface,
-            len(with_model & {*ranks}) if config.cluster.device == "auto" else 0,
+            auto * len(with_model & {*ranks}),
+            tuple(
+                name for name, role in ROLES.items() if auto and role.holds_model and {*layout.ranks[name]} & {*ranks}
+            ),
         )
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
@@ -278,7 +282,25 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
         stale = [STALE] if report.config != reports[0].config else []
         for text in stale or [*_complaints(report, need, usual), *_unconnected(report, need, len(hosts))]:
             found.setdefault(text, []).append(report.name)
+    for role, counts in _mixed_roles(reports, needs).items():
+        shown = ", ".join(f"{_nodes(names)}: {count}" for count, names in counts.items() if count)
+        text = f"shows no GPU, but other nodes with {role} ranks do ({shown}): cluster.exclude it, or set "
+        found.setdefault(f"{text}cluster.device=cpu", []).extend(counts[0])
     return "; ".join(f"{_nodes(names)} {text}" for text, names in found.items())
+
+
+def _mixed_roles(reports: Sequence[Report], needs: Sequence[Needs]) -> dict[RoleName, dict[int, list[str]]]:
+    """Role -> number of GPUs -> nodes, for roles that would run partly on GPUs and partly on CPUs. Of roles on the same
+    nodes only the first."""
+    counts: dict[RoleName, dict[int, list[str]]] = {}
+    for report, need in zip(reports, needs, strict=True):
+        for role in need.all_or_none_roles if report.gpus >= need.gpus else ():
+            counts.setdefault(role, {}).setdefault(report.gpus, []).append(report.name)
+    mixed: dict[RoleName, dict[int, list[str]]] = {}
+    for role, nodes in counts.items():
+        if 0 in nodes and len(nodes) > 1 and nodes not in mixed.values():
+            mixed[role] = nodes
+    return mixed
 
 
 def read_reports(world: Path) -> list[Report]:

@@ -279,7 +279,7 @@ def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(
     ("changed", "told"),
     [
         ({"gpus": 3}, "shows 3 GPU(s) for its 4 ranks that hold a model: .*cluster.device=cpu"),
-        ({"gpus": 0}, ""),
+        ({"gpus": 0}, "shows no GPU, but other nodes with trainer ranks do (node n1: 8): .*cluster.device=cpu"),
         ({"cpus": 3}, "lets the step use 3 CPU(s) of the 4 "),
         ({"cpus": 2, "machine_cpus": 2}, ""),  # an emulated node: no more than there are
         ({"config": "other"}, "reads another config.yaml than the first node"),
@@ -290,9 +290,31 @@ def test_what_the_user_may_not_write_is_seen_where_free_space_is_not(
     ],
 )
 def test_what_is_wrong_with_one_node(changed: dict[str, Any], told: str) -> None:
-    need = dataclasses.replace(NEED, gpus=0, all_or_none=4)
+    need = dataclasses.replace(NEED, gpus=0, all_or_none=4, all_or_none_roles=("trainer", "generator"))
     line = judge([GOOD, msgspec.structs.replace(GOOD, **{"name": "n2", "host": "h2", **changed})], [need] * 2)
     assert re.match("node n2 " + re.escape(told).replace(r"\.\*", ".*"), line) if told else line == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"),
+    [
+        ([0, 0, 0, 0], ""),
+        ([1, 2, 2, 0], ""),
+        ([0, 2, 2, 0], ""),  # all ranks of each role agree
+        ([1, 2, 0, 0], "node n3 shows no GPU, but other nodes with generator ranks do (node n2: 2): cluster.exclude"),
+        ([1, 0, 4, 4], "node n2 shows no GPU, but other nodes with generator ranks do (node n3: 4): cluster.exclude"),
+    ],
+)
+def test_the_ranks_of_a_role_have_gpus_on_all_nodes_or_on_none(tmp_path: Path, gpus: list[int], told: str) -> None:
+    """A trainer on n1, generators on n2 and n3, rewards on n4."""
+    words = ["layout.generator.num_ranks=4", "layout.reward.num_ranks=2"]
+    needs = needs_of(stored_config(make_run(tmp_path / "run", *words)))
+    assert [need.all_or_none_roles for need in needs] == [("trainer",), ("generator",), ("generator",), ()]
+    names = ["n1", "n2", "n3", "n4"]
+    reports = [msgspec.structs.replace(GOOD, name=n, gpus=g, cpus=64) for n, g in zip(names, gpus, strict=True)]
+    line = judge(reports, needs)
+    assert line.startswith(told) if told else line == ""
+    assert judge(reports, needs_of(stored_config(make_run(tmp_path / "cpu", *words, "cluster.device=cpu")))) == ""
 
 
 def test_waiting_for_other_nodes_does_not_count_a_pause_of_the_job() -> None:
