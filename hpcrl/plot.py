@@ -32,6 +32,8 @@ def plot(run_dir: Path) -> Path:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir}: no such folder")
     rows = read_metrics(run_dir)
     curves = [(label, color, curve) for name, label, color in PANELS if (curve := _curve(rows, name))[0]]
     if not curves:

@@ -50,7 +50,7 @@ class Background:
         assert self._listener is not None
         self._listener(events)
 
-    def look(self) -> None:
+    def run_checks(self) -> None:
         """Call all checks."""
         for check in self._checks:
             check()

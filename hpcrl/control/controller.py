@@ -133,7 +133,7 @@ class Controller:
 
     def events(self) -> Events:
         """Some of the events other than answers to call(), as (rank, event), in order; waits up to check_s for one."""
-        self._background.look()
+        self._background.run_checks()
         self._world.trace.enter("wait for events")
         if not self._events:
             self._take(self.check_s)

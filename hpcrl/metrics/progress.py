@@ -32,7 +32,7 @@ def summary(rows: Sequence[Mapping[str, Any]], max_steps: int) -> str:
     metrics.jsonl, over all attempts."""
     steps = [row for row in rows if row["step"]]
     of = "" if steps and steps[-1]["step"] == max_steps else f" of {max_steps}"
-    parts = [f"{len(steps)}{of} steps"]
+    parts = [f"{len(steps)}{of} step{'s' * (bool(of) or len(steps) != 1)}"]
     if steps:
         total_s = sum(row.get("time/step_total") or 0.0 for row in steps)
         evaluated_s = sum(row.get(EVALUATION) or 0.0 for row in rows)

@@ -162,7 +162,7 @@ class Agent:
             if self._signals and forwarded is None and 0 in alive:
                 forwarded = self._signals[0]
                 alive[0].send_signal(forwarded)
-            # Ranks on other nodes end by Leave or because the store is gone; this node's get grace_s for it.
+            # Ranks on other nodes end at Leave or once the store is gone; the ranks of this node get grace_s to end.
             if verdict.controller_code is not None:
                 unreported.clear()
                 deadline = deadline or now + self._grace_s

@@ -42,8 +42,8 @@ SPEC = PipelineSpec(
 def sft(run: Run) -> None:
     """Train to the last step, or until the sampled held-out score reaches sft.stop_score.
 
-    In the background: a running save is committed while the run waits for held-out responses (Checkpoints.look); roles
-    on rank 0 work in every wait (Worker.pump).
+    In the background: a running save is committed while the run waits for held-out responses
+    (Checkpoints.commit_if_written); roles on rank 0 work in every wait (Worker.pump).
     """
     config, stop_score = run.config, run.config.section(SFTConfig).stop_score
     for step in run.steps():

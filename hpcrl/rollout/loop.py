@@ -180,8 +180,8 @@ class RolloutLoop:
                 self._controller.send(receiver, messages.Unwanted(held))
 
     def _to_be_reported(self, sample: int) -> bool:
-        """Whether the replica of a sample that awaits siblings, and is unwanted, will still report its end. A lost
-        replica does not."""
+        """Whether the replica of an unwanted sample whose reward awaits siblings will still report the sample's end. A
+        lost replica does not."""
         dropping = (replica.drops(sample) for replica in self._replicas.values())
         return self._awaited[sample].replica < 0 and any(dropping)
 

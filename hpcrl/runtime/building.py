@@ -75,7 +75,7 @@ def build(
     evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
     checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data)
     first_step = checkpoint.restore()
-    background.check(checkpoint.look)
+    background.check(checkpoint.commit_if_written)
     roles, reference = Roles(controller, layout), Reference(controller, layout, config)
     return Parts(roles, trainer, reference, weights, data, evaluation, checkpoint, first_step)
 

@@ -90,7 +90,7 @@ class Run:
     @property
     def reason(self) -> str:
         """Why a complete run ended."""
-        return f"trained {self.last_step} steps" + (f": {self._why}" if self._why else "")
+        return f"trained {self.last_step} step{'s' * (self.last_step != 1)}" + (f": {self._why}" if self._why else "")
 
     def log(self, step: int, *parts: Stats) -> None:
         """Write the step's metrics. SupersededError, before anything is written, if another attempt owns the run;

@@ -28,7 +28,7 @@ from hpcrl.runtime.longwork import LongWork, Stalled
 from hpcrl.spec.tables import ROLES
 
 COMMANDS = [c.__name__ for c in (SaveState, SaveHeld, FinishSave, CheckFiles, FinishCheck, LoadState, LoadHeld)]
-LOOK_EVERY_S = 5.0  # at a running save, within a step
+POLL_EVERY_S = 5.0  # at a running save, within a step
 LOAD_PER_CHECK = 2.0
 """Extra time for loading, as multiple of the time that checking all files took."""
 WRITTEN = "time/save_write"
@@ -91,7 +91,7 @@ class Checkpoints:
         self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
         self._started = time.time()
         self._snapshot: _Snapshot | None = None
-        self._check_s = self._looked = 0.0
+        self._check_s = self._polled = 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
         self._stats: Stats = {}
 
@@ -122,12 +122,12 @@ class Checkpoints:
             self._begin(step)
             self._stats = merge([self._stats, {"time/save": scalar(time.perf_counter() - start)}])
 
-    def look(self) -> None:
+    def commit_if_written(self) -> None:
         """Commit the running save within a step if it is written, since the next boundary may be too late. Waits for no
         rank; errors as in save()."""
-        if (snapshot := self._snapshot) is None or time.monotonic() - self._looked < LOOK_EVERY_S:
+        if (snapshot := self._snapshot) is None or time.monotonic() - self._polled < POLL_EVERY_S:
             return
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
         with self._explained(snapshot.step):
             if snapshot.committing is None and not snapshot.writing.poll(FinishSave(0.0)):
                 return

@@ -173,6 +173,7 @@ def test_the_summary_tells_steps_times_and_what_was_learnt() -> None:
     assert summary(rows, 3) == f"3 {told}"
     assert summary(rows, 10) == f"3 of 10 {told}", "a run that ended early says so"
     assert summary([], 10) == "0 of 10 steps"
+    assert summary([{"step": 1, "time/step_total": 26.0}], 1) == "1 step in 26 s (26 s each)"
 
 
 @pytest.mark.parametrize("measured", [("reward", "held-out"), ("reward",), ("held-out",), ("loss",)])
@@ -212,3 +213,5 @@ def test_the_plot_command_draws_and_says_where_nothing_was_measured(
     (tmp_path / "metrics.jsonl").unlink()
     assert plot_command([str(tmp_path)]) == ExitCode.BAD_INPUT
     assert "no metrics to plot" in capsys.readouterr().err
+    assert plot_command([str(tmp_path / "nowhere")]) == ExitCode.BAD_INPUT
+    assert capsys.readouterr().err == f"hpcrl: {tmp_path}/nowhere: no such folder\n"

@@ -223,31 +223,31 @@ def sample_of(sample_id: int, count: int) -> Sample:
 
 
 def test_a_save_is_committed_within_a_long_step(tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrl.runtime.saves.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("hpcrl.runtime.saves.POLL_EVERY_S", 0.0)
     checkpoints, root = make(tmp_path, ranks), tmp_path / "checkpoints"
-    checkpoints.look()
+    checkpoints.commit_if_written()
     ranks.cursor = 20
     checkpoints.maybe_save(2)
     ranks.cursor = 30
     last_writer().suspend()
-    checkpoints.look()
+    checkpoints.commit_if_written()
     last_writer().resume()
     ranks.idle = False
     time.sleep(1.0)
-    checkpoints.look()
+    checkpoints.commit_if_written()
     time.sleep(0.2)
     assert steps_in(root) == [], "the ranks have not answered yet"
     ranks.idle = True
     deadline = time.monotonic() + 30
     while not checkpoints.take_stats().get("time/save_drain") and time.monotonic() < deadline:
-        checkpoints.look()
+        checkpoints.commit_if_written()
         time.sleep(0.01)
     assert steps_in(root) == [2]
     path = find_latest(root).path
     assert path is not None and read_state(path)["cursor"] == {"next": 20}
     ranks.idle = False
     checkpoints.maybe_save(4)
-    checkpoints.look()
+    checkpoints.commit_if_written()
     checkpoints.save(5)
     assert steps_in(root) == [4, 5], "what was asked within the step is heard at its end"
 

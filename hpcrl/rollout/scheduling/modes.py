@@ -17,7 +17,8 @@ from hpcrl.rollout.scheduling.waiting import Waiting
 
 
 class Mode(Protocol):
-    """Handle the items of an iterator one by one: each action may change the next item."""
+    """The decisions of a mode. Callers act on each item of route() and turns() before they take the next, which may
+    depend on it."""
 
     judges_at_once: bool
     """Whether a group gets its verdict as soon as possible, instead of through next_verdict()."""

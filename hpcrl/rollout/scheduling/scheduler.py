@@ -171,7 +171,7 @@ class RolloutScheduler:
             for group in [*self._open.values(), *self._selection.valid.values()]:
                 if group.uid not in keep:
                     self._requeue(group)
-        self._check_hope()
+        self._require_possible_batch()
         self._start_groups()
         self._samples.continue_answered(self._mode.turns)
         for sample, replica in self._mode.route(self._samples.waiting, self._samples.replicas):
@@ -258,7 +258,8 @@ class RolloutScheduler:
             return 0
         return max(0, min(self.budget - len(self._open) - num_valid, self.limit - self._generated))
 
-    def _check_hope(self) -> None:
+    def _require_possible_batch(self) -> None:
+        """RolloutExhausted if the step can no longer get a batch."""
         replicas, selection = self._samples.replicas, self._selection
         if len(replicas) < max(1, self.config.min_replicas):
             raise RolloutExhausted(
