@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
@@ -21,13 +22,11 @@ CHECK_TIMEOUT_S = 60.0
 
 
 class Router:
-    """Domain -> RewardConfig: the domain's own section, else `default`, else the only section; without sections, the
-    source's built-in reward."""
+    """Domain -> RewardConfig: the domain's own section, else `default`; without sections, the source's built-in
+    reward."""
 
     def __init__(self, config: Config):
         self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
-        only = next(iter(config.reward.values())) if len(config.reward) == 1 else None
-        self._fallback = self._sections.get(DEFAULT, only)
 
     @property
     def sections(self) -> dict[str, RewardConfig]:
@@ -36,7 +35,7 @@ class Router:
 
     def of(self, domain: str) -> RewardConfig:
         """The reward of a domain. ValueError names the existing sections."""
-        found = self._sections.get(domain, self._fallback)
+        found = self._sections.get(domain, self._sections.get(DEFAULT))
         if found is None:
             there = ", ".join(self._sections) or "none"
             keys = " or ".join(dict.fromkeys((f"reward.{domain}.name", "reward.default.name")))
@@ -91,12 +90,9 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> list[str]:
     """Domains without a reward, rows without the answer that their reward needs, rewards without a row."""
-    problems = []
-    domains: dict[str, None] = {}
-    splits: tuple[Split, ...] = ("train", "val")
-    readable = all(split in rows or not sources(config.data, split) for split in splits)
+    misnamed = _check_names(config, rows)
+    problems = [*misnamed]
     for split, found in rows.items():
-        domains |= dict.fromkeys(found.domain_names)
         for domain in found.domain_names:
             env = config.env_of(domain)
             if env is not None and not env.add_reward:
@@ -104,7 +100,7 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
             try:
                 scored_by = router.of(domain)
             except ValueError as error:
-                problems.append(str(error))
+                problems += [] if misnamed else [str(error)]  # a misnamed reward may be meant for the domain
                 continue
             name = scored_by.name
             if domain in found.unanswered and REWARDS[name].compares_answer:
@@ -115,14 +111,25 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
                     f"with; {count} rows of domain {domain} in data.{split} have none"
                 )
             problems += _check_answers(scored_by, domain, split, found)
-    # A single reward scores every row, whatever its name.
-    for section in config.reward if readable and len(config.reward) > 1 else ():
-        if section not in (*domains, DEFAULT):
-            there = ", ".join(domains)
-            problems.append(
-                f"reward.{section}: no row of data.train or data.val is of domain {section} (there are: {there})"
-            )
     return list(dict.fromkeys(problems))
+
+
+def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Rewards without a row, unless some rows could not be read."""
+    splits: tuple[Split, ...] = ("train", "val")
+    if any(split not in rows and sources(config.data, split) for split in splits):
+        return []
+    domains = dict.fromkeys(domain for found in rows.values() for domain in found.domain_names)
+    problems = []
+    for name in config.reward:
+        if name not in (*domains, DEFAULT):
+            near = get_close_matches(name, domains, n=1)
+            hint = (
+                f"did you mean reward.{near[0]}?" if near else "reward.default is that of all domains without their own"
+            )
+            text = f"no row of data.train or data.val is of domain {name} (there are: {', '.join(domains)}); {hint}"
+            problems.append(f"reward.{name}: {text}")
+    return problems
 
 
 def _check_answers(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:

@@ -21,13 +21,15 @@ def jsonl(path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def test_own_section_then_default_then_the_only_one():
+def test_own_section_then_default():
     router = Router(Config(reward={"a": MATH, "default": EXACT}))
     assert router.of("a") is MATH and router.of("b") is EXACT
-    assert Router(Config(reward={"a": MATH})).of("b") is MATH
-    both = Router(Config(reward={"a": MATH, "b": EXACT}))
-    with pytest.raises(ValueError, match=r"domain 'c' has no reward: set reward.c.name or .* \(there are: a, b\)"):
-        both.of("c")
+    for reward in ({"a": MATH}, {"a": MATH, "b": EXACT}):
+        there = ", ".join(reward)
+        with pytest.raises(
+            ValueError, match=rf"domain 'c' has no reward: set reward.c.name or .* \(there are: {there}\)"
+        ):
+            Router(Config(reward=reward)).of("c")
 
 
 def test_sources_bring_their_rewards(tmp_path: Path):
@@ -98,10 +100,26 @@ def test_gold_answers_that_are_too_long_are_named(tmp_path: Path):
     assert validate_rewards(Config(data=data, reward={"default": EXACT})) == []
 
 
-def test_a_reward_that_no_row_asks_for_is_named(tmp_path: Path):
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "4", "tag": "maths"})
-    data, reward = DataConfig(train=path), {"math": RewardConfig(), "default": RewardConfig()}
-    assert validate_rewards(Config(data=data, reward=reward)) == [
-        "reward.math: no row of data.train or data.val is of domain math (there are: maths)"
-    ]
-    assert validate_rewards(Config(data=data, reward={"math": RewardConfig()})) == [], "the only one scores every row"
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["math"], "math (there are: maths, code); did you mean reward.maths?"),
+        (["math", "default"], "math (there are: maths, code); did you mean reward.maths?"),
+        (["x"], "x (there are: maths, code); reward.default is that of all domains without their own"),
+        (["maths", "code"], None),
+        (["maths", "default"], None),
+        (["default"], None),
+    ],
+)
+def test_a_reward_that_no_row_asks_for_is_named(names: list[str], said: str | None, tmp_path: Path):
+    rows = [{"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")]
+    config = Config(data=DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows)), reward=dict.fromkeys(names, MATH))
+    wrong = [f"reward.{names[0]}: no row of data.train or data.val is of domain {said}"] if said else []
+    assert validate_rewards(config) == wrong
+
+
+def test_a_domain_that_the_only_reward_does_not_name_has_none(tmp_path: Path):
+    rows = [{"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")]
+    config = Config(data=DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows)), reward={"maths": MATH})
+    (problem,) = validate_rewards(config)
+    assert problem == "domain 'code' has no reward: set reward.code.name or reward.default.name (there are: maths)"
