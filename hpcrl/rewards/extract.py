@@ -106,8 +106,9 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 def after_marker(text: str, marker: str) -> str | None:
     """The rest of the line after the last `marker` (GSM8K's "####"); None without one."""
-    _, found, rest = text.rpartition(marker)
-    return rest.split("\n", 1)[0].strip() if found else None
+    before, found, rest = text.rpartition(marker)
+    line = rest.split("\n", 1)[0].strip()
+    return _without_closing_mark(line, before.rsplit("\n", 1)[-1][-MAX_BETWEEN_CHARS:]) if found else None
 
 
 def without_markup(text: str) -> str:
@@ -179,9 +180,9 @@ def _conclusion(line: str) -> str | None:
     plain = without_markup(line)
     if connective := _CONNECTIVE.match(plain):
         plain = plain[connective.end() :]
-    if not _WORD.search(plain):
-        return plain or None
     verbs = list(_VERB.finditer(plain))
+    if not verbs and not _WORD.search(plain):
+        return plain or None
     if verbs:
         rest = _first_sentence(plain[verbs[-1].end() :])
         if re.search(r"[\d\\$]", rest) or re.fullmatch(r"\S+", rest):
