@@ -55,7 +55,7 @@ STALLED_S = 60.0  # at least
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """The content of a run folder, read on access."""
 
     folder: Path
@@ -120,7 +120,7 @@ class Run:
 
 def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run as lines of `label  text`. `job`: from Slurm or its accounts, None if they know none."""
-    run = Run(run_dir)
+    run = RunFolder(run_dir)
     config = run.config
     what = f"{config.run_name} ({config.pipeline})" if config else run_dir.name
     rows = [("run", f"{what}, folder {run_dir}"), ("state", state(run, job))]
@@ -139,7 +139,7 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
 
 def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run in one line."""
-    run = Run(run_dir)
+    run = RunFolder(run_dir)
     word = state(run, job).split(":")[0]
     if run.config is None:
         return f"{run_dir.name:<24}{word}"
@@ -149,7 +149,7 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     return "  ".join((f"{run_dir.name:<24}{word:<12}step {run.step}/{run.config.max_steps}", *reward, *eta))
 
 
-def state(run: Run, job: slurm.Job | None) -> str:
+def state(run: RunFolder, job: slurm.Job | None) -> str:
     """One of queued, requeued, held, starting, running, ending, finished, stopped, lost, never started, unknown; then
     maybe a colon and details."""
     owner, attempt = run.owner, run.attempt
@@ -188,7 +188,7 @@ def _release(job: slurm.Job) -> str:
     return "an administrator holds it" if "admin" in job.reason.lower() else f"scontrol release {job.id}"
 
 
-def last_error(run: Run) -> str:
+def last_error(run: RunFolder) -> str:
     """The newest message of a failed attempt; empty without one."""
     for attempt in sorted(run.owners, reverse=True):
         world = world_folder(run.folder, attempt)
@@ -222,12 +222,15 @@ def find_run(name: str) -> Path:
         return Path(found[1])
     for folder in _runs_here():
         with contextlib.suppress(ConfigError):  # another run's folder may be damaged
-            if int(name) in {*submitted_jobs(folder), *(owner.get("job") for owner in Run(folder).owners.values())}:
+            if int(name) in {
+                *submitted_jobs(folder),
+                *(owner.get("job") for owner in RunFolder(folder).owners.values()),
+            }:
                 return folder
     raise ConfigError([f"job {name} belongs to no run in {RUNS}/, and Slurm does not give its folder: {why}"])
 
 
-def find_job(run: Run) -> slurm.Job | None:
+def find_job(run: RunFolder) -> slurm.Job | None:
     """The current or waiting job of this run, else its last job; None if Slurm knows none. Its state is UNKNOWN, with
     the reason, if Slurm cannot be queried or belongs to another cluster."""
     cluster = read_record(run.folder / SUBMITTED).get("cluster") or run.owner.get("cluster", "")
@@ -244,7 +247,7 @@ def find_job(run: Run) -> slurm.Job | None:
     return slurm.find_accounted(numbers[-1]) if numbers else None
 
 
-def _runs(run: Run, job: slurm.Job | None) -> bool:
+def _runs(run: RunFolder, job: slurm.Job | None) -> bool:
     return state(run, job).startswith("running")
 
 
@@ -253,7 +256,7 @@ def _runs_here() -> list[Path]:
     return sorted(path for path in folders if (path / CONFIG).exists() or (path / SUBMITTED).exists())
 
 
-def _where(run: Run, config: Config) -> Iterable[tuple[str, str]]:
+def _where(run: RunFolder, config: Config) -> Iterable[tuple[str, str]]:
     """Component, its nodes, and the ranks of each role there."""
     layout = RoleLayout.from_config(config)
     names = {report.node: report.name for report in read_reports(world_folder(run.folder, run.attempt))}
@@ -279,7 +282,7 @@ def _roles(layout: RoleLayout, ranks: Sequence[int] | range) -> str:
     return ", ".join(found)
 
 
-def _progress(run: Run, config: Config, now: float, runs: bool) -> str:
+def _progress(run: RunFolder, config: Config, now: float, runs: bool) -> str:
     parts = [f"{run.step} of {config.max_steps}"]
     logged = (run.folder / METRICS).stat().st_mtime if run.rows else None
     if runs and run.began is not None and (logged is None or logged < run.began):
@@ -296,7 +299,7 @@ def _progress(run: Run, config: Config, now: float, runs: bool) -> str:
     return "  ".join(parts)
 
 
-def _time(run: Run, config: Config, job: slurm.Job | None, now: float) -> Iterable[str]:
+def _time(run: RunFolder, config: Config, job: slurm.Job | None, now: float) -> Iterable[str]:
     """Time left of the run, and whether this job is long enough."""
     left = run.seconds_left()
     if left is None or not left:
@@ -316,7 +319,7 @@ def _time(run: Run, config: Config, job: slurm.Job | None, now: float) -> Iterab
     yield text
 
 
-def _checkpoint(run: Run, now: float) -> str:
+def _checkpoint(run: RunFolder, now: float) -> str:
     step = committed_step(run.folder)
     if step < 0:
         return "no checkpoint yet"
@@ -324,7 +327,7 @@ def _checkpoint(run: Run, now: float) -> str:
     return f"step {step}, {duration(age)} ago"
 
 
-def _restarts(run: Run) -> Iterable[tuple[str, str]]:
+def _restarts(run: RunFolder) -> Iterable[tuple[str, str]]:
     """Earlier attempts, newest first."""
     earlier = [attempt for attempt in sorted(run.owners, reverse=True) if attempt != run.attempt]
     if earlier:
@@ -355,7 +358,7 @@ def main(argv: Sequence[str]) -> int:
     code = ExitCode.DONE
     for folder in folders:
         try:
-            print((describe if argv else line)(folder, find_job(Run(folder)), time.time()))
+            print((describe if argv else line)(folder, find_job(RunFolder(folder)), time.time()))
         except (ConfigError, OSError) as error:  # the other runs are still shown
             print(f"hpcrl: {error}", file=sys.stderr)
             code = ExitCode.BAD_INPUT

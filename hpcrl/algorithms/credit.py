@@ -19,15 +19,15 @@ from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss
 
-Section = TypeVar("Section", bound=PolicyLoss)
+LossSection = TypeVar("LossSection", bound=PolicyLoss)
 
 
-class ReturnsCredit(Credit, Generic[Section]):
+class ReturnsCredit(Credit, Generic[LossSection]):
     """A credit without `normalize`; see the module's docstring."""
 
     gamma = 1.0
 
-    def __init__(self, config: Section):
+    def __init__(self, config: LossSection):
         self.config = config
         if config.kl_reward_coef > 0:
             self.reads = frozenset({"old_logprobs", "ref_logprobs"})

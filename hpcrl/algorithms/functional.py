@@ -15,7 +15,7 @@ from hpcrl.rollout.batch import Norms
 
 Over = Literal["batch", "group"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]
-Level = Literal["token", "geometric", "sequence"]
+RatioLevel = Literal["token", "geometric", "sequence"]
 Correction = Literal["truncate", "mask"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
@@ -108,7 +108,7 @@ def behaviour_weights(
     behaviour_logprobs: Tensor,
     rows: Tensor,
     num_rows: int,
-    level: Level,
+    level: RatioLevel,
     correction: Correction,
     low: float,
     high: float,

@@ -14,7 +14,7 @@ class _Stopped(Exception):
     """The result is no longer needed."""
 
 
-class Check:
+class FileCheck:
     """Reads files in a thread, so that an unresponsive file system blocks the thread and not the rank."""
 
     def __init__(self, folder: Path, entries: Sequence[FileEntry]):

@@ -11,7 +11,7 @@ from hpcrl.config.schema import MOST_MEMBERS, Config, EnvConfig, RewardConfig, R
 from hpcrl.spec.extras import install
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
-from hpcrl.spec.table import Table
+from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, TRAIN_ENGINES
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
@@ -436,7 +436,7 @@ def _user_code(config: Config) -> Iterator[Problem]:
             yield Problem((*at, "timeout_s"), text, (("timeouts", "command_s"),))
 
 
-def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: Table[Any]) -> Iterator[Problem]:
+def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: SpecTable[Any]) -> Iterator[Problem]:
     """A key that names user code, missing although the selected entry needs it, or given although it is not read."""
     keys = {name: spec.imports_code for name, spec in table.items() if spec.imports_code}
     for name, key in keys.items():

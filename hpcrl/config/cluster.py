@@ -99,7 +99,7 @@ def _one_line(value: Any) -> str | bool:
 
 OptionName = Annotated[str, Field(pattern=OPTION)]
 OptionValue = Annotated[str | bool, PlainValidator(_one_line)]
-Options = Annotated[dict[OptionName, OptionValue], BeforeValidator(_as_mapping)]
+SlurmOptions = Annotated[dict[OptionName, OptionValue], BeforeValidator(_as_mapping)]
 """Option -> value; true if the option takes none, false to omit it. A list in command-line form is accepted too."""
 
 SET_FOR_SBATCH = {
@@ -193,9 +193,9 @@ class ClusterConfig(Section):
     """Jobs of a chain, including the first."""
     max_restarts: Natural = 3
     """Maximum restarts in a row after crashes and hangs without a new checkpoint; other restarts do not count."""
-    sbatch_options: Options = {}
+    sbatch_options: SlurmOptions = {}
     """Additional options of sbatch, such as {exclusive: true, mail-user: me@site}, for every component."""
-    srun_options: Options = {}
+    srun_options: SlurmOptions = {}
     """Additional options of the srun that starts the agents, such as {mpi: pmix}."""
     modules: list[Word] = []
     """Environment modules to load on the nodes."""

@@ -35,7 +35,7 @@ from hpcrl.spec.fields import (
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, Spec
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Path
-from hpcrl.spec.table import SpecError, Table, leave_out
+from hpcrl.spec.table import SpecError, SpecTable, leave_out
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
@@ -147,7 +147,7 @@ class RolloutConfig(Section):
         return self.max_generated_groups or 20 * self.num_prompts
 
 
-def _listed(table: Table[Any], name: str) -> str:
+def _listed(table: SpecTable[Any], name: str) -> str:
     if name not in list(table) and ":" not in name:
         *others, last = map(repr, table)
         raise PydanticCustomError("literal_error", "{expected}", {"expected": f"{', '.join(others)} or {last}"})
@@ -269,19 +269,19 @@ class EvalConfig(Section):
     """Sample completions shown before and after training."""
 
 
-Deadline = Annotated[float, Field(ge=1, le=1e7), NUMBER]
+DeadlineSeconds = Annotated[float, Field(ge=1, le=1e7), NUMBER]
 
 
 class Timeouts(Section):
     """Deadlines in seconds. Every wait of the program has one of them."""
 
-    start_s: Deadline = 300.0
+    start_s: DeadlineSeconds = 300.0
     """From process start until all ranks are ready, seconds."""
-    command_s: Deadline = 900.0
+    command_s: DeadlineSeconds = 900.0
     """One command, from sending to the last answer; checkpoint files without progress; seconds."""
-    grace_s: Deadline = 10.0
+    grace_s: DeadlineSeconds = 10.0
     """From the end of the run to SIGKILL of remaining processes, seconds."""
-    store_s: Deadline = 30.0
+    store_s: DeadlineSeconds = 30.0
     """One store call, and the time until a lost store is detected, seconds."""
 
 
@@ -448,7 +448,7 @@ class Named:
         return cls(*(_path(data, *keys) for keys, _, _ in NAMED))
 
 
-NAMED: tuple[tuple[tuple[str, ...], Table[Any], type[Section] | None], ...] = (
+NAMED: tuple[tuple[tuple[str, ...], SpecTable[Any], type[Section] | None], ...] = (
     (("pipeline",), PIPELINES, Config),
     (("trainer", "engine"), TRAIN_ENGINES, TrainerConfig),
     (("generator", "engine"), GEN_ENGINES, GeneratorConfig),
@@ -497,7 +497,7 @@ def config_class(named: Named = Named()) -> type[Config]:
     return with_fields(Config, **fields)
 
 
-def _choices(table: Table[Any], path: str, base: type[Section] | None = None) -> dict[str, Spec]:
+def _choices(table: SpecTable[Any], path: str, base: type[Section] | None = None) -> dict[str, Spec]:
     """The entries that a key may select; without those of packages whose sections would hide a key of base."""
     found: dict[str, Spec] = {}
     for name, spec in table.items():

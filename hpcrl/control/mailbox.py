@@ -16,7 +16,7 @@ from hpcrl.control.listener import Listener
 from hpcrl.control.messages import Post, Response, Turn, TurnDelta
 
 CHUNK_BYTES = 1 << 20
-Item = Response | Turn | TurnDelta
+MailItem = Response | Turn | TurnDelta
 Kind = TypeVar("Kind", Response, Turn, TurnDelta)
 
 
@@ -34,7 +34,7 @@ class Mailbox:
         self.news = threading.Event()  # set when a message arrives
         self._senders: dict[int, queues.Sender] = {}
         self._lost: set[int] = set()
-        self._arrived: dict[type, list[Item]] = {Response: [], Turn: [], TurnDelta: []}
+        self._arrived: dict[type, list[MailItem]] = {Response: [], Turn: [], TurnDelta: []}
 
     def open(self) -> None:
         """Start to receive (idempotent); publishes the address in the control store."""
@@ -44,7 +44,7 @@ class Mailbox:
             self._inbox = Listener(queues.Inbox(client, _mail_queue(self._rank), self._key, Post), self.news)
             self._store.set(f"mailbox/{self._rank}", f"{self._address}:{self._server.port}")
 
-    def send(self, rank: int, items: Sequence[Item]) -> None:
+    def send(self, rank: int, items: Sequence[MailItem]) -> None:
         """Send items in chunks of about 1 MiB; items to this rank go directly.
 
         StoreLost if the receiver is gone, and then at once on every later call. ValueError with the size for an item
@@ -79,14 +79,14 @@ class Mailbox:
         chosen, self._arrived[kind] = self._arrived[kind], []
         return cast(list[Kind], chosen)
 
-    def _take_in(self, items: Sequence[Item]) -> None:
+    def _take_in(self, items: Sequence[MailItem]) -> None:
         for item in items:
             self._arrived[type(item)].append(item)
 
 
-def _chunks(items: Sequence[Item]) -> Iterator[list[Item]]:
+def _chunks(items: Sequence[MailItem]) -> Iterator[list[MailItem]]:
     """The items in lists of about CHUNK_BYTES, none empty."""
-    chunk: list[Item] = []
+    chunk: list[MailItem] = []
     size = 0
     for item in items:
         if isinstance(item, TurnDelta):

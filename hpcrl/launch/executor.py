@@ -31,7 +31,7 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.submission import submit
 from hpcrl.rundir import FINISHED, SLURM, submitted_jobs
-from hpcrl.status import Run, last_error
+from hpcrl.status import RunFolder, last_error
 
 FORGOTTEN = "FORGOTTEN"
 """State of a job that ended minutes ago and that Slurm no longer knows, if the accounts do not answer either."""
@@ -153,7 +153,7 @@ class RunJob(Job[dict[str, Any]]):
         FailedJobError with the run's own error line; UncompletedJobError if the run was cancelled."""
         if (error := self.exception()) is not None:
             raise error
-        run = Run(self.run_dir)
+        run = RunFolder(self.run_dir)
         return [
             {
                 "run_dir": str(self.run_dir),
@@ -186,7 +186,7 @@ class RunJob(Job[dict[str, Any]]):
 
     def _why(self) -> str:
         """The message of the last attempt of these jobs, else their last line of output."""
-        run = Run(self.run_dir)
+        run = RunFolder(self.run_dir)
         if str(run.owner.get("job")) in self.links and (error := last_error(run)):
             return f"{run.owner.get('how', 'lost')}: {error}"
         lines = (self.stdout() or "").split("\n")

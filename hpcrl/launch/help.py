@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 from hpcrl.config import Config, ConfigError
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.exitcodes import ExitCode
-from hpcrl.spec.table import Table
+from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
 
 USAGE = """\
@@ -43,7 +43,7 @@ IMPORTANT = (
     *("generator.max_slots", "timeouts.command_s"),
 )
 
-CHOICES: dict[str, tuple[str, Table[Any]]] = {
+CHOICES: dict[str, tuple[str, SpecTable[Any]]] = {
     "pipeline": ("pipeline", PIPELINES),
     "algorithm": ("algorithm.name", ALGORITHMS),
     "trainer": ("trainer.engine", TRAIN_ENGINES),
@@ -144,7 +144,7 @@ def _stem(name: str) -> str:
 
 def _options(name: str) -> list[tuple[str, list[tuple[str, Any, str]]]]:
     """(title, keys) of the options of each reward or environment that has options."""
-    tables: dict[str, Table[Any]] = {"reward": REWARDS, "env": ENVS}
+    tables: dict[str, SpecTable[Any]] = {"reward": REWARDS, "env": ENVS}
     return [
         (f"{name}: options with name={entry}", _keys(spec.section, f"{name}.NAME.options"))
         for entry, spec in (tables[name].items() if name in tables else ())

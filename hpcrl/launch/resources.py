@@ -16,7 +16,7 @@ from hpcrl.config.cluster import memory_bytes
 from hpcrl.metrics.duration import duration
 from hpcrl.planner.advice import advise
 from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
-from hpcrl.planner.parts import Part, Phase, Row
+from hpcrl.planner.memory_parts import Part, Phase, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 
@@ -32,7 +32,7 @@ PHASE_WORDS: dict[Phase, str] = {
 }
 
 
-def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
+def node_rows(config: Config, layout: RoleLayout) -> Iterator[PlanRow]:
     """Role -> component -> nodes -> ranks, and the cost of a job that runs to its time limit."""
     components = Placement.from_config(config, layout).components
     hours = config.cluster.time_s / 3600
@@ -53,13 +53,13 @@ def node_rows(config: Config, layout: RoleLayout) -> Iterator[Row]:
         yield "", "note: nodes and cost are those of a Slurm job; without +cluster=slurm all ranks run on this machine"
 
 
-def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+def trainer_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
     """How the training engine splits model and batch; nothing for an engine without a plan."""
     with contextlib.suppress(CannotPlanError):
         yield from train_plan(config).rows(config, layout, shape)
 
 
-def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
     """Memory of every kind of rank by part, the cards that fit, and changes to fit smaller cards."""
     try:
         kinds = memory(config, layout, shape)
@@ -92,7 +92,7 @@ def _cards_to_advise_on(config: Config, kinds: Sequence[RankMemory]) -> list[str
     return usual or (small[-1:] if config.dry_run else [])
 
 
-def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) -> Iterator[Row]:
+def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) -> Iterator[PlanRow]:
     """Host memory of the fullest node of each component, and whether it exceeds the available memory."""
     needs = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
     for component in Placement.from_config(config, layout).components:
@@ -110,7 +110,7 @@ def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) 
         yield "", text
 
 
-def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
     """Size of a checkpoint and the time to write it."""
     try:
         num_bytes = checkpoint_bytes(config, shape)

@@ -25,7 +25,7 @@ from hpcrl.launch.submission import environment_notes
 from hpcrl.metrics.progress import SHOWN
 from hpcrl.rundir import CONFIG
 from hpcrl.spec.extras import install
-from hpcrl.status import Run
+from hpcrl.status import RunFolder
 
 MAX_NAME = 200
 """Maximum bytes of a point's name; file systems allow 255 for a folder."""
@@ -151,6 +151,6 @@ def _on_slurm(points: Sequence[Point], folders: Sequence[Path]) -> list[tuple[in
 def _table(points: Sequence[Point], folders: Sequence[Path], ends: Sequence[tuple[int, str]]) -> Iterator[str]:
     width = max(len(point.name) for point in points)
     for point, folder, (_, how) in zip(points, folders, ends, strict=True):
-        run = Run(folder)
+        run = RunFolder(folder)
         scores = [f"{name} {form.format(found[1])}" for key, name, form in SHOWN if (found := run.newest(key))]
         yield f"{point.name:<{width}}  {how:<20}  {'  '.join([f'step {run.step}', *scores])}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.planner.activations import FP32
-from hpcrl.planner.parts import BYTES, Part, Phase, split_size
+from hpcrl.planner.memory_parts import BYTES, Part, Phase, split_size
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem

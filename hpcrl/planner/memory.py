@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
 from hpcrl.planner.generator import check_replicas_split, generator_parts, hand_over_parts, token_bytes
-from hpcrl.planner.parts import PHASES, Part, Phase
+from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.table import load

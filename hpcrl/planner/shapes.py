@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hpcrl.config import TinyModel
 
-Split = Literal["column", "row", "key", "vocabulary", "expert", "whole"]
+ParameterSplit = Literal["column", "row", "key", "vocabulary", "expert", "whole"]
 """Tensor parallelism splits rows of a matrix, columns, rows of key and value heads, rows of the vocabulary, experts, or
 nothing."""
 
@@ -47,7 +47,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    split: Split
+    split: ParameterSplit
     layer: int | None = None
 
     @cached_property
@@ -207,12 +207,12 @@ def _decoder(shape: ModelShape) -> Iterator[Parameter]:
         yield Parameter("lm_head.weight", vocabulary, "vocabulary")
 
 
-Entry = tuple[str, tuple[int, ...], Split]
+ParameterEntry = tuple[str, tuple[int, ...], ParameterSplit]
 
 
-def _attention(shape: ModelShape) -> Iterator[Entry]:
+def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
     hidden, at = shape.hidden_size, "self_attn."
-    sizes: tuple[tuple[str, int, Split], ...] = (
+    sizes: tuple[tuple[str, int, ParameterSplit], ...] = (
         ("q", shape.query_size, "column"),
         ("k", shape.key_size, "key"),
         ("v", shape.key_size, "key"),
@@ -229,7 +229,7 @@ def _attention(shape: ModelShape) -> Iterator[Entry]:
         yield at + "k_norm.weight", (shape.head_dim,), "whole"
 
 
-def _mlp(shape: ModelShape, layer: int) -> Iterator[Entry]:
+def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     if layer in shape.expert_layers:
         count, inner = shape.num_experts, shape.expert_size
@@ -247,7 +247,7 @@ def _mlp(shape: ModelShape, layer: int) -> Iterator[Entry]:
             yield f"mlp.{which}_proj.bias", sizes[:1], "whole" if which == "down" else "column"
 
 
-def _norms(shape: ModelShape) -> Iterator[Entry]:
+def _norms(shape: ModelShape) -> Iterator[ParameterEntry]:
     names = ["input_layernorm", "post_attention_layernorm"]
     if shape.family == "gemma2":
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]

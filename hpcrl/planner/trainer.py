@@ -8,7 +8,7 @@ from typing import Protocol, cast
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.planner.activations import Tokens, forward_only, logits_bytes
-from hpcrl.planner.parts import BYTES, PHASES, Change, Part, Row
+from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import TRAIN_ENGINES
@@ -41,7 +41,7 @@ class TrainPlan(Protocol):
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         """Changes of the engine's keys that save memory, by cost."""
 
-    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         """Lines of the plan on the split of model and batch. The sizes must be valid (check)."""
 
 

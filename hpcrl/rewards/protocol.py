@@ -55,7 +55,7 @@ class Ready(msgspec.Struct, tag="ready"):
     error: str = ""
 
 
-class Scored(msgspec.Struct, tag="scored"):
+class ItemScore(msgspec.Struct, tag="score"):
     """The score of the `place`-th item sent to the worker; None: the call failed for all of its items."""
 
     place: int | None
@@ -67,7 +67,7 @@ class Scored(msgspec.Struct, tag="scored"):
     token_rewards: dict[int, float] = {}
 
 
-Answer = Ready | Scored
+Answer = Ready | ItemScore
 _decoder = msgspec.msgpack.Decoder(Answer)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each, score_each_async
-from hpcrl.rewards.protocol import LENGTH, Answer, Item, Ready, Scored, from_message, pack
+from hpcrl.rewards.protocol import LENGTH, Answer, Item, ItemScore, Ready, from_message, pack
 from hpcrl.signals import let_signals_pass
 
 PR_SET_PDEATHSIG = 1
@@ -78,11 +78,11 @@ def _items(body: bytes) -> list[RewardItem]:
 
 def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:
     if scores is None:
-        _write(sink, Scored(None))
+        _write(sink, ItemScore(None))
         return
     for place, score in enumerate(scores, first):
         parts = list(score.turn_rewards), dict(score.token_rewards)
-        _write(sink, Scored(place, score.reward, score.score, score.error, score.metrics, *parts))
+        _write(sink, ItemScore(place, score.reward, score.score, score.error, score.metrics, *parts))
 
 
 def _die_with(parent: int) -> None:

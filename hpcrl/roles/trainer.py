@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.making import make_algorithm
 from hpcrl.algorithms.metrics import batch_stats, credit_stats
-from hpcrl.checkpoint.check import Check
+from hpcrl.checkpoint.check import FileCheck
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.comm.data_parallel import DataParallel
@@ -116,7 +116,7 @@ class TrainerRole(_EngineRole):
         self._staged_version = -1
         self._num_pulls = 0  # outstanding, of the staged version
         self._writer = Writer()
-        self._check: Check | None = None
+        self._check: FileCheck | None = None
         self.engine.snapshot()  # lays out the files: a lack of memory shows now, and the first save only copies
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
@@ -201,7 +201,7 @@ class TrainerRole(_EngineRole):
     def _check_files(self, command: CheckFiles, seq: int) -> Done:
         if self._check is not None:
             self._check.stop()
-        self._check = Check(Path(command.folder), [FileEntry(*file) for file in command.files])
+        self._check = FileCheck(Path(command.folder), [FileEntry(*file) for file in command.files])
         return Done(seq)
 
     def _finish_check(self, command: FinishCheck, seq: int) -> Done:

@@ -32,7 +32,7 @@ class _Stream:
     prompts: dict[int, Prompt]
     draw: Callable[[int], list[Prompt]]
     sampling: messages.Sampling
-    arrived: list[events.Event] = field(default_factory=list)
+    arrived: list[events.SchedulerEvent] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
 
 
@@ -223,15 +223,17 @@ class RolloutLoop:
 
     # -- commands ------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, command: events.Command, prompts: Mapping[int, Prompt], sampling: messages.Sampling) -> None:
+    def _carry_out(
+        self, command: events.SchedulerCommand, prompts: Mapping[int, Prompt], sampling: messages.Sampling
+    ) -> None:
         replica, samples = self._replicas[command.replica], list(command.sample_ids)
         match command:
-            case events.Admit() | events.Continue():
+            case events.Generate() | events.Continue():
                 replica.live += len(samples)
                 known = isinstance(command, events.Continue)
                 for message in admissions(samples, {} if known else prompts, sampling, self._seed):
                     replica.send(message)
-            case events.Rescore():
+            case events.SendToScorer():
                 receivers = self._alive(self._scorers, replica)
                 self._reach(replica, samples, receivers, acting=False)
                 replica.send(messages.Rescore(samples, receivers))
@@ -311,7 +313,7 @@ class RolloutLoop:
         known = next((stream for stream in self._streams if uid in stream.prompts), None)
         return known or next(iter(self._streams), None)
 
-    def _translate(self, rank: int, event: messages.Event) -> Iterator[events.Event]:
+    def _translate(self, rank: int, event: messages.Event) -> Iterator[events.SchedulerEvent]:
         match event:
             case messages.BurstDone():
                 yield from self._burst_done(self._replicas[rank], event)
@@ -335,7 +337,7 @@ class RolloutLoop:
                     yield events.ReplicaLost(rank)
                 yield from self._stranded(self._awaited.where(lambda away: away.receiver == rank))
 
-    def _burst_done(self, replica: ReplicaLink, event: messages.BurstDone) -> Iterator[events.Event]:
+    def _burst_done(self, replica: ReplicaLink, event: messages.BurstDone) -> Iterator[events.SchedulerEvent]:
         told = replica.burst_done(event)
         aborted = tuple((e.sample, e.model_tokens) for e in event.finished if e.reason == FinishReason.ABORT)
         if aborted:
@@ -355,7 +357,7 @@ class RolloutLoop:
             reaching = [e.sample for e in some if not self._awaited.overtook(e.sample)]
             self._reach(replica, reaching, alive, acting)
             waiting += reaching
-        yield events.BurstDone(
+        yield events.Decoded(
             replica.first,
             finished=tuple((e.sample, e.model_tokens, FinishReason(e.reason)) for e in finished),
             turns=tuple((e.sample, e.model_tokens) for e in event.turns),
@@ -367,22 +369,22 @@ class RolloutLoop:
         uid = split_sample_id(sample)[0]
         self._awaited.answered(sample, wanted=any(uid in stream.prompts for stream in self._streams))
 
-    def _stranded(self, samples: Sequence[int]) -> Iterator[events.Event]:
+    def _stranded(self, samples: Sequence[int]) -> Iterator[events.SchedulerEvent]:
         """Samples whose scorer or environment is gone: score them again, or restart the group."""
         acting = tuple(sample for sample in samples if self._awaited[sample].acting)
         scoring = tuple(sample for sample in samples if not self._awaited[sample].acting)
         for sample in samples:
             self._awaited.leave(sample)
         if acting:
-            yield events.Failed(acting, events.ENV_LOST)
+            yield events.SamplesFailed(acting, events.ENV_LOST)
         if scoring:
             yield events.ScorerLost(scoring)
 
-    def _scored(self, result: messages.ScoredSample) -> events.Event:
+    def _scored(self, result: messages.ScoredSample) -> events.SchedulerEvent:
         self._answered(result.sample)
         self._note(result, scored=True)
         parts = tuple(result.turn_rewards), result.token_rewards
-        return events.Scored(result.sample, result.reward, result.score, result.error, *parts)
+        return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Record the statistics of a result."""
@@ -393,10 +395,10 @@ class RolloutLoop:
             stream.stats.append(stats | ({f"{prompt.domain}/score": scalar(result.score)} if scored else {}))
 
 
-def _order(event: events.Event) -> tuple:
+def _order(event: events.SchedulerEvent) -> tuple:
     """Bursts before answers before scores, each by replica or sample."""
     match event:
-        case events.BurstDone():
+        case events.Decoded():
             return (0, event.replica)
         case events.Aborted():
             return (1, event.lengths)
@@ -404,7 +406,7 @@ def _order(event: events.Event) -> tuple:
             return (2, event.sample_ids)
         case events.Played():
             return (2, (event.sample_id,))
-        case events.Scored():
+        case events.Rewarded():
             return (3, event.sample_id)
         case _:
             return (4, repr(event))

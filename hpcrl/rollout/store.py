@@ -48,7 +48,7 @@ class DispositionRecord:
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class StepRollouts:
     """Rollouts of a step of all ranks, sorted by sample id. facts: the stored facts of the step."""
 
     step: int
@@ -127,7 +127,7 @@ class RolloutReader:
         last = float("inf") if self._provisional else committed_step(self.run_dir)
         return [step for step in steps_in(self.run_dir / "rollouts") if step <= last]
 
-    def read(self, step: int) -> Rollouts:
+    def read(self, step: int) -> StepRollouts:
         """Everything stored of one step. ValueError if there is no such step, or a file is missing or damaged."""
         folder = self._folder(step)
         paths = sorted(folder.glob("rank_*.h5"))
@@ -138,7 +138,7 @@ class RolloutReader:
         rollouts = [part for part, _ in parts if part.batch.num_sequences] or [parts[0][0]]
         joined = concat([part.batch for part in rollouts])
         order = torch.argsort(joined.sample_ids, stable=True).tolist()
-        return Rollouts(step, joined.select(order), parts[0][0].facts)
+        return StepRollouts(step, joined.select(order), parts[0][0].facts)
 
     def batch(self, step: int) -> Batch:
         return self.read(step).batch
@@ -228,10 +228,10 @@ def _learn(name: str, about: Mapping[str, str], dtype: str = "") -> None:
     declare(Field(name, dtype or about["dtype"], level, origin, about.get("meaning", ""), optional=True))
 
 
-def _read_rollouts(path: Path, step: int) -> tuple[Rollouts, int]:
+def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:
     """Content of one rank's file, and the number of ranks of the step according to the file."""
 
-    def read(file: h5py.File) -> tuple[Rollouts, int]:
+    def read(file: h5py.File) -> tuple[StepRollouts, int]:
         batch = Batch(torch.from_numpy(file["cu_seqlens"][()]))
         stored = {name: data for name, data in file.items() if isinstance(data, h5py.Dataset) and name != "cu_seqlens"}
         for name, data in stored.items():
@@ -246,7 +246,7 @@ def _read_rollouts(path: Path, step: int) -> tuple[Rollouts, int]:
             raise ValueError(f"it has {batch.num_sequences} rows of {batch.num_tokens} tokens and says otherwise")
         facts = {name: value.item() if hasattr(value, "item") else value for name, value in file["facts"].attrs.items()}
         batch.check_shapes()
-        return Rollouts(step, batch, facts), int(file.attrs["num_ranks"])
+        return StepRollouts(step, batch, facts), int(file.attrs["num_ranks"])
 
     return _reading(path, "rollouts", read)
 
@@ -282,7 +282,7 @@ def _reading(path: Path, kind: str, read: Callable[[h5py.File], T]) -> T:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def describe(rollouts: Rollouts, row: int, decode: Callable[[list[int]], str] | None) -> str:
+def describe(rollouts: StepRollouts, row: int, decode: Callable[[list[int]], str] | None) -> str:
     """One sample in a few lines: its facts, prompt and response."""
     batch = rollouts.batch
     start, end = batch.cu_seqlens[row].item(), batch.cu_seqlens[row + 1].item()

@@ -14,8 +14,8 @@ import yaml
 from hpcrl.config import ConfigError
 from hpcrl.files import write_durably
 from hpcrl.rundir.changes import effective, permitted_changes
-from hpcrl.rundir.machine import machine_facts
 from hpcrl.rundir.ownership import check_free, claim
+from hpcrl.rundir.provenance import machine_facts
 from hpcrl.rundir.records import CONFIG, FACTS, FINISHED, OWNERS, SLURM, newest_attempt, read_attempts, read_finished
 
 

@@ -21,10 +21,10 @@ from hpcrl.rundir import check_owner
 from hpcrl.runtime.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.runtime.evaluation import Evaluation
 from hpcrl.runtime.generation import replica_capacity
-from hpcrl.runtime.parts import Fabric, Reference, Roles, Trainer, Weights
+from hpcrl.runtime.parts import Reference, Roles, RolloutFabric, Trainer, Weights
 from hpcrl.runtime.rollouts import Rollouts
-from hpcrl.runtime.rows import AnswerRows
 from hpcrl.runtime.saves import Checkpoints
+from hpcrl.runtime.supervised import AnswerRows
 from hpcrl.spec.tables import ROLES
 
 
@@ -58,7 +58,7 @@ def build(
     tokenizer = _load_tokenizer(model_path)
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
     weights = (Weights if config.learns else FixedWeights)(controller, layout)
-    fabric = Fabric(controller, layout)
+    fabric = RolloutFabric(controller, layout)
     _build_ranks(controller, layout, weights, fabric)
     loop = _make_loop(controller, layout, config)
     if loop is not None and config.rollout.max_lag > 0:
@@ -80,7 +80,7 @@ def build(
     return Parts(roles, trainer, reference, weights, data, evaluation, checkpoint, first_step)
 
 
-def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: Fabric) -> None:
+def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: RolloutFabric) -> None:
     """Engines and groups, role by role, on all ranks of a role at once, since making a default group is collective."""
     controller.await_world()
     for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
@@ -110,7 +110,7 @@ def _make_loop(controller: Controller, layout: RoleLayout, config: Config) -> Ro
 
 def _make_rollouts(
     loop: RolloutLoop,
-    fabric: Fabric,
+    fabric: RolloutFabric,
     layout: RoleLayout,
     config: Config,
     tokenizer: Any,

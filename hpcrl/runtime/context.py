@@ -17,7 +17,7 @@ from hpcrl.runtime.deadline import Deadline
 from hpcrl.runtime.debug import StoredRollouts
 from hpcrl.runtime.guard import Guard, Stopped
 from hpcrl.runtime.rollouts import Rollouts
-from hpcrl.runtime.rows import AnswerRows
+from hpcrl.runtime.supervised import AnswerRows
 
 
 class Run:

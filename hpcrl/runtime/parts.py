@@ -123,7 +123,7 @@ class Reference:
             return stats
         homes = {sample: rank for rank, samples in batch.reference_rows.items() for sample in samples}
         between, heads = moves(homes, batch.rows, batch.sizes), {*self._division.heads, *self._trainers.heads}
-        for part in token_transfers(batch.id, Fabric.NAME, into, between, heads):
+        for part in token_transfers(batch.id, RolloutFabric.NAME, into, between, heads):
             self._controller.call(part)
         _pass_on(self._controller, {"trainer": self._trainers}, batch.id, into)
         return stats
@@ -180,7 +180,7 @@ class Weights:
         return timed("time/step_model_update", start)
 
 
-class Fabric:
+class RolloutFabric:
     """The group in which replicas, trainers and references exchange samples."""
 
     NAME = "rollout"

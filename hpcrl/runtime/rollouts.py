@@ -19,7 +19,7 @@ from hpcrl.rollout.store import DispositionRecord, write_dispositions
 from hpcrl.rollout.types import Prompt, Sizes
 from hpcrl.runtime.batches import BatchHandle
 from hpcrl.runtime.generation import training_sampling
-from hpcrl.runtime.parts import Fabric, Trainer, timed
+from hpcrl.runtime.parts import RolloutFabric, Trainer, timed
 
 
 class Rollouts:
@@ -28,7 +28,7 @@ class Rollouts:
     def __init__(
         self,
         loop: RolloutLoop,
-        fabric: Fabric,
+        fabric: RolloutFabric,
         replicas: Mapping[int, int],
         config: Config,
         source: PromptSource,

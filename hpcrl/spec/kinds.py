@@ -93,8 +93,8 @@ class RoleSpec(Spec):
     holds_model: bool = False
     """Whether its ranks hold (a part of) a model: they have a GPU, and the plan counts their memory."""
     plan: str = ""
-    """`module:NAME` of parts(config, shape, num_ranks) -> list[Part] (hpcrl.planner.parts), the memory of its fullest
-    rank during its work, if independent of other roles on the rank."""
+    """`module:NAME` of parts(config, shape, num_ranks) -> list[Part] (hpcrl.planner.memory_parts), the memory of its
+    fullest rank during its work, if independent of other roles on the rank."""
     division: Callable[[Any, int], Division] = _unsplit
     """How this many of its ranks divide the rows and the parameters. DivisionError if they cannot."""
     owns_default_group: bool = False

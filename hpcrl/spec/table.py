@@ -21,7 +21,7 @@ class SpecError(ValueError):
     """A name does not lead to a specification; the message lists the existing names."""
 
 
-class Table(Generic[S]):
+class SpecTable(Generic[S]):
     """The table of one kind: name -> specification. `module:NAME` finds a specification outside the table."""
 
     def __init__(self, kind: str, specification: type[S], entries: Mapping[str, str]):

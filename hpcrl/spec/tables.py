@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hpcrl.spec.kinds import AlgorithmSpec, EnvSpec, GenEngineSpec, PipelineSpec, RewardSpec, RoleSpec, TrainEngineSpec
-from hpcrl.spec.table import Table
+from hpcrl.spec.table import SpecTable
 
-PIPELINES = Table(
+PIPELINES = SpecTable(
     "pipeline",
     PipelineSpec,
     {
@@ -17,7 +17,7 @@ PIPELINES = Table(
     },
 )
 
-ROLES = Table(
+ROLES = SpecTable(
     "role",
     RoleSpec,
     {
@@ -29,7 +29,7 @@ ROLES = Table(
     },
 )
 
-TRAIN_ENGINES = Table(
+TRAIN_ENGINES = SpecTable(
     "training engine",
     TrainEngineSpec,
     {
@@ -40,7 +40,7 @@ TRAIN_ENGINES = Table(
     },
 )
 
-GEN_ENGINES = Table(
+GEN_ENGINES = SpecTable(
     "generation engine",
     GenEngineSpec,
     {
@@ -51,7 +51,7 @@ GEN_ENGINES = Table(
     },
 )
 
-ALGORITHMS = Table(
+ALGORITHMS = SpecTable(
     "algorithm",
     AlgorithmSpec,
     {
@@ -61,7 +61,7 @@ ALGORITHMS = Table(
     },
 )
 
-REWARDS = Table(
+REWARDS = SpecTable(
     "reward",
     RewardSpec,
     {
@@ -74,7 +74,7 @@ REWARDS = Table(
     },
 )
 
-ENVS = Table(
+ENVS = SpecTable(
     "environment",
     EnvSpec,
     {

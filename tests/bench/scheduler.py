@@ -1,7 +1,7 @@
 """Events per second of the rollout scheduler with thousands of simulated replicas. Prints one JSON line.
 
-A sample costs two events, its end in a BurstDone and its Scored, besides its Admit. Replicas end their bursts in random
-order, one burst per plan(), scores come back in random order. Only the scheduler's own CPU time is counted.
+A sample costs two events, its end in a Decoded and its Rewarded, besides its Generate. Replicas end their bursts in
+random order, one burst per plan(), scores come back in random order. Only the scheduler's own CPU time is counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import random
 import time
 
-from hpcrl.rollout.scheduling.events import Admit, BurstDone, Drop, Scored
+from hpcrl.rollout.scheduling.events import Decoded, Drop, Generate, Rewarded
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import FinishReason
@@ -23,19 +23,19 @@ def measure(num_replicas: int, slots: int, need: int, group_size: int, determini
     scheduler = RolloutScheduler(config, dict.fromkeys(range(num_replicas), slots))
     running: dict[int, set[int]] = {replica: set() for replica in range(num_replicas)}
     busy: list[int] = []  # replicas with something to do, in random order of burst ends
-    scored: list[Scored] = []
+    scored: list[Rewarded] = []
     spent, num_events, num_commands, uid = 0.0, 0, 0, 0
     scheduler.begin_step(0, need)
     while not scheduler.ready():
-        events: list[BurstDone | Scored] = [scored.pop() for _ in range(min(len(scored), rng.randint(0, 8)))]
+        events: list[Decoded | Rewarded] = [scored.pop() for _ in range(min(len(scored), rng.randint(0, 8)))]
         if busy:
             position = rng.randrange(len(busy))
             busy[position], busy[-1] = busy[-1], busy[position]
             replica = busy.pop()
             ended = rng.sample(sorted(running[replica]), min(len(running[replica]), rng.randint(1, 4)))
             running[replica].difference_update(ended)
-            events.append(BurstDone(replica, tuple((i, rng.randint(1, 999), FinishReason.STOP) for i in ended)))
-            scored += [Scored(i, reward := float(rng.random() < 0.5), reward) for i in ended]
+            events.append(Decoded(replica, tuple((i, rng.randint(1, 999), FinishReason.STOP) for i in ended)))
+            scored += [Rewarded(i, reward := float(rng.random() < 0.5), reward) for i in ended]
             if running[replica]:
                 busy.append(replica)
         elif scored:
@@ -46,11 +46,11 @@ def measure(num_replicas: int, slots: int, need: int, group_size: int, determini
         commands = scheduler.plan(events)
         spent += time.process_time() - start
         uid += wanted
-        num_events += sum(len(e.finished) if isinstance(e, BurstDone) else 1 for e in events)
+        num_events += sum(len(e.finished) if isinstance(e, Decoded) else 1 for e in events)
         num_commands += len(commands)
         for command in commands:
             held = running[command.replica]
-            if isinstance(command, Admit):
+            if isinstance(command, Generate):
                 if not held:
                     busy.append(command.replica)
                 held.update(command.sample_ids)

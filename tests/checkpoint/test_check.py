@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from hpcrl.checkpoint.check import Check
+from hpcrl.checkpoint.check import FileCheck
 from hpcrl.checkpoint.commit import READ_BYTES, FileEntry
 
 
@@ -19,18 +19,18 @@ def written(folder: Path, name: str, size: int) -> FileEntry:
 
 def test_the_first_damaged_file_is_named_and_bytes_are_counted(tmp_path: Path) -> None:
     entries = [written(tmp_path, "a", 2 * READ_BYTES + 5), written(tmp_path, "b", 7), written(tmp_path, "c", 9)]
-    whole = Check(tmp_path, entries)
+    whole = FileCheck(tmp_path, entries)
     assert whole.result(60) == "" and whole.progress() == (str(tmp_path / "c"), 2 * READ_BYTES + 21)
     (tmp_path / "b").write_bytes(b"another")
-    assert (Check(tmp_path, entries).result(60) or "").startswith("b is not what was committed")
+    assert (FileCheck(tmp_path, entries).result(60) or "").startswith("b is not what was committed")
     (tmp_path / "b").unlink()
-    assert (Check(tmp_path, entries).result(60) or "").startswith("b cannot be read")
-    assert Check(tmp_path, []).result(60) == ""
+    assert (FileCheck(tmp_path, entries).result(60) or "").startswith("b cannot be read")
+    assert FileCheck(tmp_path, []).result(60) == ""
 
 
 def test_it_can_be_given_up(tmp_path: Path) -> None:
     entries = [written(tmp_path, "a", 8 * READ_BYTES)] * 50
-    check = Check(tmp_path, entries)
+    check = FileCheck(tmp_path, entries)
     assert check.result(0.05) is None
     check.stop()
     time.sleep(0.5)  # for the part that is being read

@@ -17,7 +17,7 @@ from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner import generator
 from hpcrl.planner.advice import advise
 from hpcrl.planner.memory import CARDS, RankMemory, memory, usable
-from hpcrl.planner.parts import Part
+from hpcrl.planner.memory_parts import Part
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
 from tests.engines.worlds import make_model_folder
 from tests.planner.models import PUBLISHED

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hpcrl.rollout.scheduling.events import DoneSample, Scored
+from hpcrl.rollout.scheduling.events import DoneSample, Rewarded
 from hpcrl.rollout.scheduling.groups import LiveGroup, with_score
 from hpcrl.rollout.scheduling.prompt_queue import Start
 from hpcrl.rollout.types import TOKEN_REWARD, FinishReason
@@ -35,7 +35,7 @@ def test_rewards_of_turns_add_up(
     turns: tuple[float, ...],
 ) -> None:
     done = DoneSample(1, 0, 4, FinishReason.STOP, played[0], 0.0, turn_rewards=played[1])
-    result = with_score(done, Scored(1, scored[0], 0.5, turn_rewards=scored[1]))
+    result = with_score(done, Rewarded(1, scored[0], 0.5, turn_rewards=scored[1]))
     assert (result.reward, result.turn_rewards) == (reward, turns)
     assert bool(result.error) == any(math.isnan(number) for number in (scored[0], *scored[1]))
 
@@ -44,7 +44,7 @@ def test_a_group_that_waits_in_a_checkpoint_keeps_what_its_turns_and_tokens_were
     group = LiveGroup(Start(3, 1), version=2, size=2, keep=2)
     tokens = np.array([(0, 0.5), (7, -0.25)], dtype=TOKEN_REWARD).tobytes()
     for sample, event in zip(
-        group.samples, (Scored(1, 0.25, 1.0, "", (0.5, -0.25), tokens), Scored(2, 1.0, 1.0)), strict=True
+        group.samples, (Rewarded(1, 0.25, 1.0, "", (0.5, -0.25), tokens), Rewarded(2, 1.0, 1.0)), strict=True
     ):
         sample.done = with_score(DoneSample(sample.id, 4, 9, FinishReason.STOP, 0.0, 0.0), event)
     again = LiveGroup.restored(json.loads(json.dumps(group.saved())), [4])
@@ -58,7 +58,7 @@ def test_a_group_that_waits_in_a_checkpoint_keeps_what_its_turns_and_tokens_were
 
 def test_a_reward_that_is_not_finite_leaves_none_of_its_parts() -> None:
     done = DoneSample(1, 0, 4, FinishReason.STOP, math.inf, 0.0)
-    result = with_score(done, Scored(1, 1.0, 1.0, "", (1.0,), bytes(8)))
+    result = with_score(done, Rewarded(1, 1.0, 1.0, "", (1.0,), bytes(8)))
     assert result.error and (result.turn_rewards, result.token_rewards) == ((), b"")
-    large = with_score(replace(done, reward=8e29), Scored(1, 8e29, 1.0))
+    large = with_score(replace(done, reward=8e29), Rewarded(1, 8e29, 1.0))
     assert large.reward == 0 and large.error == "reward 1.6e+30 and score 1.0 are not both finite and below 1e+30"

@@ -7,7 +7,16 @@ import random
 import pytest
 
 from hpcrl.rollout.pace import Pace
-from hpcrl.rollout.scheduling.events import Aborted, Admit, BurstDone, Drop, Failed, Paced, ReplicaLost, Scored
+from hpcrl.rollout.scheduling.events import (
+    Aborted,
+    Decoded,
+    Drop,
+    Generate,
+    Paced,
+    ReplicaLost,
+    Rewarded,
+    SamplesFailed,
+)
 from hpcrl.rollout.scheduling.policies import Lengths, SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.types import FinishReason, make_sample_id
@@ -28,8 +37,8 @@ def ids(uid, members, attempt=0):
 
 def ended(*samples, replica=0, tokens=5):
     """Events of samples that finish and are scored at once."""
-    scored = [Scored(sample, 1.0, 1.0) for sample in samples]
-    return [BurstDone(replica, tuple((sample, tokens, STOP) for sample in samples)), *scored]
+    scored = [Rewarded(sample, 1.0, 1.0) for sample in samples]
+    return [Decoded(replica, tuple((sample, tokens, STOP) for sample in samples)), *scored]
 
 
 def counted(scheduler, name):
@@ -39,7 +48,7 @@ def counted(scheduler, name):
 def test_the_first_members_make_the_group_and_the_last_is_dropped():
     scheduler, commands = started(SchedulerConfig(2, extra_members=1), 1, {0: 8})
     a, b, c = ids(0, 3)
-    assert commands == [Admit(0, (a, b, c))]
+    assert commands == [Generate(0, (a, b, c))]
     assert scheduler.plan(ended(c)) == [] and not scheduler.ready()
     assert scheduler.plan(ended(a)) == [Drop(0, (b,))]
     scheduler.plan([Aborted(((b, 40),))])
@@ -55,9 +64,9 @@ def test_a_spare_member_stands_in_for_one_that_fails():
     for extra, attempt in ((1, 0), (0, 1)):
         scheduler, _ = started(SchedulerConfig(2, extra_members=extra), 1, {0: 8})
         members = ids(0, 2 + extra)
-        commands = scheduler.plan([Failed(members[:1], "its environment crashed")])
+        commands = scheduler.plan([SamplesFailed(members[:1], "its environment crashed")])
         if attempt:
-            assert commands == [Drop(0, members), Admit(0, ids(0, 2, attempt=1))]
+            assert commands == [Drop(0, members), Generate(0, ids(0, 2, attempt=1))]
         else:
             assert commands == [Drop(0, members[:1])]
             scheduler.plan(ended(*members[1:]))
@@ -81,7 +90,7 @@ def test_a_straggler_is_waited_for_or_cancelled(on_stale):
     scheduler.plan(ended(*ids(1, 1)))
     assert [group.uid for group in scheduler.take()] == [1]
     scheduler.begin_step(1, 1)
-    assert scheduler.plan() == [Admit(0, ids(2, 1))]
+    assert scheduler.plan() == [Generate(0, ids(2, 1))]
     scheduler.plan(ended(*ids(2, 1)))
     if on_stale == "wait":
         assert not scheduler.ready()
@@ -90,7 +99,7 @@ def test_a_straggler_is_waited_for_or_cancelled(on_stale):
     else:
         assert [group.uid for group in scheduler.take()] == [2]
         scheduler.begin_step(2, 1)
-        assert scheduler.plan() == [Drop(0, ids(0, 1)), Admit(0, ids(0, 1, attempt=1))]
+        assert scheduler.plan() == [Drop(0, ids(0, 1)), Generate(0, ids(0, 1, attempt=1))]
     assert counted(scheduler, "cancelled") == (on_stale == "cancel")
 
 
@@ -102,7 +111,7 @@ def test_new_weights_restart_what_is_on_its_way():
     scheduler.take()
     scheduler.begin_step(1, 1)
     again = make_sample_id(1, 1, 1)
-    assert scheduler.plan() == [Drop(0, (d,)), Admit(0, (again,))]  # its sibling has ended and stays
+    assert scheduler.plan() == [Drop(0, (d,)), Generate(0, (again,))]  # its sibling has ended and stays
     scheduler.plan(ended(again))
     (group,) = scheduler.take()
     assert [sample.id for sample in group.samples] == [c, again]
@@ -196,7 +205,7 @@ def test_a_prompt_that_starts_anew_goes_where_its_prefix_is():
     for affinity, replica in ((True, 0), (False, 1)):
         scheduler, _ = started(SchedulerConfig(1, prompt_affinity=affinity), 3, {0: 8, 1: 8}, need=3)
         scheduler.plan(ended(*ids(1, 1), replica=1))
-        assert scheduler.plan([Failed(ids(0, 1), "refused")])[-1] == Admit(replica, ids(0, 1, attempt=1))
+        assert scheduler.plan([SamplesFailed(ids(0, 1), "refused")])[-1] == Generate(replica, ids(0, 1, attempt=1))
         assert ("scheduler/prefix_kept" in (metrics := scheduler.metrics())) == affinity
         assert not affinity or metrics["scheduler/prefix_kept"][0] == 1
 

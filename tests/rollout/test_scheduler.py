@@ -16,17 +16,17 @@ from hpcrl.config import Config
 from hpcrl.rollout.scheduling.events import (
     ENV_LOST,
     Aborted,
-    Admit,
     Answered,
-    BurstDone,
     Continue,
+    Decoded,
     Drop,
-    Failed,
+    Generate,
     Paced,
     ReplicaLost,
-    Rescore,
-    Scored,
+    Rewarded,
+    SamplesFailed,
     ScorerLost,
+    SendToScorer,
 )
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
@@ -71,7 +71,7 @@ class World:
             assert len(set(ids)) == len(ids) > 0
             self.history[name].append((type(command).__name__, ids))
             match command:
-                case Admit():
+                case Generate():
                     for i in ids:
                         assert all(i not in held for held in self.held.values()), "admitted twice"
                         self.held[name][i] = 0
@@ -80,7 +80,7 @@ class World:
                     for i in ids:
                         assert i not in self.running[name] and i in self.held[name]
                         self.running[name][i] = self.length(i + self.held[name][i])
-                case Rescore():
+                case SendToScorer():
                     for i in ids:
                         assert i in self.held[name]
                         self.scoring.add(i)
@@ -93,7 +93,7 @@ class World:
             if not self.deterministic:
                 assert len(self.running[name]) <= self.capacities[name]
 
-    def burst(self, name: int) -> BurstDone | None:
+    def burst(self, name: int) -> Decoded | None:
         """One burst of eight tokens on a replica."""
         if not self.running[name]:
             return None
@@ -109,7 +109,7 @@ class World:
                 else:
                     finished.append((i, self.length(i), STOP))
                     self.scoring.add(i)
-        return BurstDone(name, tuple(finished), tuple(turns))
+        return Decoded(name, tuple(finished), tuple(turns))
 
     def lose(self, name: int) -> ReplicaLost:
         del self.held[name], self.running[name]
@@ -121,7 +121,7 @@ class World:
         for name in self.rng.sample(list(self.running), self.rng.randint(0, len(self.running))):
             if burst := self.burst(name):
                 events.append(burst)
-        events += [Scored(i, self.score(i), self.score(i)) for i in self.some(self.scoring)]
+        events += [Rewarded(i, self.score(i), self.score(i)) for i in self.some(self.scoring)]
         if answered := self.some(self.acting):
             events.append(Answered(tuple(answered)))
         self.rng.shuffle(events)
@@ -237,12 +237,12 @@ def test_accounting_budget_and_termination_under_random_events(
         events = []
         live = sorted(i for held in world.held.values() for i in held)
         if chaos and live and rng.random() < 0.01:
-            events.append(Failed((rng.choice(live),), "crash"))
+            events.append(SamplesFailed((rng.choice(live),), "crash"))
         if chaos and world.scoring and rng.random() < 0.1:
-            lost = world.some(world.scoring)  # the world forgets them, Rescore brings them back
+            lost = world.some(world.scoring)  # the world forgets them, SendToScorer brings them back
             events.append(ScorerLost(tuple(lost)))
         if chaos and rng.random() < 0.1 and live:
-            events.append(Scored(rng.choice(live), 1.0, 1.0))  # stale, early or doubled
+            events.append(Rewarded(rng.choice(live), 1.0, 1.0))  # stale, early or doubled
             world.scoring.discard(events[-1].sample_id)
             world.acting.discard(events[-1].sample_id)
         if chaos and rng.random() < 0.1:
@@ -292,7 +292,7 @@ def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, ma
         scheduler = RolloutScheduler(config, world.capacities)
         batches, ends, _ = run_steps(scheduler, world, 4, 3)
         # without over-sampling nothing is dropped, and the next turns come at the same place too
-        kinds = ("Admit",) if extra_prompts else ("Admit", "Continue")
+        kinds = ("Generate",) if extra_prompts else ("Generate", "Continue")
         orders = {name: [order for order in history if order[0] in kinds] for name, history in world.history.items()}
         return batches, ends, orders
 
@@ -397,11 +397,11 @@ def test_the_longest_of_many_that_were_dropped_too_often_has_its_turn(need, extr
 
 
 def finish(*ids, replica=0):
-    return BurstDone(replica, tuple((i, 5, STOP) for i in ids))
+    return Decoded(replica, tuple((i, 5, STOP) for i in ids))
 
 
 def score(*ids, reward=1.0):
-    return [Scored(i, reward, reward) for i in ids]
+    return [Rewarded(i, reward, reward) for i in ids]
 
 
 def started(config, uids, replicas, need):
@@ -417,20 +417,20 @@ def ids_of(uid, size, attempt=0):
 
 def test_siblings_go_together_to_the_roomiest_replica():
     _, commands = started(SchedulerConfig(2), 3, {7: 4, 9: 4}, 3)
-    assert commands == [Admit(7, ids_of(0, 2) + ids_of(2, 2)), Admit(9, ids_of(1, 2))]
+    assert commands == [Generate(7, ids_of(0, 2) + ids_of(2, 2)), Generate(9, ids_of(1, 2))]
 
 
 def test_siblings_apart_balance_sample_by_sample():
     _, commands = started(SchedulerConfig(2, siblings_together=False), 2, {7: 4, 9: 4}, 2)
     a, b, c, d = ids_of(0, 2) + ids_of(1, 2)
-    assert commands == [Admit(7, (a, c)), Admit(9, (b, d))]
+    assert commands == [Generate(7, (a, c)), Generate(9, (b, d))]
 
 
 def test_group_larger_than_any_room_is_split_and_the_rest_waits():
     scheduler, commands = started(SchedulerConfig(5), 1, {0: 2, 1: 2}, 1)
     a, b, c, d, e = ids_of(0, 5)
-    assert commands == [Admit(0, (a, b)), Admit(1, (c, d))]
-    assert scheduler.plan([finish(b)]) == [Admit(0, (e,))]
+    assert commands == [Generate(0, (a, b)), Generate(1, (c, d))]
+    assert scheduler.plan([finish(b)]) == [Generate(0, (e,))]
 
 
 def test_wants_replaces_filtered_groups_within_the_budget():
@@ -460,7 +460,7 @@ def test_filters(rewards, scores, reason):
     config = SchedulerConfig(4, filter_mean_low=0.1, filter_mean_high=0.9, filter_std=True)
     scheduler, _ = started(config, 1, {0: 8}, 1)
     ids = ids_of(0, 4)
-    scheduler.plan([finish(*ids), *(Scored(i, r, s) for i, r, s in zip(ids, rewards, scores, strict=True))])
+    scheduler.plan([finish(*ids), *(Rewarded(i, r, s) for i, r, s in zip(ids, rewards, scores, strict=True))])
     assert scheduler.ready() == (reason == "")
     if reason:
         assert scheduler.settled()[0].reason == reason
@@ -473,15 +473,15 @@ def test_over_sampled_groups_are_dropped_and_come_first_next_step():
     commands = scheduler.plan([finish(*second, first[0]), *score(*second)])
     assert commands == [Drop(0, first)] and scheduler.ready()
     assert [group.uid for group in scheduler.take()] == [1]
-    assert scheduler.plan([Scored(first[0], 1.0, 1.0), Aborted(((first[1], 3),))]) == []
+    assert scheduler.plan([Rewarded(first[0], 1.0, 1.0), Aborted(((first[1], 3),))]) == []
     metrics = scheduler.metrics()
     assert metrics["scheduler/aborted"][0] == 2 and metrics["scheduler/aborted_length"] == (8.0, 2.0, 3.0, 5.0)
     assert metrics["scheduler/stale"][0] == 1 and metrics["scheduler/kept_length"] == (10.0, 2.0, 5.0, 5.0)
     scheduler.begin_step(1, 1)
     assert scheduler.wants() == 1
-    assert scheduler.plan() == [Admit(0, ids_of(0, 2, attempt=1))]
+    assert scheduler.plan() == [Generate(0, ids_of(0, 2, attempt=1))]
     again = ids_of(0, 2, attempt=1)
-    scheduler.plan([BurstDone(0, tuple((i, 9, STOP) for i in again)), *score(*again)])
+    scheduler.plan([Decoded(0, tuple((i, 9, STOP) for i in again)), *score(*again)])
     scheduler.take()
     assert scheduler.metrics()["scheduler/kept_length_retried"] == (18.0, 2.0, 9.0, 9.0)
 
@@ -505,7 +505,7 @@ def test_what_is_spread_over_replicas_and_what_waits_for_room_is_told():
 def test_deterministic_mode_accepts_in_order_of_prompts():
     scheduler, commands = started(SchedulerConfig(1, extra_prompts=1, deterministic=True), 2, {0: 1, 1: 1}, 1)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
-    assert commands == [Admit(0, (a,)), Admit(1, (b,))]
+    assert commands == [Generate(0, (a,)), Generate(1, (b,))]
     scheduler.plan([finish(b, replica=1), *score(b)])
     assert not scheduler.ready()  # prompt 0 has a say first
     assert scheduler.plan([finish(a), *score(a)]) == [Drop(1, (b,))]
@@ -515,11 +515,11 @@ def test_deterministic_mode_accepts_in_order_of_prompts():
 def test_turns_free_the_slot_and_come_back_to_the_same_replica():
     scheduler, commands = started(SchedulerConfig(1), 3, {0: 1, 1: 1}, 3)
     (a,), (b,), (c,) = ids_of(0, 1), ids_of(1, 1), ids_of(2, 1)
-    assert commands == [Admit(0, (a,)), Admit(1, (b,))]
-    assert scheduler.plan([BurstDone(0, turns=((a, 4),))]) == [Admit(0, (c,))]
+    assert commands == [Generate(0, (a,)), Generate(1, (b,))]
+    assert scheduler.plan([Decoded(0, turns=((a, 4),))]) == [Generate(0, (c,))]
     assert scheduler.plan([Answered((a,))]) == []  # its slot is taken by c
     assert scheduler.plan([finish(c)]) == [Continue(0, (a,))]
-    scheduler.plan([BurstDone(0, turns=((a, 9),)), Scored(a, 1.0, 1.0), finish(b, replica=1), *score(b, c)])
+    scheduler.plan([Decoded(0, turns=((a, 9),)), Rewarded(a, 1.0, 1.0), finish(b, replica=1), *score(b, c)])
     assert [group.samples[0].num_tokens for group in scheduler.take()] == [9, 5, 5]
 
 
@@ -531,7 +531,7 @@ def test_lost_replica_restarts_its_groups_elsewhere_even_accepted_ones():
     assert scheduler.plan([ReplicaLost(0), finish(a)]) == []  # b holds the only slot
     assert scheduler.finished() == []
     commands = scheduler.plan([finish(b, replica=1)])
-    assert commands == [Admit(1, ids_of(0, 1, attempt=1))]
+    assert commands == [Generate(1, ids_of(0, 1, attempt=1))]
     with pytest.raises(RolloutExhausted, match="0 generator replicas are left"):
         scheduler.plan([ReplicaLost(1)])
 
@@ -544,7 +544,7 @@ def test_a_batch_that_could_not_be_handed_over_is_given_back():
     scheduler.tell([ReplicaLost(1)])
     scheduler.give_back()
     assert not scheduler.ready() and scheduler.settled() == []
-    assert scheduler.plan() == [Admit(0, ids_of(1, 1, attempt=1))]
+    assert scheduler.plan() == [Generate(0, ids_of(1, 1, attempt=1))]
     (again,) = ids_of(1, 1, attempt=1)
     scheduler.plan([finish(again), *score(again)])
     assert [(group.uid, group.attempt) for group in scheduler.take()] == [(0, 0), (1, 1), (2, 0)]
@@ -554,8 +554,11 @@ def test_a_batch_that_could_not_be_handed_over_is_given_back():
 def test_in_deterministic_mode_the_turns_of_others_do_not_wait_for_a_sample_that_failed():
     scheduler, commands = started(SchedulerConfig(1, deterministic=True), 2, {0: 8}, 2)
     ((a, b),) = (command.sample_ids for command in commands)
-    scheduler.plan([BurstDone(0, (), ((a, 3), (b, 3)))])
-    assert scheduler.plan([Answered((a,)), Failed((b,), "an env rank was lost")]) == [Drop(0, (b,)), Continue(0, (a,))]
+    scheduler.plan([Decoded(0, (), ((a, 3), (b, 3)))])
+    assert scheduler.plan([Answered((a,)), SamplesFailed((b,), "an env rank was lost")]) == [
+        Drop(0, (b,)),
+        Continue(0, (a,)),
+    ]
 
 
 def test_what_starts_anew_does_not_count_against_the_limit():
@@ -564,10 +567,10 @@ def test_what_starts_anew_does_not_count_against_the_limit():
     (command,) = scheduler.plan([ReplicaLost(1)])
     assert command.replica == 0 and len(command.sample_ids) == 2
     assert scheduler.settled() == [], "one lost replica is no fault of the prompt's"
-    scheduler.plan([Failed(command.sample_ids, ENV_LOST)])
+    scheduler.plan([SamplesFailed(command.sample_ids, ENV_LOST)])
     assert scheduler.settled() == [], "nor is a lost environment"
     with pytest.raises(RolloutExhausted, match="failed 1, the last by crash"):
-        scheduler.plan([Failed(ids_of(0, 1), "crash")])
+        scheduler.plan([SamplesFailed(ids_of(0, 1), "crash")])
     assert [(end.uid, end.disposition) for end in scheduler.settled()] == [(0, Disposition.FAILED)]
 
 
@@ -575,7 +578,7 @@ def test_prompt_fails_after_max_attempts_with_its_cause():
     scheduler, _ = started(SchedulerConfig(1, max_attempts=2), 2, {0: 4}, 1)
     for attempt in range(2):
         (a,) = ids_of(0, 1, attempt)
-        scheduler.plan([Failed((a,), "environment crashed")])
+        scheduler.plan([SamplesFailed((a,), "environment crashed")])
     assert [(e.uid, e.attempt, e.disposition, e.reason) for e in scheduler.settled()] == [
         (0, 1, Disposition.FAILED, "environment crashed")
     ]
@@ -584,9 +587,13 @@ def test_prompt_fails_after_max_attempts_with_its_cause():
 def test_reward_errors_cost_one_sample_but_a_group_of_errors_starts_anew():
     scheduler, _ = started(SchedulerConfig(2), 2, {0: 4}, 2)
     a, b, c, d = ids_of(0, 2) + ids_of(1, 2)
-    errors = [Scored(a, float("nan"), 0.0), Scored(b, 1.0, 1.0), *(Scored(i, 0.0, 0.0, "timeout") for i in (c, d))]
+    errors = [
+        Rewarded(a, float("nan"), 0.0),
+        Rewarded(b, 1.0, 1.0),
+        *(Rewarded(i, 0.0, 0.0, "timeout") for i in (c, d)),
+    ]
     commands = scheduler.plan([finish(a, b, c, d), *errors])
-    assert commands == [Drop(0, (c, d)), Admit(0, ids_of(1, 2, attempt=1))]
+    assert commands == [Drop(0, (c, d)), Generate(0, ids_of(1, 2, attempt=1))]
     (group,) = scheduler.finished()
     assert group.samples[0].reward == 0.0 and "not both finite" in group.samples[0].error
     assert scheduler.metrics()["scheduler/score_errors"][0] == 3
@@ -596,7 +603,7 @@ def test_a_group_of_errors_counts_where_errors_are_accepted():
     """Held-out prompts: each is asked once, and what cannot be scored is worth 0."""
     scheduler, _ = started(SchedulerConfig(1, accept_errors=True), 2, {0: 4}, 2)
     (a,), (b,) = ids_of(0, 1), ids_of(1, 1)
-    scheduler.plan([finish(a, b), Scored(a, 0.0, 0.0, "timeout"), *score(b)])
+    scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)])
     assert [group.samples[0].score for group in scheduler.take()] == [0.0, 1.0]
     assert scheduler.metrics()["scheduler/score_errors"][0] == 1
 
@@ -611,7 +618,9 @@ def test_answers_about_samples_of_another_scheduler_are_stale():
 def test_ends_carry_the_rewards_of_filtered_groups_too():
     scheduler, _ = started(SchedulerConfig(2, extra_prompts=2, filter_std=True, max_attempts=1), 3, {0: 6}, 1)
     a, b, c, d, e, _ = [i for uid in range(3) for i in ids_of(uid, 2)]
-    scheduler.plan([finish(a, b, c, d), *score(a, b, reward=0.5), *score(c), *score(d, reward=0.0), Failed((e,), "x")])
+    scheduler.plan(
+        [finish(a, b, c, d), *score(a, b, reward=0.5), *score(c), *score(d, reward=0.0), SamplesFailed((e,), "x")]
+    )
     scheduler.take()
     assert [(end.uid, end.rewards) for end in scheduler.settled()] == [(0, (0.5, 0.5)), (2, ()), (1, (1.0, 0.0))]
 
@@ -620,7 +629,7 @@ def test_lost_scorer_has_its_samples_scored_again_once():
     scheduler, _ = started(SchedulerConfig(2), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
     scheduler.plan([finish(a, b), *score(a)])
-    assert scheduler.plan([ScorerLost((a, b))]) == [Rescore(0, (b,))]
+    assert scheduler.plan([ScorerLost((a, b))]) == [SendToScorer(0, (b,))]
     scheduler.plan([*score(b), *score(b, reward=0.0)])  # the lost one's answer arrives as well
     assert [sample.reward for sample in scheduler.take()[0].samples] == [1.0, 1.0]
 
@@ -661,7 +670,7 @@ def test_what_starts_after_weights_arrived_has_them():
     scheduler.metrics()
     scheduler.weights_arrived(1)
     scheduler.offer([1])
-    assert scheduler.plan() == [Admit(0, ids_of(1, 1))]
+    assert scheduler.plan() == [Generate(0, ids_of(1, 1))]
     scheduler.begin_step(1, 1)
     scheduler.plan([finish(*ids_of(1, 1)), *score(*ids_of(1, 1))])
     assert [group.version for group in scheduler.take()] == [1]
@@ -674,7 +683,7 @@ def test_weights_restart_what_is_on_its_way_when_they_arrive_and_nothing_later()
     scheduler.take()
     scheduler.weights_arrived(1)
     again = ids_of(1, 1, attempt=1)
-    assert scheduler.plan() == [Drop(0, ids_of(1, 1)), Admit(0, again)]
+    assert scheduler.plan() == [Drop(0, ids_of(1, 1)), Generate(0, again)]
     scheduler.begin_step(1, 1)
     assert not any(isinstance(command, Drop) for command in scheduler.plan())
     scheduler.plan([finish(*again), *score(*again)])
@@ -702,7 +711,7 @@ def test_state_survives_json_and_restarts_what_was_in_flight():
     restored.load_state_dict(state)
     assert restored.finished() == scheduler.finished()
     restored.begin_step(1, 2)
-    assert restored.plan() == [Admit(0, ids_of(0, 2, 1)), Admit(1, ids_of(2, 2, 1))]
+    assert restored.plan() == [Generate(0, ids_of(0, 2, 1)), Generate(1, ids_of(2, 2, 1))]
     again = ids_of(0, 2, 1)
     restored.plan([finish(*again), *score(*again)])
     assert [(group.uid, group.version) for group in restored.take()] == [(0, 1), (1, 0)]
@@ -723,7 +732,7 @@ def test_a_batch_waits_for_what_later_ones_would_have_no_room_for_in_time(max_la
         for _ in range(3):
             fresh = range(uid, uid := uid + scheduler.wants())
             scheduler.offer(fresh)
-            admitted = [i for command in scheduler.plan() for i in command.sample_ids if isinstance(command, Admit)]
+            admitted = [i for command in scheduler.plan() for i in command.sample_ids if isinstance(command, Generate)]
             scheduler.tell([finish(*(ended := set(admitted) - long)), *score(*ended)])
         if version < max_lag - 1:
             assert scheduler.ready() and {group.uid for group in scheduler.take()}.isdisjoint({0, 1})
@@ -740,10 +749,10 @@ def test_paused_replicas_are_given_nothing_until_they_go_on():
     assert {command.replica for command in commands} == {0, 1}
     scheduler.pause(frozenset({0}))
     scheduler.offer(range(4, 8))
-    assert scheduler.plan() == [Admit(1, ids_of(4, 1) + ids_of(5, 1) + ids_of(6, 1) + ids_of(7, 1))]
+    assert scheduler.plan() == [Generate(1, ids_of(4, 1) + ids_of(5, 1) + ids_of(6, 1) + ids_of(7, 1))]
     running = [split_sample_id(i)[0] for command in commands if command.replica == 0 for i in command.sample_ids]
     turn = make_sample_id(running[0], 0, 0)
-    assert scheduler.plan([BurstDone(0, turns=((turn, 5),)), Answered((turn,))]) == []
+    assert scheduler.plan([Decoded(0, turns=((turn, 5),)), Answered((turn,))]) == []
     scheduler.pause(frozenset())
     assert scheduler.plan() == [Continue(0, (turn,))]
 

@@ -21,7 +21,7 @@ from hpcrl.rollout.types import Disposition, split_sample_id
 from hpcrl.rundir import OWNERS, SupersededError, check_owner, open_run
 from hpcrl.runtime.evaluation import Evaluation
 from hpcrl.runtime.generation import evaluation_sampling, replica_capacity, training_sampling
-from hpcrl.runtime.parts import Fabric
+from hpcrl.runtime.parts import RolloutFabric
 from hpcrl.runtime.rollouts import Rollouts
 from tests.rollout.ranks import Ranks
 
@@ -59,7 +59,7 @@ def make_evaluation(config: Config, ranks: Any, folder: Path) -> Evaluation:
 def make_rollouts(config: Config, ranks: Any, folder: Path, fence: Callable[[], None] = lambda: None) -> Rollouts:
     source = PromptSource(config.data, "train", Words(), config.seed, config.rollout.num_prompts)
     layout = RoleLayout.from_config(config)
-    fabric, replicas = Fabric(ranks, layout), replica_capacity(config, layout)
+    fabric, replicas = RolloutFabric(ranks, layout), replica_capacity(config, layout)
     return Rollouts(make_loop(config, ranks), fabric, replicas, config, source, folder, fence)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hpcrl.checkpoint.check import Check
+from hpcrl.checkpoint.check import FileCheck
 from hpcrl.checkpoint.commit import FileEntry, find_latest, seal_files
 from hpcrl.checkpoint.state import read_state
 from hpcrl.checkpoint.writer import Writer
@@ -53,7 +53,7 @@ class Ranks:
         self.cursor = 0
         self.waiting: list[Sample] = []  # of a generator rank
         self.held_again: dict[int, dict[int, Sample]] = {}  # by rank
-        self.checks: dict[int, Check] = {}
+        self.checks: dict[int, FileCheck] = {}
         self.shares: list[list[str]] = []
         self.loaded: list[str] = []
         self.while_loading: Callable[[], object] = lambda: None
@@ -95,7 +95,7 @@ class Ranks:
                 return Done(0, {"time/save_write": scalar(written.seconds)}, files)
             case CheckFiles():
                 entries = [FileEntry(*file) for file in command.files]
-                self.checks[rank] = Check(Path(command.folder), entries)
+                self.checks[rank] = FileCheck(Path(command.folder), entries)
                 self.shares.append([entry.path for entry in entries])
             case FinishCheck():
                 if (damage := self.checks[rank].result(command.wait_s)) is None:

@@ -13,8 +13,7 @@ import pytest
 from hpcrl.exitcodes import ExitCode
 from hpcrl.node.preflight import CANARY, read_judgement
 from hpcrl.rundir import OUTCOME, world_folder
-from hpcrl.status import Run as Folder
-from hpcrl.status import last_error
+from hpcrl.status import RunFolder, last_error
 from tests.slurm.jobs import Run, wait_until
 from tests.slurm.test_preflight import make_run, srun
 
@@ -45,7 +44,7 @@ def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, co
     judged = read_judgement(world_folder(run, 1))
     assert judged is not None and judged.code == code
     assert judged.message == f"ended by SIG{name} before the ranks were started"
-    assert last_error(Folder(run)) == ""
+    assert last_error(RunFolder(run)) == ""
     assert not (run / "logs").exists(), "a rank was started"
 
 

@@ -17,8 +17,7 @@ import yaml
 from hpcrl.cluster.slurm import Job
 from hpcrl.config import Config
 from hpcrl.rundir import finish_run, record_submission
-from hpcrl.status import Run as Folder
-from hpcrl.status import describe, last_error, line, state
+from hpcrl.status import RunFolder, describe, last_error, line, state
 from tests.conftest import ROOT
 from tests.slurm.jobs import COMPLETED, PENDING, Run, says, status, wait_state, wait_until
 
@@ -46,7 +45,7 @@ def make(folder: Path, *, steps: int = 0, step_s: float = 2.0, **owners: dict[st
 
 
 def word(folder: Path, job: Job | None) -> str:
-    return state(Folder(folder), job).split(":")[0]
+    return state(RunFolder(folder), job).split(":")[0]
 
 
 def test_every_state(tmp_path: Path) -> None:
@@ -54,10 +53,10 @@ def test_every_state(tmp_path: Path) -> None:
     queued = tmp_path / "queued"
     (queued / "slurm").mkdir(parents=True)
     record_submission(queued, [7])
-    assert state(Folder(queued), PENDING_JOB) == "queued: job 7 waits (Priority)"
+    assert state(RunFolder(queued), PENDING_JOB) == "queued: job 7 waits (Priority)"
     assert word(queued, RUNNING_JOB) == "starting"
-    assert state(Folder(queued), None) == "never started: Slurm knows no job of it"
-    assert state(Folder(queued), Job(7, "FAILED", 0, False, "", None)) == "never started: job 7 is failed"
+    assert state(RunFolder(queued), None) == "never started: Slurm knows no job of it"
+    assert state(RunFolder(queued), Job(7, "FAILED", 0, False, "", None)) == "never started: job 7 is failed"
     run = make(tmp_path / "held", a1=held)
     assert word(run, RUNNING_JOB) == "running"
     assert word(run, Job(7, "COMPLETING", 0, False, "", None)) == "ending"
@@ -66,9 +65,9 @@ def test_every_state(tmp_path: Path) -> None:
     assert word(run, Job(7, "CANCELLED", 0, False, "", None)) == "lost"
     assert word(run, None) == "lost"
     ended = make(tmp_path / "ended", a1=held | {"ended": "later", "how": "rank_failed", "why": "crash 4"})
-    assert state(Folder(ended), None).startswith("stopped: attempt 1 ended later (rank_failed): crash 4")
+    assert state(RunFolder(ended), None).startswith("stopped: attempt 1 ended later (rank_failed): crash 4")
     finish_run(ended, 10, 10, "trained 10 steps")
-    assert state(Folder(ended), None).startswith("finished: trained 10 steps")
+    assert state(RunFolder(ended), None).startswith("finished: trained 10 steps")
 
 
 def test_a_run_on_this_machine(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_finished_run_has_no_time_to_go(tmp_path: Path) -> None:
 def test_a_held_job_says_how_it_goes_on(reason: str, way_out: str, tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, a1={"job": 7, "restarts": 0})
     held = Job(7, "PENDING", 1, False, reason, None)
-    assert state(Folder(run), held) == f"held: job 7 waits ({reason}) until it is released: {way_out}"
+    assert state(RunFolder(run), held) == f"held: job 7 waits ({reason}) until it is released: {way_out}"
 
 
 def test_restarts_and_the_last_error(tmp_path: Path) -> None:
@@ -146,12 +145,12 @@ def test_restarts_and_the_last_error(tmp_path: Path) -> None:
     text = describe(run, Job(7, "RUNNING", 2, False, "", NOW + 60), NOW)
     assert "restarts 2" in text and "attempt 1, job 7, then: requeue: goes on in the next job" in text
     assert "attempt 2, job 7, then: lost without a report" in text
-    assert last_error(Folder(run)) == ""
+    assert last_error(RunFolder(run)) == ""
     for attempt, code, message in ((1, 10, "rank 3 failed"), (2, 75, "stopped by SIGUSR1")):
         (run / "world" / f"attempt_{attempt:04d}").mkdir(parents=True)
         told = {"code": code, "message": message}
         (run / "world" / f"attempt_{attempt:04d}" / "verdict.json").write_text(json.dumps(told))
-    assert last_error(Folder(run)) == "attempt 1: rank 3 failed", "a stop that was asked for is none"
+    assert last_error(RunFolder(run)) == "attempt 1: rank 3 failed", "a stop that was asked for is none"
 
 
 def test_half_written_files(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hpcrl.rollout.scheduling.events import Settled
+from hpcrl.rollout.scheduling.events import PromptOutcome
 from hpcrl.rollout.scheduling.groups import LiveGroup
 from hpcrl.rollout.scheduling.replicas import Replicas
 from hpcrl.rollout.scheduling.tally import Tally
@@ -30,7 +30,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self.tally = Tally(COUNTS)
-        self._settled: list[Settled] = []
+        self._settled: list[PromptOutcome] = []
         self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
         self._lag_from = -1  # its version
         self._before: dict[str, int] = {}  # counts when the step was opened
@@ -44,7 +44,7 @@ class Accounts:
         """Record the end of the group's prompt."""
         scored = [] if disposition is Disposition.FAILED else group.samples
         rewards = tuple(sample.done.reward for sample in scored)
-        self._settled.append(Settled(group.uid, group.attempt, disposition, reason, rewards))
+        self._settled.append(PromptOutcome(group.uid, group.attempt, disposition, reason, rewards))
 
     def take(self, batch: list[LiveGroup], version: int) -> None:
         """Take the batch for training this version: its prompts are settled as trained."""
@@ -59,7 +59,7 @@ class Accounts:
         self._settled = [end for end in self._settled if end.uid not in uids]
         return taken
 
-    def settled(self) -> list[Settled]:
+    def settled(self) -> list[PromptOutcome]:
         """Prompts that ended since the last call."""
         settled, self._settled = self._settled, []
         return settled
@@ -83,7 +83,7 @@ class Accounts:
 
     def restore(self, saved: Iterable[Mapping[str, Any]]) -> None:
         """Continue from the result of saved()."""
-        self._settled = [Settled.restored(end) for end in saved]
+        self._settled = [PromptOutcome.restored(end) for end in saved]
 
     def _count_batch(self, replicas: Replicas) -> None:
         """Count the last batch: its lag, the lengths of its responses, and its spread over the replicas."""

@@ -10,7 +10,7 @@ from hpcrl.rollout.types import Disposition, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class BurstDone:
+class Decoded:
     """A replica ended a burst. finished: (sample id, tokens generated, reason). turns: (sample id, tokens generated so
     far) of samples whose turn ended and whose environment acts now."""
 
@@ -27,7 +27,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class Rewarded:
     """A sample's reward and score; `error` says why there is none. It ends the episode of an ACTING sample. The reward
     of the environment (Played) is added."""
 
@@ -56,7 +56,7 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class SamplesFailed:
     """These samples cannot end (refused request, crashed environment)."""
 
     sample_ids: tuple[int, ...]
@@ -90,22 +90,22 @@ class Paced:
     speed: float
 
 
-Event = BurstDone | Answered | Scored | Played | Aborted | Failed | ReplicaLost | ScorerLost | Paced
+SchedulerEvent = Decoded | Answered | Rewarded | Played | Aborted | SamplesFailed | ReplicaLost | ScorerLost | Paced
 
 
-def only(event: Event, mine: Callable[[int], bool]) -> Event | None:
+def only(event: SchedulerEvent, mine: Callable[[int], bool]) -> SchedulerEvent | None:
     """The part of an event about these samples; None if there is none."""
     match event:
-        case BurstDone():
+        case Decoded():
             finished = tuple(end for end in event.finished if mine(end[0]))
             turns = tuple(turn for turn in event.turns if mine(turn[0]))
             return replace(event, finished=finished, turns=turns) if finished or turns else None
         case Aborted():
             lengths = tuple(length for length in event.lengths if mine(length[0]))
             return Aborted(lengths) if lengths else None
-        case Scored() | Played():
+        case Rewarded() | Played():
             return event if mine(event.sample_id) else None
-        case Answered() | Failed() | ScorerLost():
+        case Answered() | SamplesFailed() | ScorerLost():
             ids = tuple(filter(mine, event.sample_ids))
             return replace(event, sample_ids=ids) if ids else None
         case ReplicaLost() | Paced():
@@ -113,7 +113,7 @@ def only(event: Event, mine: Callable[[int], bool]) -> Event | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class Generate:
     """Start generating these samples."""
 
     replica: int
@@ -129,7 +129,7 @@ class Continue:
 
 
 @dataclass(frozen=True, slots=True)
-class Rescore:
+class SendToScorer:
     """Send these finished samples to a living scorer."""
 
     replica: int
@@ -144,7 +144,7 @@ class Drop:
     sample_ids: tuple[int, ...]
 
 
-Command = Admit | Continue | Rescore | Drop
+SchedulerCommand = Generate | Continue | SendToScorer | Drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class PromptOutcome:
     """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards`: in order of member, empty
     if the prompt failed."""
 
@@ -189,7 +189,7 @@ class Settled:
         return asdict(self) | {"disposition": str(self.disposition)}
 
     @classmethod
-    def restored(cls, saved: Mapping[str, Any]) -> Settled:
+    def restored(cls, saved: Mapping[str, Any]) -> PromptOutcome:
         """What saved() wrote."""
         typed = {"disposition": Disposition(saved["disposition"]), "rewards": tuple(saved["rewards"])}
         return cls(**{**saved, **typed})

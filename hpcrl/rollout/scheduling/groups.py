@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
-from hpcrl.rollout.scheduling.events import Answered, DoneSample, Group, Played, Scored
+from hpcrl.rollout.scheduling.events import Answered, DoneSample, Group, Played, Rewarded
 from hpcrl.rollout.scheduling.prompt_queue import Start
 from hpcrl.rollout.types import FinishReason, make_sample_id, split_sample_id
 from hpcrl.trajectory import MAX_REWARD
@@ -33,7 +33,7 @@ class LiveSample:
     def __init__(self, sample_id: int, group: LiveGroup):
         self.id, self.group, self.state, self.replica = sample_id, group, State.WAITING, -1
         self.weight = 1.0  # of its expected length, in units of the mean
-        self.early: Scored | Answered | Played | None = None  # arrived before the BurstDone it belongs to
+        self.early: Rewarded | Answered | Played | None = None  # arrived before the Decoded it belongs to
         self.done = DoneSample(sample_id, -1, 0, FinishReason.STOP, 0.0, 0.0)
 
 
@@ -103,7 +103,7 @@ class LiveGroup:
         return group
 
 
-def with_score(done: DoneSample, event: Scored) -> DoneSample:
+def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
     """The sample with a scorer's reward added to its environment's; numbers that are not finite are errors."""
     reward, score, error, turns = done.reward + event.reward, event.score, event.error, event.turn_rewards
     if done.turn_rewards and not turns:

@@ -14,21 +14,21 @@ from dataclasses import replace
 from hpcrl.rollout.scheduling.events import (
     REPLICA_LOST,
     Aborted,
-    Admit,
     Answered,
-    BurstDone,
-    Command,
     Continue,
+    Decoded,
     DoneSample,
     Drop,
-    Event,
-    Failed,
+    Generate,
     Paced,
     Played,
     ReplicaLost,
-    Rescore,
-    Scored,
+    Rewarded,
+    SamplesFailed,
+    SchedulerCommand,
+    SchedulerEvent,
     ScorerLost,
+    SendToScorer,
 )
 from hpcrl.rollout.scheduling.groups import LiveSample, State, with_score
 from hpcrl.rollout.scheduling.outbox import Outbox
@@ -51,15 +51,15 @@ class Samples:
 
     # -- events
 
-    def observe(self, event: Event) -> Iterator[tuple[LiveSample, str]]:
+    def observe(self, event: SchedulerEvent) -> Iterator[tuple[LiveSample, str]]:
         """Apply an event. Yields (sample, "") for samples that are DONE now, (sample, cause) for those that cannot end.
 
         Handle the items one by one: dropping the siblings of one sample changes which samples follow.
         """
         match event:
-            case BurstDone():
-                yield from self._burst_done(event)
-            case Scored():
+            case Decoded():
+                yield from self._decoded(event)
+            case Rewarded():
                 sample = self._find(event.sample_id, State.RUNNING, State.SCORING, State.ACTING)
                 if sample is not None and not self._is_early(sample, event):
                     self._move(sample, State.DONE)
@@ -72,7 +72,7 @@ class Samples:
                 if sample is not None and not self._is_early(sample, event):
                     self._move(sample, State.SCORING)
                     sample.done = replace(sample.done, reward=event.reward, turn_rewards=event.turn_rewards)
-                    self._orders.put(Rescore, sample.replica, sample.id)
+                    self._orders.put(SendToScorer, sample.replica, sample.id)
             case Answered():
                 for sample_id in event.sample_ids:
                     sample = self._find(sample_id, State.RUNNING, State.ACTING)
@@ -83,21 +83,21 @@ class Samples:
                 for _, length in event.lengths:
                     if length:  # 0: the sample still waited in the engine
                         self._tally.record("aborted_length", length)
-            case Failed():
+            case SamplesFailed():
                 for sample_id in event.sample_ids:
                     if (sample := self._find(sample_id, *State)) is not None:
                         yield sample, event.cause
             case ScorerLost():
                 for sample_id in event.sample_ids:
                     if (sample := self._find(sample_id, State.SCORING)) is not None:
-                        self._orders.put(Rescore, sample.replica, sample_id)
+                        self._orders.put(SendToScorer, sample.replica, sample_id)
             case ReplicaLost():
                 yield from self._replica_lost(event.replica)
             case Paced():
                 if event.replica in self.replicas and self._spare_slow_replicas:
                     self.replicas.tell_speed(event.replica, event.speed)
 
-    def _burst_done(self, event: BurstDone) -> Iterator[tuple[LiveSample, str]]:
+    def _decoded(self, event: Decoded) -> Iterator[tuple[LiveSample, str]]:
         ends = [(i, num_tokens, FinishReason(reason), State.SCORING) for i, num_tokens, reason in event.finished]
         ends += [(i, num_tokens, FinishReason.STOP, State.ACTING) for i, num_tokens in event.turns]
         for sample_id, num_tokens, reason, state in ends:
@@ -118,8 +118,8 @@ class Samples:
                 self.forget(sample)
 
     @staticmethod
-    def _is_early(sample: LiveSample, event: Scored | Answered | Played) -> bool:
-        """Whether the event overtook the BurstDone before it, which comes from another rank; the sample then keeps the
+    def _is_early(sample: LiveSample, event: Rewarded | Answered | Played) -> bool:
+        """Whether the event overtook the Decoded before it, which comes from another rank; the sample then keeps the
         event."""
         if sample.state is State.RUNNING:
             sample.early = event
@@ -168,7 +168,7 @@ class Samples:
         sample.replica = name
         self.replicas[name].samples.add(sample.id)
         self._move(sample, State.RUNNING)
-        self._orders.put(Admit, name, sample.id)
+        self._orders.put(Generate, name, sample.id)
 
     def continue_answered(self, turns: Callable[[Replica], Iterator[int]]) -> None:
         """Let replicas generate the next turn of those answered samples that `turns` yields for them."""
@@ -210,7 +210,7 @@ class Samples:
         if sample.replica in self.replicas:
             self.replicas[sample.replica].samples.discard(sample.id)
 
-    def commands(self) -> list[Command]:
+    def commands(self) -> list[SchedulerCommand]:
         """New commands to replicas since the last call, Drops first."""
         return self._orders.take(self.replicas, self._living)
 

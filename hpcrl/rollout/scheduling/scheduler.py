@@ -12,13 +12,13 @@ The scheduler is a pure state machine: no torch, no clock, no randomness. The ro
         for command in scheduler.plan():
             send it to command.replica
     groups = scheduler.take()          # `need` groups in order of uid; give_back() if they cannot be transferred
-    ended = scheduler.settled()        # one Settled per prompt that ended
+    ended = scheduler.settled()        # one PromptOutcome per prompt that ended
     stats = scheduler.metrics()        # name -> (sum, count, min, max) since the last call
 
 The scheduler knows a prompt by its uid and a response by its sample id (hpcrl.rollout.types).
 
 `capacity` is the number of requests a replica gets at once: its slots, plus the requests that may wait there for the
-next free slot. A replica must execute its commands in order: an Admit uses the room that the Drop before it frees.
+next free slot. A replica must execute its commands in order: a Generate uses the room that the Drop before it frees.
 
 This file contains the life of a group: it is started, gets its verdict (valid, filtered, restarted or failed), and is
 taken or dropped. The other files:
@@ -40,7 +40,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hpcrl.rollout.scheduling.accounts import Accounts
-from hpcrl.rollout.scheduling.events import ENV_LOST, REPLICA_LOST, Command, Event, Group, Settled
+from hpcrl.rollout.scheduling.events import (
+    ENV_LOST,
+    REPLICA_LOST,
+    Group,
+    PromptOutcome,
+    SchedulerCommand,
+    SchedulerEvent,
+)
 from hpcrl.rollout.scheduling.groups import LiveGroup, LiveSample, State
 from hpcrl.rollout.scheduling.modes import Flow, Mode, Wave
 from hpcrl.rollout.scheduling.policies import SchedulerConfig, rejecting_filter
@@ -148,7 +155,7 @@ class RolloutScheduler:
         """Give exactly these replicas no work until the next call."""
         self._samples.pause(replicas)
 
-    def tell(self, events: Iterable[Event]) -> None:
+    def tell(self, events: Iterable[SchedulerEvent]) -> None:
         """Apply events, which may change wants() and ready()."""
         for event in events:
             for sample, cause in self._samples.observe(event):
@@ -159,7 +166,7 @@ class RolloutScheduler:
         while not self._selection.is_full and (group := self._mode.next_verdict(self._open)) is not None:
             self._judge(group)
 
-    def plan(self, events: Iterable[Event] = ()) -> list[Command]:
+    def plan(self, events: Iterable[SchedulerEvent] = ()) -> list[SchedulerCommand]:
         """tell() the events and return the new commands, Drops first.
 
         RolloutExhausted if the step can no longer get a batch: too few replicas are left, or max_generated_groups is
@@ -189,7 +196,7 @@ class RolloutScheduler:
 
     # -- state
 
-    def settled(self) -> list[Settled]:
+    def settled(self) -> list[PromptOutcome]:
         """Prompts that ended since the last call."""
         return self._accounts.settled()
 

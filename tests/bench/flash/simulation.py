@@ -93,7 +93,7 @@ class Simulation:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._stamps = [0] * world.replicas  # the agenda's only valid entry of each engine
         self._numbers = 0
-        self._arrived: list[events.Event] = []
+        self._arrived: list[events.SchedulerEvent] = []
         self._now, self._began, self._next_uid, self._version = 0.0, 0.0, 0, 0
         self._training_now = False
         self._planned, self._waits = 0.0, False
@@ -138,11 +138,11 @@ class Simulation:
         num_valid = len(self._scheduler._selection.valid)  # finished() would copy them
         self._waits = idle and num_valid >= self._training.need
 
-    def _carry_out(self, command: events.Command) -> None:
+    def _carry_out(self, command: events.SchedulerCommand) -> None:
         engine = self._engines[command.replica]
         self._catch_up(engine)
         match command:
-            case events.Admit():
+            case events.Generate():
                 for i in command.sample_ids:
                     assert i not in self._samples, f"sample {i} is admitted twice"
                     self._samples[i] = _Sample(command.replica)
@@ -156,7 +156,7 @@ class Simulation:
                 self._run.dropped += len(command.sample_ids)
                 if cut := engine.drop(command.sample_ids):
                     self._arrived.append(events.Aborted(cut))
-            case events.Rescore():
+            case events.SendToScorer():
                 raise AssertionError("no scorer is lost here")
         assert engine.num_requests <= self._world.slots * self._world.requests_per_slot
         self._reschedule(command.replica)
@@ -206,25 +206,27 @@ class Simulation:
                 finished.append((i, sample.tokens, FinishReason.STOP))
                 self._run.lengths.append(sample.tokens)
                 self._later(i, self._outcomes.reward_s(i), self._score(i))
-        self._arrived.append(events.BurstDone(name, tuple(finished), tuple(turns)))
+        self._arrived.append(events.Decoded(name, tuple(finished), tuple(turns)))
 
     def _act(self, i: int, sample: _Sample) -> None:
         seconds = self._outcomes.environment_s(i, sample.turn)
         sample.turn += 1
         assert self._world.environment is not None
         if seconds == math.inf:
-            self._later(i, self._world.environment.timeout_s, events.Failed((i,), "the environment does not answer"))
+            self._later(
+                i, self._world.environment.timeout_s, events.SamplesFailed((i,), "the environment does not answer")
+            )
         elif sample.turn < self._world.turns:
             self._later(i, seconds, events.Answered((i,)))
         else:
             self._run.lengths.append(sample.tokens)
             self._later(i, seconds + self._outcomes.reward_s(i), self._score(i))
 
-    def _score(self, i: int) -> events.Scored:
+    def _score(self, i: int) -> events.Rewarded:
         score = self._outcomes.score(i)
-        return events.Scored(i, score, score)
+        return events.Rewarded(i, score, score)
 
-    def _later(self, i: int, seconds: float, event: events.Event) -> None:
+    def _later(self, i: int, seconds: float, event: events.SchedulerEvent) -> None:
         def arrive() -> None:
             if i in self._samples:
                 self._arrived.append(event)

@@ -24,7 +24,7 @@ from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.gen.native.stops import StopStrings
 from hpcrl.engines.gen.native.tape import Tape
 from hpcrl.engines.gen.native.transformer import Transformer
-from hpcrl.engines.gen.native.weights import Weights, read_safetensors
+from hpcrl.engines.gen.native.weights import FusedWeights, read_safetensors
 from hpcrl.engines.gen.sampling import SamplingPlan, sample, uniforms
 from hpcrl.rollout.types import FinishReason
 
@@ -86,7 +86,7 @@ class NativeEngine:
         self._waiting: dict[int, Request] = {}
         self._slots, self._tape = Slots(max_slots), Tape(max_slots)
         self._cache = KVCache(self._arch, max_slots, kv_bucket, dtype, self._device)
-        self._weights: Weights | None = None
+        self._weights: FusedWeights | None = None
         self._model: Transformer | None = None
         self._plan: SamplingPlan | None = None  # None: the slots have changed
         self._stop_groups: list[tuple[tuple[str, ...], np.ndarray]] = []
@@ -143,7 +143,7 @@ class NativeEngine:
         the engine has no weights (version -1) if that fails."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
-        weights = self._weights or Weights(self._arch, self._dtype, self._device)
+        weights = self._weights or FusedWeights(self._arch, self._dtype, self._device)
         weights.check(named)
         self.version = -1
         weights.load(named)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
-from hpcrl.engines.gen.native.weights import Dense, Experts, Layer, Weights
+from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer
 
 
 class Transformer:
     """Forward passes over `weights` that read and write a KVCache."""
 
-    def __init__(self, architecture: Architecture, weights: Weights, rotations: Tensor):
+    def __init__(self, architecture: Architecture, weights: FusedWeights, rotations: Tensor):
         self._arch, self._weights, self._rotations = architecture, weights, rotations
         self._scale = architecture.head_dim**-0.5
 

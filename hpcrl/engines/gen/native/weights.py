@@ -57,7 +57,7 @@ class _Target:
     parts: tuple[str, ...] = ()  # the required names that this tensor covers; empty: its own
 
 
-class Weights:
+class FusedWeights:
     """Fused weights and their loading under HF names. Uninitialised until `load` succeeds."""
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device):

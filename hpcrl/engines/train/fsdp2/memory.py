@@ -9,7 +9,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer
 from hpcrl.planner.batch import samples_of_an_update
-from hpcrl.planner.parts import BYTES, PHASES, Change, Part, Phase, Row
+from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
 from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.planner.trainer import forward_parts
 
@@ -126,7 +126,7 @@ class FSDP2Plan:
             "ranks": [(("trainer", "fsdp2", "cpu_offload"), True)],
         }
 
-    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         return iter(())
 
 

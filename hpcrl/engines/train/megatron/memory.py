@@ -9,7 +9,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.engines.train.megatron.activations import megatron_activations
 from hpcrl.engines.train.megatron.parallel import (
     Degrees,
-    Stage,
+    StageLayers,
     check_split,
     own,
     padded_vocabulary,
@@ -18,14 +18,14 @@ from hpcrl.engines.train.megatron.parallel import (
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.planner.activations import FP32, Tokens
 from hpcrl.planner.batch import samples_of_an_update
-from hpcrl.planner.parts import BYTES, Change, Part, Row, split_size
+from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, split_size
 from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.planner.trainer import forward_parts
 
 LOGIT_COPIES = 3  # logits, softmax, gradient
 
 
-def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[Stage]:
+def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[StageLayers]:
     stages = split_layers(shape.num_layers, megatron)
     assert stages is not None, "check_parallel comes first"
     return stages
@@ -161,7 +161,7 @@ class MegatronPlan:
             costly.append(((*at, "expert_parallel"), 2 * megatron.expert_parallel))
         return {"time": cheap, "recompute": [((*at, "recompute"), "full")], "ranks": costly}
 
-    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Row]:
+    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         megatron, ranks = own(config), len(layout.ranks["trainer"])
         degrees, stages = Degrees.of(megatron, ranks), split_layers(shape.num_layers, megatron)
         assert stages is not None, "check_parallel comes first"

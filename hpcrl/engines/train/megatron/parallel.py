@@ -19,7 +19,7 @@ from hpcrl.planner.shapes import ModelShape
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this on each tensor parallel rank."""
 
-Stage = tuple[tuple[int, ...], ...]
+StageLayers = tuple[tuple[int, ...], ...]
 """The layers of a stage, chunk by chunk."""
 
 
@@ -49,7 +49,7 @@ def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def split_layers(num_layers: int, megatron: MegatronConfig) -> list[Stage] | None:
+def split_layers(num_layers: int, megatron: MegatronConfig) -> list[StageLayers] | None:
     """The layers of every stage; None if they cannot be divided evenly. Chunk c of stage s is the (c x stages + s)th of
     the model. An embedding or a loss that counts as a layer replaces one in the first or last chunk."""
     first = int(megatron.account_for_embedding_in_pipeline_split)

@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 Change = tuple[Path, Any]
 """A key and the value to try."""
-Row = tuple[str, str]
+PlanRow = tuple[str, str]
 """A line of the plan: its label (empty on continuation lines) and its text."""
 
 

@@ -12,7 +12,7 @@ import pytest
 from hpcrl.config import TinyModel, load
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.rollout.types import Sizes
-from hpcrl.runtime.rows import AnswerRows
+from hpcrl.runtime.supervised import AnswerRows
 
 FORGETFUL = (
     "{% for m in messages %}{{ m.role }}: "
