@@ -131,6 +131,25 @@ def test_every_package_is_installed() -> None:
     assert listed == here | {"hpcrl.conf"}, "each folder of hpcrl/ is a line of `packages` in pyproject.toml"
 
 
+def public_types(file: Path) -> set[str]:
+    """The public classes and type aliases that a file defines; type variables are no types of their own."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign) and "TypeVar(" not in ast.unparse(node.value):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name) and not target.id.isupper()}
+    return {name for name in names if name[0].isupper()}
+
+
+def test_no_two_public_types_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "hpcrl").rglob("*.py")):
+        for name in public_types(file):
+            places.setdefault(name, []).append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 @pytest.mark.slow
 def test_the_wheel_brings_conf_along_and_launches_without_the_checkout(tmp_path: Path) -> None:
     for name in ("hpcrl", "conf", "pyproject.toml", "README.md", "LICENSE"):
