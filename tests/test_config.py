@@ -71,7 +71,7 @@ def test_every_experiment_is_sound_and_sets_no_key_in_vain(name: str) -> None:
     assert config.run_name == name
     if config.learns and config.trainer.engine == "fsdp2" and config.model.path is not None:
         # Else a run on GPUs would train one sequence at a time, at a fraction of the speed, after a mere warning.
-        assert config.trainer.packing == "require"
+        assert config.trainer.fsdp2.packing == "require"
 
 
 def test_every_conf_file_says_what_it_is() -> None:
