@@ -487,11 +487,11 @@ def config_class(named: Named = Named()) -> type[Config]:
     union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
     algorithm: Any = Annotated[union, Field(discriminator="name")] if len(algorithms) > 1 else union
     fields: dict[str, Any] = {
-        "pipeline": (_literal(pipelines), _described(Config, "pipeline")),
-        "algorithm": (algorithm, Field(algorithms[0](), description=Config.model_fields["algorithm"].description)),
-        "layout": (layout, Field(layout(), description=Config.model_fields["layout"].description)),
-        "trainer": (trainer, Field(trainer(), description=Config.model_fields["trainer"].description)),
-        "generator": (generator, Field(generator(), description=Config.model_fields["generator"].description)),
+        "pipeline": (_literal(pipelines), Config.model_fields["pipeline"].default),
+        "algorithm": (algorithm, Field(algorithms[0]())),
+        "layout": (layout, Field(layout())),
+        "trainer": (trainer, Field(trainer())),
+        "generator": (generator, Field(generator())),
         **_sections(pipelines),
     }
     return with_fields(Config, **fields)
@@ -526,7 +526,7 @@ def _named(name: str, spec: Spec) -> type[Section]:
 
 
 def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:
-    engine = (_literal(engines), _described(base, "engine"))
+    engine = (_literal(engines), base.model_fields["engine"].default)
     fields: dict[str, Any] = {"engine": engine, **_sections(engines)}
     return with_fields(base, **fields)
 
@@ -538,11 +538,6 @@ def _sections(entries: Mapping[str, Spec]) -> dict[str, Any]:
         for name, spec in entries.items()
         if spec.section is not None
     }
-
-
-def _described(base: type[Section], key: str) -> Any:
-    field = base.model_fields[key]
-    return Field(field.default, description=field.description)
 
 
 def _literal(names: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 from hpcrl.config import Config, ConfigError
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.exitcodes import ExitCode
+from hpcrl.launch.meanings import meaning
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
 
@@ -164,7 +165,7 @@ def _keys(model: type[BaseModel], at: str) -> list[tuple[str, Any, str]]:
         if isinstance(info.default, BaseModel):
             rows += _keys(type(info.default), f"{at}.{key}")
         else:
-            rows.append((f"{at}.{key}", info.default, info.description or ""))
+            rows.append((f"{at}.{key}", info.default, meaning(model, key)))
     return rows
 
 
@@ -174,7 +175,7 @@ def _lookup(key: str) -> tuple[Any, str]:
     *sections, last = key.split(".")
     for part in sections:
         model = _models(model.model_fields[part].annotation)[0]
-    return model.model_fields[last].default, model.model_fields[last].description or ""
+    return model.model_fields[last].default, meaning(model, last)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

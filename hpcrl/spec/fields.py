@@ -38,7 +38,6 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
-        use_attribute_docstrings=True,
         defer_build=True,  # most sections are parts of another, which needs no validator of theirs
     )
 
@@ -48,6 +47,4 @@ S = TypeVar("S", bound=Section)
 
 def with_fields(base: type[S], **fields: Any) -> type[S]:
     """The section with more or other fields, given as to pydantic's create_model()."""
-    # If the class has no source, the search for docstrings of its fields takes long and finds none.
-    options = {"use_attribute_docstrings": False}
-    return create_model(base.__name__, __base__=base, __doc__=base.__doc__, __cls_kwargs__=options, **fields)
+    return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
