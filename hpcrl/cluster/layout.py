@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hpcrl.config import Config, ConfigError, Problem, RoleName
-from hpcrl.config.checks import check_replicas
+from hpcrl.config.checks import check_replicas, chosen
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
@@ -71,7 +71,8 @@ class RoleLayout:
 
 def needed_roles(config: Config) -> tuple[RoleName, ...]:
     """The roles, besides the controller, that the run needs."""
-    return tuple(name for name, role in ROLES.items() if role.needed(config))
+    asked = {role for _, _, spec in chosen(config) for role in spec.roles}
+    return tuple(name for name, role in ROLES.items() if name in asked or role.needed(config))
 
 
 def check_layout(config: Config) -> list[Problem]:

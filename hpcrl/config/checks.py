@@ -12,7 +12,7 @@ from hpcrl.spec.extras import install
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
-from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, TRAIN_ENGINES
+from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, ROLES, TRAIN_ENGINES
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling settings that keep every token."""
@@ -402,7 +402,7 @@ def check_family(config: Config, model_type: str, path: Path) -> Iterator[Proble
 
 
 def _abilities(config: Config) -> Iterator[Problem]:
-    """What the configuration asks of engines that cannot do it."""
+    """What the configuration asks of engines that cannot do it, or of roles that do not exist."""
     train_engine, gen_engine = config.trainer.engine, config.generator.engine
     trainer, generator = TRAIN_ENGINES[train_engine], GEN_ENGINES[gen_engine]
     trains, generates = ("trainer", "engine"), ("generator", "engine")
@@ -412,6 +412,10 @@ def _abilities(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("deterministic",), f"deterministic: the {gen_engine} generator cannot be; use false", (generates,)
         )
+    for path, name, spec in chosen(config):
+        if unknown := [role for role in spec.roles if role not in list(ROLES)]:
+            text = f"{name} needs the role {unknown[0]}; there are {', '.join(ROLES)}"
+            yield Problem(path, f"{dotted(path)}: {text}; install the package that adds it")
     if not config.reinforces:
         return
     if config.rollout.on_new_weights == "recompute" and config.rollout.max_lag and not generator.recompute:

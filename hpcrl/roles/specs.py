@@ -59,9 +59,7 @@ REFERENCE = RoleSpec(
     about="Ranks of the frozen policy; only with a KL term.",
     make="hpcrl.roles.trainer:ReferenceRole",
     plan="hpcrl.planner.trainer:reference_parts",
-    needed=lambda config: (
-        config.reinforces and config.learns and config.algorithm_spec.uses_reference(config.algorithm)
-    ),
+    needed=_uses_reference,
     holds_model=True,
     division=_division,
     owns_default_group=True,

@@ -41,6 +41,8 @@ class Spec:
     """Name of its section if the entry is given by its path instead of a name in a table."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
+    roles: tuple[str, ...] = ()
+    """Roles that a run with this part has, besides those that the rest of its configuration needs (RoleSpec.needed)."""
     resume_keys: tuple[str, ...] = ()
     """Keys of its section that may change when a run is resumed, since they do not change its results."""
 
@@ -85,8 +87,8 @@ class PipelineSpec(Spec):
 class RoleSpec(Spec):
     """`make` is called with the rank (hpcrl.roles.base.Rank) and returns a Role."""
 
-    needed: Callable[[Any], bool]
-    """Whether a run of this configuration has ranks of this role."""
+    needed: Callable[[Any], bool] = lambda config: False
+    """Whether a run of this configuration has its ranks even if no part of the run asks for them (Spec.roles)."""
     num_ranks: int | None = None
     colocate_with: str | None = "trainer"
     """Its default ranks, if the layout gives none."""

@@ -161,6 +161,16 @@ def test_a_name_that_would_hide_a_key_is_ignored_or_refused(site: Path, tmp_path
     assert refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: TrainerConfig has a key" in refused.stderr
 
 
+def test_a_role_that_no_package_adds_is_refused(site: Path, tmp_path: Path) -> None:
+    lonely = tmp_path / "site"
+    shutil.copytree(site, lonely)
+    with open(lonely / "hpcrl_example" / "specs.py", "a") as file:
+        file.write('LONELY = PipelineSpec(about="Asks nobody.", make="a:b", roles=("witness", "nobody"))\n')
+    refused = call(lonely, "pipeline=hpcrl_example.specs:LONELY", "dry_run=true")
+    assert refused.returncode == ExitCode.BAD_INPUT
+    assert "pipeline: hpcrl_example.specs:LONELY needs the role nobody; there are trainer, " in refused.stderr
+
+
 def test_a_broken_package_is_told_of_and_left_out(site: Path, tmp_path: Path) -> None:
     broken = tmp_path / "site"
     shutil.copytree(site, broken)

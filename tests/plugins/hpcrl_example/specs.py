@@ -116,7 +116,6 @@ COLUMNS = GenEngineSpec(
 WITNESS = RoleSpec(
     about="A frozen model that tells how likely it finds the responses.",
     make="hpcrl_example.parts:WitnessRole",
-    needed=lambda config: config.pipeline == "curriculum",
     holds_model=True,
     plan="hpcrl_example.parts:witness_parts",
     imports=lambda config: "transformers.models.qwen2.modeling_qwen2",
@@ -141,4 +140,5 @@ CURRICULUM = PipelineSpec(
     make="hpcrl_example.parts:curriculum",
     section=CurriculumConfig,
     check=_check,
+    roles=("witness",),
 )
