@@ -23,7 +23,7 @@ def script(cluster: Any, tmp_path: Path, name: str, *words: str) -> subprocess.C
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch").glob("*.py")))
 def test_every_script_explains_itself(cluster: Any, tmp_path: Path, name: str) -> None:
     done = script(cluster, tmp_path, name, "--help")
-    assert done.returncode == 0 and f"python launch/{name}.py" in done.stdout
+    assert done.returncode == 0 and f"{sys.executable} {ROOT / 'launch' / name}.py" in done.stdout
     assert "KEY=VALUE" in done.stdout and not list(tmp_path.iterdir())
 
 
