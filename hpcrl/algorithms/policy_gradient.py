@@ -18,8 +18,6 @@ from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.spec.policy_loss import PolicyLoss
 
-ENTROPY = frozenset({"entropy"})
-
 
 class PolicyGradient(Objective):
     """See the module's docstring. temperature: that of the rollouts, so that ratios compare sampling distributions."""
@@ -27,8 +25,8 @@ class PolicyGradient(Objective):
     def __init__(self, config: PolicyLoss, temperature: float = 1.0):
         self.config, self.temperature = config, temperature
         self.num_epochs, self.num_mini_batches = config.ppo_epochs, config.num_mini_batches
-        self.outputs = ENTROPY if config.entropy_loss_coef != 0 else frozenset()
-        self.logged = ENTROPY - self.outputs
+        self.outputs = config.outputs if config.entropy_loss_coef != 0 else frozenset()
+        self.logged = config.outputs - self.outputs
         reads = {"advantages"}
         if self.optimizer_steps > 1:
             reads.add("old_logprobs")

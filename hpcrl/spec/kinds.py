@@ -127,7 +127,7 @@ class TrainEngineSpec(Spec):
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
     computes: frozenset[str] = frozenset()
-    """The optional outputs (hpcrl.algorithms.base.Outputs) that it computes for an objective."""
+    """The optional outputs (hpcrl.algorithms.base.Outputs) that the engine computes for an objective."""
     deterministic: bool = False
     """Whether it can compute the same bits again (deterministic=true)."""
     offered: bool = True
@@ -167,7 +167,7 @@ class AlgorithmSpec(Spec):
     objective: str
     """`module:NAME` of the objective, called with the section and the temperature of the rollouts."""
     outputs: Callable[[Any], frozenset[str]] = lambda section: section.outputs
-    """The optional outputs of the engine that its objective needs (hpcrl.algorithms.base.Outputs)."""
+    """The optional outputs of the engine that its objective needs or logs (hpcrl.algorithms.base.Outputs)."""
     uses_reference: Callable[[Any], bool] = lambda section: section.uses_reference
     """Whether it needs the reference policy's log-probs."""
     compares_siblings: Callable[[Any], bool] = lambda section: False

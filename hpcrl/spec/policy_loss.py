@@ -59,8 +59,8 @@ class PolicyLoss(Section):
 
     @property
     def outputs(self) -> frozenset[str]:
-        """The optional outputs of the engine that the loss needs."""
-        return frozenset({"entropy"}) if self.entropy_loss_coef else frozenset()
+        """The optional outputs of the engine that the loss needs or only logs."""
+        return frozenset({"entropy"})
 
     @property
     def uses_reference(self) -> bool:

@@ -76,7 +76,12 @@ def test_megatron_divides_as_megatron_core_does(num_ranks: int, tensor: int, pip
 
 
 def engine(division: Callable[[Any, int], Division]) -> TrainEngineSpec:
-    return TrainEngineSpec(about="An engine of an installed package.", make="nowhere:make", division=division)
+    return TrainEngineSpec(
+        about="An engine of an installed package.",
+        make="nowhere:make",
+        computes=frozenset({"entropy"}),
+        division=division,
+    )
 
 
 TWISTED = engine(lambda config, num_ranks: Division(((0, 1), (1, 2)), (0, 1), ((0,),)))

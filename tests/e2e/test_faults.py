@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from hpcrl.control import messages, queues
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
+from tests.disks import small_file_system
 from tests.e2e.program import Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -97,16 +97,9 @@ def assert_ended(start: Start, code: ExitCode, *parts: str, within_s: float) -> 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder on a file system of its own of 4 MiB."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system may be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    (folder := tmp_path / "run").mkdir()
+    with small_file_system(folder, 4) as small:
+        yield small
 
 
 def test_a_full_disk_ends_as_not_saved_and_the_file_is_named(runs: Runs, small_disk: Path) -> None:

@@ -91,10 +91,6 @@ def test_help_and_plan_tell_of_the_added_parts(site: Path, tmp_path: Path) -> No
         (["reward.default.options.least=1"], "reward.default: options: there is no option 'least' (there are: most)"),
         (["model.tiny.architecture=llama"], "the counting generator supports qwen2, not llama"),
         (
-            ["trainer.engine=hpcrl_example.specs:STAGES", "algorithm.entropy_loss_coef=.1"],
-            "algorithm: the objective needs entropy, which the hpcrl_example.specs:STAGES trainer does not compute",
-        ),
-        (
             ["trainer.megatron.tensor_parallel=2"],
             "trainer.megatron.tensor_parallel: not read here, the engine is noisy",
         ),
@@ -161,14 +157,18 @@ def test_a_name_that_would_hide_a_key_is_ignored_or_refused(site: Path, tmp_path
     assert refused.returncode == ExitCode.BAD_INPUT and "trainer.engine: TrainerConfig has a key" in refused.stderr
 
 
-def test_a_role_that_no_package_adds_is_refused(site: Path, tmp_path: Path) -> None:
+def test_what_no_other_part_gives_is_refused(site: Path, tmp_path: Path) -> None:
     lonely = tmp_path / "site"
     shutil.copytree(site, lonely)
     with open(lonely / "hpcrl_example" / "specs.py", "a") as file:
         file.write('LONELY = PipelineSpec(about="Asks nobody.", make="a:b", roles=("witness", "nobody"))\n')
+        file.write('BARE = TrainEngineSpec(about="Log-probs only.", make="a:b")\n')
     refused = call(lonely, "pipeline=hpcrl_example.specs:LONELY", "dry_run=true")
     assert refused.returncode == ExitCode.BAD_INPUT
     assert "pipeline: hpcrl_example.specs:LONELY needs the role nobody; there are trainer, " in refused.stderr
+    refused = call(lonely, "trainer.engine=hpcrl_example.specs:BARE", "dry_run=true")
+    assert refused.returncode == ExitCode.BAD_INPUT
+    assert "the objective needs entropy, which the hpcrl_example.specs:BARE trainer does not compute" in refused.stderr
 
 
 def test_a_broken_package_is_told_of_and_left_out(site: Path, tmp_path: Path) -> None:

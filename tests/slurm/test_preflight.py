@@ -34,6 +34,7 @@ from hpcrl.node.preflight import (
     read_reports,
 )
 from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
+from tests.disks import small_file_system
 
 COMPONENTS = (
     "{first: {roles: [controller, trainer], ranks_per_node: 1}, rest: {roles: [generator, reward], ranks_per_node: 2}}"
@@ -207,14 +208,8 @@ def test_judgement() -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of its own of 8 MiB."""
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+    with small_file_system(tmp_path, 8) as folder:
+        yield folder
 
 
 def test_runs_that_start_together_do_not_take_each_others_reservation_for_used_space(

@@ -103,6 +103,7 @@ STAGES = TrainEngineSpec(
     make="hpcrl_example.stages:make_trainer",
     division=_divide,
     resume_keys=("num",),
+    computes=frozenset({"entropy"}),
     deterministic=True,
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from hpcrl_example.specs import StagesConfig
+from hpcrl_example.specs import STAGES, StagesConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def make_trainer(config: Config, model_path: Path, total_steps: int, trainable: 
 class StagesEngine:
     """TrainEngine in float64, updated by plain SGD."""
 
-    computes = frozenset({"entropy"})
+    computes = STAGES.computes
 
     def __init__(self, config: Config, vocab_size: int, total_steps: int):
         self._config, self._total_steps, self.optimizer_step = config.trainer, total_steps, 0

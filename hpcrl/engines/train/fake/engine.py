@@ -17,6 +17,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
+from hpcrl.engines.train.fake.spec import SPEC
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -40,7 +41,7 @@ class FakeTrainEngine:
     """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD. Token ids
     count modulo V. logprobs() and train_step() sleep logprobs_s and train_s seconds."""
 
-    computes = frozenset({"entropy"})
+    computes = SPEC.computes
 
     def __init__(
         self,

@@ -7,5 +7,6 @@ from hpcrl.spec.kinds import TrainEngineSpec
 SPEC = TrainEngineSpec(
     about="A trainer without a model, with configured durations, for debug=fake.",
     make="hpcrl.engines.train.fake.engine:make",
+    computes=frozenset({"entropy"}),
     offered=False,
 )
