@@ -72,7 +72,7 @@ def test_the_usage_of_the_rollout_reader_names_the_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    usage = shown(import_module("hpcrl.rollout.store").main, ["--help"], capsys)
+    usage = " ".join(shown(import_module("hpcrl.rollout.store").main, ["--help"], capsys).split())
     assert usage.startswith(f"usage: {sys.executable} -m hpcrl.rollout.store [-h]")
 
 
