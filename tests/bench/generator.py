@@ -5,9 +5,9 @@ One JSON line: generated tokens per CPU-second of one thread, and ratios, on 64 
 count. The engines take turns at the same requests, `--repeats` times after one to warm up: the best rate of each, and
 the median over the turns of the ratio within one.
 
-    python -m tests.bench.generator [--vllm-python PATH] [--repeats N]
+    python -m tests.bench.generator [--repeats N]
 
-vLLM runs in .venv-vllm (tests/bench/vllm/setup.sh) unless told otherwise; without it, it is left out.
+vLLM runs in a process of its own; where it is not installed, it is left out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -33,7 +35,6 @@ from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
 from tests.bench.machine import tell
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS, MAX_NEW, VOCAB = 64, 256, 512
 SLOTS = (16, 64)
 
@@ -101,11 +102,13 @@ def generate(path: Path, prompts: list[list[int]], lengths: list[int]) -> Callab
 
 
 @contextmanager
-def vllm(python: Path, path: Path, prompts: list[list[int]], lengths: list[int]) -> Iterator[Callable[[], float]]:
-    """One run of vLLM (fp32, eager, in-process) in another interpreter; returns its tokens per CPU-second."""
+def vllm(path: Path, prompts: list[list[int]], lengths: list[int]) -> Iterator[Callable[[], float]]:
+    """One run of vLLM (fp32, eager, in-process) in another process; returns its tokens per CPU-second."""
     script = Path(__file__).parent / "vllm" / "run_vllm.py"
     job = json.dumps({"model": str(path), "prompts": prompts, "lengths": lengths})
-    child = subprocess.Popen([str(python), str(script), job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, str(script), job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdin is not None and child.stdout is not None
 
     def run() -> float:
@@ -114,7 +117,7 @@ def vllm(python: Path, path: Path, prompts: list[list[int]], lengths: list[int])
         for line in child.stdout:  # vLLM logs to stdout, too
             if line.startswith("RATE "):
                 return float(line.split()[1])
-        raise SystemExit(f"vLLM under {python} exited with {child.wait()}")
+        raise SystemExit(f"vLLM exited with {child.wait()}")
 
     try:
         yield run
@@ -135,7 +138,6 @@ def timed(run: Callable[[], int]) -> Callable[[], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -145,8 +147,8 @@ def main() -> None:
         make_model(path)
         runs = {f"native_{slots}_slots": timed(native(path, prompts, lengths, slots)) for slots in SLOTS}
         others = {"transformers_generate": timed(generate(path, prompts, lengths))}
-        if args.vllm_python.exists():
-            others["vllm_fp32_eager"] = stack.enter_context(vllm(args.vllm_python, path, prompts, lengths))
+        if find_spec("vllm") is not None:
+            others["vllm_fp32_eager"] = stack.enter_context(vllm(path, prompts, lengths))
         turns = [{name: run() for name, run in (runs | others).items()} for _ in range(args.repeats + 1)][1:]
     best = {name: round(max(turn[name] for turn in turns)) for name in turns[0]}
     mine = f"native_{SLOTS[-1]}_slots"

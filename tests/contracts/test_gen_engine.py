@@ -21,7 +21,12 @@ def test_every_engine_says_how_it_is_built() -> None:
     assert not MISSING, "; ".join(MISSING)
 
 
-@pytest.fixture(scope="module", params=FACTORIES)
+def slow_if_extra(name: str) -> object:
+    """The engines of an extra take seconds to build."""
+    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.timeout(300)] if GEN_ENGINES[name].needs else [])
+
+
+@pytest.fixture(scope="module", params=map(slow_if_extra, FACTORIES))
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return FACTORIES[request.param](tmp_path_factory.mktemp(request.param))
 

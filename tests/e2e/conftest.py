@@ -28,10 +28,19 @@ def digit_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """HF folder of a tiny model that answers every prompt, and asks to think again, with some digit of DIGITS."""
+    return _make_digit_model(tmp_path_factory.mktemp("model") / "digits", hidden_size=32)
+
+
+@pytest.fixture(scope="session")
+def wide_digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 32 numbers per head, the fewest that vLLM's attention takes on a CPU without AVX-512."""
+    return _make_digit_model(tmp_path_factory.mktemp("model") / "wide_digits", hidden_size=64)
+
+
+def _make_digit_model(folder: Path, hidden_size: int) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("model") / "digits"
-    make_tiny_model(TinyModel(hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64), folder)
+    make_tiny_model(TinyModel(hidden_size=hidden_size, num_heads=2, num_kv_heads=1, intermediate_size=64), folder)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     rng = random.Random(1)
 

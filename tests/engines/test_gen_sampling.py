@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hpcrl.engines.gen.native.stops import StopStrings
 from hpcrl.engines.gen.sampling import GOLDEN, SamplingPlan, mix64, sample, stream_origin, truncate, uniforms
+from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.tiny import make_tokenizer
 
 pytestmark = pytest.mark.numerics

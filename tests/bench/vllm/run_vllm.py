@@ -1,4 +1,4 @@
-"""The vLLM side of the generator bench, in vLLM's interpreter: a job as JSON in argv, one run per line of stdin."""
+"""The vLLM side of the generator bench, in a process of its own: a job as JSON in argv, one run per line of stdin."""
 
 from __future__ import annotations
 

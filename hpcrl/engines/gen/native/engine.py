@@ -21,11 +21,11 @@ from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.kv import KVCache, round_up
 from hpcrl.engines.gen.native.slots import Slots
 from hpcrl.engines.gen.native.spec import NativeConfig
-from hpcrl.engines.gen.native.stops import StopStrings
 from hpcrl.engines.gen.native.tape import Tape
 from hpcrl.engines.gen.native.transformer import Transformer
 from hpcrl.engines.gen.native.weights import FusedWeights, read_safetensors
 from hpcrl.engines.gen.sampling import SamplingPlan, sample, uniforms
+from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.rollout.types import FinishReason
 
 PREFILL_TOKENS = 4096  # in one forward

@@ -1,13 +1,67 @@
-"""vLLM, in the rank's own process."""
+"""Specification of generator.engine=vllm."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.kinds import GenEngineSpec
+from hpcrl.spec.problems import Problem
+
+OWN = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "generator.dtype",
+    "max_num_seqs": "generator.max_slots",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
+    "tensor_parallel_size": "layout.generator.tensor_parallel",
+    "data_parallel_size": "layout.generator.num_ranks",
+    "pipeline_parallel_size": "layout.generator.tensor_parallel",
+    "distributed_executor_backend": "layout.generator",
+    "kv_cache_memory_bytes": "generator.vllm.kv_cache_gib",
+    "gpu_memory_utilization": "generator.vllm.memory_share",
+    "enforce_eager": "generator.vllm.eager",
+    "enable_sleep_mode": "layout.generator",
+    "seed": "seed",
+    **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
+}
+"""Arguments that hpcrl gives to vLLM, and the keys that set them."""
+
+
+class VLLMConfig(Section):
+    """vLLM, in the rank's own process."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0), NUMBER] | None = None
+    """KV cache of each rank, GiB; null: what memory_share leaves; on a CPU, max_slots sequences of full length."""
+    memory_share: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
+    """Share of the GPU for weights, activations and KV cache; null: 0.9, beside a trainer on the same GPU 0.5."""
+    eager: bool = False
+    """Capture no CUDA graphs: vLLM starts sooner and decodes more slowly. Always so on a CPU."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of vLLM's EngineArgs, by name. vLLM checks them when the generator starts."""
+
+
+def _check(config: Any) -> Iterator[Problem]:
+    own = config.generator.section(VLLMConfig)
+    for name in sorted(own.options.keys() & OWN.keys()):
+        how = f"set {OWN[name]} instead" if OWN[name] else "leave it out"
+        yield Problem(
+            ("generator", "vllm", "options"), f"generator.vllm.options: {name} is given to vLLM by hpcrl; {how}"
+        )
+
 
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
+    make="hpcrl.engines.gen.vllm.engine:make",
+    section=VLLMConfig,
+    check=_check,
+    resume_keys=("kv_cache_gib", "memory_share", "eager"),
     tensor_parallel=True,
-    plan="hpcrl.planner.generator:paged_cache",
+    recompute=True,
+    plan="hpcrl.engines.gen.vllm.memory:cache",
     sleeps=True,
 )

@@ -1,0 +1,325 @@
+"""vLLM in the rank's process: its engine is stepped between the commands of the controller.
+
+A replica of several ranks is tensor parallel: every rank has an engine of its own, all get the same calls in the same
+order, and their schedulers decide alike (vLLM's `external_launcher`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpcrl.config import Config
+from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.sampling import stream_origin
+from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.engines.gen.vllm.memory import cache
+from hpcrl.engines.gen.vllm.replica import executor, keeping_default_group, world_of
+from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
+from hpcrl.engines.gen.vllm.spec import VLLMConfig
+from hpcrl.engines.gen.vllm.weights import WeightNames, repair_after_load
+from hpcrl.planner.shapes import read_shape
+from hpcrl.rollout.types import FinishReason
+
+TESTED = "0.32"  # the version whose inside hpcrl.engines.gen.vllm knows
+ALONE = ReplicaRanks((0,))
+
+# vLLM reads these when it is imported, which happens below: the engine runs in this process, and Sampler takes the
+# place of the sampler of its first model runner.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+for _name, _default in (
+    ("VLLM_LOGGING_LEVEL", "ERROR"),
+    ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    ("VLLM_NO_USAGE_STATS", "1"),
+):
+    os.environ.setdefault(_name, _default)
+
+
+def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> VLLMEngine:
+    """The engine of one replica, without weights: these come from the trainer. Collective within the replica."""
+    from vllm.version import __version__
+
+    if not __version__.startswith(f"{TESTED}."):
+        print(f"hpcrl: vLLM {__version__} is installed; hpcrl is tested with {TESTED}", flush=True)
+    own, on_gpu = config.generator.section(VLLMConfig), torch.cuda.is_available()
+    shares_gpu = config.layout.generator.colocate_with is not None
+    return VLLMEngine(
+        model_path,
+        tokenizer=tokenizer,
+        max_slots=config.generator.max_slots,
+        max_length=config.max_sequence_tokens,
+        dtype=config.generator.dtype,
+        replica=replica,
+        cache_bytes=_cache_bytes(config, own, model_path),
+        memory_share=own.memory_share or (0.5 if shares_gpu else 0.9),
+        eager=own.eager or not on_gpu,
+        sleeps=on_gpu and shares_gpu,
+        options=own.options,
+        load=False,
+    )
+
+
+def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | None:
+    """Bytes of the KV cache on one rank; None: what the GPU has left."""
+    if own.kv_cache_gib is None and torch.cuda.is_available():
+        return None
+    return cache(config, read_shape(json.loads((Path(model_path) / "config.json").read_text())))[0]
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A request that was not ended, and what it has so far."""
+
+    request: Request
+    order: int  # of add(); the order of outputs that finish together
+    origin: np.uint64
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    behaviour: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def drawing(self) -> Drawing:
+        return Drawing(self.request.params, self.origin, len(self.token_ids))
+
+    def output(self, reason: FinishReason) -> Output:
+        return Output(
+            id=self.request.id,
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            gen_logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            finish_reason=reason,
+            gen_logprobs_behaviour=(
+                np.array(self.behaviour, dtype=np.float32) if self.request.params.truncates else None
+            ),
+        )
+
+
+class VLLMEngine:
+    """GenEngine of vLLM 0.32, for folders in HF layout.
+
+    max_slots: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_bytes: of the
+    KV cache on each rank; None: what is left of memory_share of the card. sleeps: whether sleep() frees memory, which
+    takes CUDA. options: more arguments of vLLM's EngineArgs, by name. load=False leaves the weights to load_weights().
+
+    ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        tokenizer: Any = None,
+        max_slots: int,
+        max_length: int,
+        dtype: str,
+        replica: ReplicaRanks = ALONE,
+        cache_bytes: int | None = None,
+        memory_share: float = 0.9,
+        eager: bool = True,
+        sleeps: bool = False,
+        options: Mapping[str, Any] | None = None,
+        load: bool = True,
+    ):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = {
+            "model": str(model_path),
+            "skip_tokenizer_init": True,
+            "load_format": "auto" if load else "dummy",
+            "dtype": dtype,
+            "max_model_len": max_length,
+            "max_num_seqs": max_slots,
+            "kv_cache_memory_bytes": cache_bytes,
+            "gpu_memory_utilization": memory_share,
+            "tensor_parallel_size": len(replica.ranks),
+            "distributed_executor_backend": executor(),
+            "enforce_eager": eager,
+            "enable_sleep_mode": sleeps,
+            "enable_prefix_caching": True,
+            "async_scheduling": False,  # each step returns its own tokens
+            "disable_log_stats": True,
+            "seed": 0,
+        } | dict(options or {})
+        self._sleeps, self._shares_group = sleeps, dist.is_initialized()
+        with world_of(replica), _unchanged_random_state():
+            try:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            except (TypeError, ValueError) as error:
+                named = f" with generator.vllm.options={dict(options)}" if options else ""
+                text = " ".join(str(error).partition(" [type=")[0].split())  # pydantic's errors have several lines
+                raise ValueError(f"vLLM refuses {model_path}{named}: {text}") from error
+        config = self._engine.vllm_config.model_config
+        self.version = 0 if load else -1
+        self.max_slots = max_slots
+        self._max_length, self._vocab_size = max_length, config.get_vocab_size()
+        self._names = WeightNames.of(Path(model_path))
+        self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
+        self._growing: dict[int, _Growing] = {}
+        self._num_added = 0
+        self._sampler = Sampler(self._runner, lambda ids: [self._growing[i].drawing for i in ids])
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """See GenEngine."""
+        check_requests(
+            requests,
+            self._growing,
+            max_length=self._max_length,
+            vocab_size=self._vocab_size,
+            has_tokenizer=self._stops is not None,
+        )
+        for request in requests:
+            # The salt separates cached prefixes of different weights: a response that continues keeps its own.
+            prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
+            self._engine.add_request(str(request.id), prompt, _limits(request))
+            self._growing[request.id] = _Growing(request, self._num_added, stream_origin(request.seed, 0))
+            self._num_added += 1
+
+    def abort(self, ids: Sequence[int]) -> list[Output]:
+        """See GenEngine."""
+        ended = [i for i in dict.fromkeys(ids) if i in self._growing]
+        self._engine.abort_request([str(i) for i in ended])
+        return [self._growing.pop(i).output(FinishReason.ABORT) for i in ended]
+
+    def step(self, num_tokens: int) -> list[Output]:
+        """See GenEngine. ValueError if the weights are not loaded."""
+        if self.version < 0 and self._growing:
+            raise ValueError("the generator has no weights: call load_weights() before step()")
+        finished: list[Output] = []
+        for _ in range(num_tokens):
+            if not self._growing:
+                break
+            finished += self._iterate()
+        return finished
+
+    def progress(self) -> dict[int, int]:
+        """See GenEngine."""
+        return {i: len(growing.token_ids) for i, growing in self._growing.items()}
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See GenEngine. An iterator is consumed tensor by tensor; the engine has no weights (version -1) if that
+        fails."""
+        if version < 0:
+            raise ValueError(f"weights version is {version}, 0 or more is needed")
+        if not isinstance(named, Iterator):
+            named = list(named)
+            self._names.check(named)
+        self.version = -1
+        with torch.inference_mode():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.checked(named)})
+            repair_after_load(self._runner.get_model())
+        self.version = version
+
+    def recompute(self) -> None:
+        """See GenEngine: running requests are preempted, and their tokens are prefilled again."""
+        if self.version < 0 and self._growing:
+            raise ValueError("the generator has no weights: call load_weights() before recompute()")
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self) -> None:
+        """See GenEngine. Without `sleeps`, vLLM keeps its memory."""
+        if running := sum(1 for growing in self._growing.values() if growing.token_ids):
+            raise ValueError(f"cannot sleep while {running} requests are running: abort or finish them")
+        if self._sleeps and not self._engine.is_sleeping():
+            self._engine.sleep(level=2, mode="keep")
+        self.version = -1
+
+    def wake(self) -> None:
+        """See GenEngine."""
+        if self._sleeps and self._engine.is_sleeping():
+            self._engine.wake_up()
+
+    def close(self) -> None:
+        """See GenEngine."""
+        self.abort(list(self._growing))
+        with keeping_default_group() if self._shares_group else contextlib.nullcontext():
+            self._engine.engine_core.shutdown()
+        del self._engine
+        gc.collect()
+
+    @property
+    def _runner(self) -> Any:
+        """vLLM's model runner of this rank."""
+        return self._engine.model_executor.driver_worker.worker.model_runner
+
+    def _iterate(self) -> list[Output]:
+        """One iteration of vLLM's engine."""
+        done: list[tuple[_Growing, FinishReason]] = []
+        for result in self._engine.step():
+            growing = self._growing.get(int(result.request_id))
+            if growing is None:
+                continue
+            (made,) = result.outputs
+            for token in made.token_ids:
+                self._append(growing, int(token), *self._sampler.logprobs(growing.request.id))
+            if made.finish_reason == "stop" or self._completes_stop(growing):
+                done.append((growing, FinishReason.STOP))
+                if made.finish_reason is None:
+                    self._engine.abort_request([result.request_id])
+            elif made.finish_reason == "length":
+                done.append((growing, FinishReason.LENGTH))
+            elif made.finish_reason is not None:
+                raise RuntimeError(f"request {growing.request.id}: vLLM ended it with {made.finish_reason!r}")
+        done.sort(key=lambda ended: ended[0].order)
+        for growing, _ in done:
+            del self._growing[growing.request.id]
+        return [growing.output(reason) for growing, reason in done]
+
+    def _append(self, growing: _Growing, token: int, logprob: float, behaviour: float) -> None:
+        growing.token_ids.append(token)
+        growing.versions.append(self.version)
+        growing.logprobs.append(logprob)
+        growing.behaviour.append(behaviour)
+        if not np.isfinite(behaviour):
+            raise FloatingPointError(
+                f"request {growing.request.id}: the logits are not finite under weights version {self.version}"
+            )
+
+    def _completes_stop(self, growing: _Growing) -> bool:
+        stop = growing.request.params.stop
+        if not stop or not growing.token_ids or self._stops is None:
+            return False
+        if not self._stops.closers(stop)[growing.token_ids[-1]]:
+            return False
+        return self._stops.completes(stop, growing.token_ids[-self._stops.window(stop) :])
+
+
+@contextlib.contextmanager
+def _unchanged_random_state() -> Iterator[None]:
+    """vLLM seeds the generators of the process that it is made in."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _limits(request: Request) -> Any:
+    """vLLM's parameters of a request, which say when it ends. Stop strings are searched here, on tokens, so that none
+    is cut off; tokens are drawn by hpcrl.engines.gen.vllm.sampler."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = request.params
+    return SamplingParams(
+        max_tokens=params.max_new_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

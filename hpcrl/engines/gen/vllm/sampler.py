@@ -1,0 +1,68 @@
+"""Sampling in vLLM as in the native engine: a response depends on its seed and its logits, not on other rows.
+
+vLLM's own sampler draws from one torch generator per request, one request after the other, and a partly prefilled
+prompt advances it. It also reports the log-probs of the truncated distribution alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcrl.engines.gen.base import SamplingParams
+from hpcrl.engines.gen.sampling import GOLDEN, SamplingPlan, sample, uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What a request draws with: its parameters, the origin of its stream, and how many numbers it has drawn."""
+
+    params: SamplingParams
+    origin: np.uint64
+    drawn: int
+
+
+class Sampler:
+    """Stands in for the sampler of vLLM's model runner. `rows` tells of requests by their ids."""
+
+    def __init__(self, runner: Any, rows: Callable[[Sequence[int]], list[Drawing]]):
+        self._runner, self._rows = runner, rows
+        self._plan: SamplingPlan | None = None
+        self._ids: list[int] = []  # of the plan
+        self._logprobs = np.empty((2, 0), np.float32)
+        runner.sampler.forward = self._forward
+
+    def logprobs(self, request: int) -> tuple[float, float]:
+        """Of the token that the request drew in the last step: log-softmax(logits / T), and after truncation."""
+        logprob, behaviour = self._logprobs[:, self._ids.index(request)]
+        return float(logprob), float(behaviour)
+
+    def _forward(self, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        from vllm.v1.outputs import SamplerOutput
+
+        # vLLM adds a random word to the id that it is given.
+        ids = [int(name.partition("-")[0]) for name in self._runner.input_batch.req_ids]
+        rows = self._rows(ids)
+        if self._plan is None or ids != self._ids:
+            self._plan, self._ids = _plan([row.params for row in rows], logits), ids
+        drawn = np.array([row.drawn for row in rows], dtype=np.uint64)
+        uniform = uniforms(np.array([row.origin for row in rows]) + drawn * GOLDEN, 0)
+        tokens, *logprobs = sample(logits.float(), self._plan, torch.from_numpy(uniform).to(logits.device))
+        self._logprobs = torch.stack(logprobs).cpu().numpy()
+        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32)[:, None], logprobs_tensors=None)
+
+
+def _plan(params: Sequence[SamplingParams], logits: torch.Tensor) -> SamplingPlan:
+    return SamplingPlan.build(
+        temperature=np.array([p.temperature for p in params]),
+        top_k=np.array([p.top_k for p in params]),
+        top_p=np.array([p.top_p for p in params]),
+        min_p=np.array([p.min_p for p in params]),
+        num_live=len(params),
+        vocab_size=logits.shape[-1],
+        device=logits.device,
+    )

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import TinyModel
+from hpcrl.engines.gen.base import GenEngine
+from hpcrl.engines.tiny import make_tiny_model
+from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
+
+CACHE_BYTES = 1 << 24
+# vLLM's attention on a CPU without AVX-512 refuses the default's 16 numbers per head.
+MODEL = TinyModel(vocab_size=VOCAB, hidden_size=64, num_heads=2, num_kv_heads=1)
+
+
+def factory(tmp: Path) -> Engines:
+    pytest.importorskip("vllm")
+    from transformers import AutoModelForCausalLM
+
+    from hpcrl.engines.gen.vllm.engine import VLLMEngine
+
+    make_tiny_model(MODEL, tmp / "model")
+
+    def build(max_slots: int, load: bool) -> GenEngine:
+        return VLLMEngine(
+            tmp / "model",
+            max_slots=max_slots,
+            max_length=MAX_LENGTH,
+            dtype="float32",
+            cache_bytes=CACHE_BYTES,
+            load=load,
+        )
+
+    weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
+    del weights["lm_head.weight"]  # the same matrix as the embedding
+    return Engines(build, list(weights.items()))

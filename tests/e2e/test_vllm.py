@@ -1,0 +1,98 @@
+"""Runs that generate with vLLM: the same prompts and seeds give what the native engine gives, on every layout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import committed_step
+from hpcrl.metrics.log import read_metrics
+from tests.conftest import ROOT
+from tests.e2e.program import Start
+from tests.e2e.test_resume import WORDS, check_accounts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# Which responses end first may decide what a step trains on only where prompts are left over.
+ALL = [*WORDS, "rollout.filter_std=false", "rollout.extra_prompts=0", "max_steps=3", "eval_every=1"]
+APART = """
+layout=disaggregated layout.trainer.num_ranks=1 layout.reference.colocate_with=trainer layout.reference.num_ranks=null
+layout.reward.colocate_with=trainer layout.reward.num_ranks=null
+""".split()  # noqa: SIM905
+"""Rank 1 trains and scores, those from 2 on generate."""
+LAYOUTS = {
+    "single": ["layout=single"],
+    "colocated": ["layout=colocated"],
+    "colocated_split": ["layout=colocated", "layout.generator.tensor_parallel=2"],
+    "apart_split": [*APART, "layout.generator.num_ranks=2", "layout.generator.tensor_parallel=2"],
+}
+SAME = ("critic/score/mean", "token/response_length/mean", "token/response_length/max", "default/score")
+CLOSE = ("actor/pg_loss", "actor/grad_norm", "critic/entropy/mean", "actor/ratio_mean")
+
+
+class Runs:
+    """Starts in a folder."""
+
+    def __init__(self, folder: Path, model: Path, data: Path):
+        self.folder, self._inputs = folder, [f"model.path={model}", f"data.train={data}", f"data.val={data}"]
+
+    def start(self, name: str, words: list[str], dies: str = "") -> tuple[int, str]:
+        """One start of a run to its end: exit code and what it printed."""
+        environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies}
+        start = Start(self.folder / name, [*self._inputs, *words], environment)
+        return start.wait(300.0), start.text
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, wide_digit_model: Path, digit_data: Path) -> Runs:
+    pytest.importorskip("vllm")
+    return Runs(tmp_path_factory.mktemp("vllm"), wide_digit_model, digit_data)
+
+
+@pytest.fixture(scope="module")
+def native(runs: Runs) -> list[dict[str, Any]]:
+    code, text = runs.start("native", [*ALL, "layout=single"])
+    assert code == ExitCode.DONE, text
+    return read_metrics(runs.folder / "native")
+
+
+def check_same(run_dir: Path, native: list[dict[str, Any]]) -> None:
+    rows = read_metrics(run_dir)
+    assert len(rows) == len(native) == 4
+    for row, wanted in zip(rows, native, strict=True):
+        for name in SAME:
+            assert row.get(name) == wanted.get(name), (row["step"], name)
+        for name in CLOSE if row["step"] else ():
+            assert row.get(name) == pytest.approx(wanted.get(name), rel=2e-3, abs=1e-5), (row["step"], name)
+    assert len({row["critic/score/mean"] for row in rows[1:]}) > 1, "scores that can differ"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_the_same_as_with_the_native_engine(runs: Runs, layout: str, native: list[dict[str, Any]]) -> None:
+    code, text = runs.start(layout, [*ALL, "generator.engine=vllm", *LAYOUTS[layout]])
+    assert code == ExitCode.DONE, text
+    check_same(runs.folder / layout, native)
+
+
+def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs, native: list[dict[str, Any]]) -> None:
+    words = [*ALL, "generator.engine=vllm", *LAYOUTS["apart_split"], "save_every=1"]
+    code, text = runs.start("killed", words, "3:Pull:3:SIGKILL")
+    assert code == ExitCode.RANK_KILLED and re.search(r"hpcrl: rank 3 .*killed by SIGKILL", text), text
+    assert committed_step(runs.folder / "killed") in (1, 2), text
+    code, text = runs.start("killed", words)
+    assert code == ExitCode.DONE and "resumed from" in text, text
+    check_same(runs.folder / "killed", native)
+
+
+def test_an_asynchronous_run_loses_replicas(runs: Runs) -> None:
+    words = [*WORDS, *APART, "generator.engine=vllm", "layout.generator.num_ranks=3", "rollout.max_lag=1"]
+    words += ["rollout.on_new_weights=recompute", "timeouts.command_s=30"]
+    code, text = runs.start("lost", words, "2:Burst:12:SIGKILL 3:Pull:3:SIGSTOP")
+    assert code == ExitCode.DONE, text
+    lost = re.findall(r"rank (\d) \(generator\).* is lost: .*; the run goes on without it", text)
+    assert sorted(lost) == ["2", "3"], text
+    check_accounts(runs.folder / "lost")

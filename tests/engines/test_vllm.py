@@ -1,0 +1,121 @@
+"""vLLM as a generation engine (beside its contract, tests/contracts): groups, families, and weights after an update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpcrl.config import TinyModel
+from hpcrl.engines.gen.base import ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.tiny import make_tiny_model
+from tests.engines.worlds import make_model_folder, run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}  # heads of 32
+
+
+pytest.importorskip("vllm")
+
+
+def make_engine(folder: Path, ranks: ReplicaRanks | None = None, **settings: Any) -> Any:
+    from hpcrl.engines.gen.vllm.engine import VLLMEngine
+
+    more: dict[str, Any] = {"max_slots": 4, "max_length": 64, "dtype": "float32", "cache_bytes": 1 << 24} | settings
+    return VLLMEngine(folder, replica=ranks or ReplicaRanks((0,)), load=False, **more)
+
+
+def requests(number: int, new: int = 12, **params: Any) -> list[Request]:
+    sampling = SamplingParams(max_new_tokens=new, **{"ignore_eos": True, **params})
+    return [Request(i, [(11 * i + k) % 300 for k in range(4 + i)], sampling, seed=i) for i in range(number)]
+
+
+def answers(engine: Any, asked: list[Request]) -> dict[int, tuple[list[int], np.ndarray]]:
+    engine.add(asked)
+    found: dict[int, tuple[list[int], np.ndarray]] = {}
+    while engine.progress():
+        found |= {o.id: (o.token_ids.tolist(), o.gen_logprobs) for o in engine.step(4)}
+    return found
+
+
+def weights_of(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return [(name, scale * parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def member(folder: Path) -> dict[int, tuple[list[int], np.ndarray]]:
+    """Rank 0 and 1 are one replica, rank 2 is one, and rank 3 does not generate."""
+    rank = dist.get_rank()
+    if rank == 3:
+        dist.all_reduce(torch.ones(1))
+        return {}
+    ranks = (0, 1) if rank < 2 else (2,)
+    group = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    engine = make_engine(folder, ReplicaRanks(ranks, ranks.index(rank), group))
+    engine.load_weights(iter(weights_of(folder, 1.5)), 0)
+    engine.load_weights(weights_of(folder), 1)
+    found = answers(engine, requests(6))
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the trainer's group works as before
+    engine.close()
+    return found if total.item() == 4 else {}
+
+
+def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> None:
+    make_tiny_model(TinyModel(**SIZES), tmp_path)
+    first, second, whole, none = run_ranks(4, member, tmp_path)
+    assert none == {} and whole.keys() == set(range(6))
+    for i, (tokens, logprobs) in whole.items():
+        for split in (first, second):
+            assert split[i][0] == tokens
+            np.testing.assert_allclose(split[i][1], logprobs, atol=2e-5)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 32}),
+}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_after_an_update_are_those_of_the_new_weights(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    kind, changes = FAMILIES[family]
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
+    folder = make_model_folder(kind, tmp_path / "model", **heads, **changes)
+    engine = make_engine(folder)
+    for version in range(2):
+        torch.manual_seed(version)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+        engine.load_weights(((name, tensor.detach()) for name, tensor in model.named_parameters()), version)
+        asked = [Request(i, [(11 * i + k) % 90 for k in range(4 + i)], SamplingParams(12), seed=i) for i in range(3)]
+        for i, (tokens, logprobs) in answers(engine, asked).items():
+            ids = torch.tensor([[*asked[i].prompt_ids, *tokens]])
+            with torch.no_grad():
+                wanted = model(ids).logits[0, :-1].log_softmax(-1)
+            wanted = wanted.gather(1, ids[0, 1:, None])[len(asked[i].prompt_ids) - 1 :, 0]
+            np.testing.assert_allclose(logprobs, wanted.numpy(), atol=2e-5)
+    engine.close()
+
+
+def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:
+    make_tiny_model(TinyModel(**SIZES), tmp_path)
+    with pytest.raises(ValueError, match=r"vLLM refuses .* with generator\.vllm\.options=.*nonsense.*: .*nonsense"):
+        make_engine(tmp_path, options={"nonsense": 1})
+    with pytest.raises(ValueError, match=r"vLLM refuses .*max_model_len"):
+        make_engine(tmp_path, max_length=1 << 20)
