@@ -193,6 +193,17 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["trainer.eps=1e20"], "trainer.eps: expected at most 1"),
         (["reward.default.timeout_s=1e-9"], "reward.default.timeout_s: expected at least 0.01"),
         (["model.dtype=bfloat16"], "trainer.param_dtype: float32 has no advantage"),
+        (
+            ["generator.engine=vllm", "generator.head_dtype=float32"],
+            "generator.head_dtype: float32, but the vllm generator computes the vocabulary projection in the model's "
+            "type only; use null, or generator.engine=native",
+        ),
+        (
+            ["trainer.engine=megatron", "trainer.head_dtype=float32"],
+            "trainer.head_dtype: float32, but the megatron trainer computes the vocabulary projection in the model's "
+            "type only; use null, or trainer.engine=fsdp2",
+        ),
+        (["trainer.head_dtype=bfloat16"], "trainer.head_dtype: expected"),
         (["model.tiny.num_heads=3"], "model.tiny.num_kv_heads: 2 does not divide num_heads"),
         (["model.tiny.hidden_size=20"], "model.tiny.hidden_size: 20 must be a multiple of"),
         (["model.tiny.architecture=gemma2"], "model.tiny.architecture: the native generator supports qwen2"),

@@ -7,7 +7,15 @@ from math import ceil
 from typing import Any
 
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
-from hpcrl.config.schema import MOST_MEMBERS, Config, EnvConfig, RewardConfig, RolloutConfig
+from hpcrl.config.schema import (
+    MOST_MEMBERS,
+    Config,
+    EnvConfig,
+    GeneratorConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from hpcrl.spec.extras import install
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
@@ -412,6 +420,7 @@ def _abilities(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("deterministic",), f"deterministic: the {gen_engine} generator cannot be; use false", (generates,)
         )
+    yield from _heads(config)
     for path, name, spec in chosen(config):
         if unknown := [role for role in spec.roles if role not in list(ROLES)]:
             text = f"{name} needs the role {unknown[0]}; there are {', '.join(ROLES)}"
@@ -424,6 +433,22 @@ def _abilities(config: Config) -> Iterator[Problem]:
     if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
         text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
+
+
+def _heads(config: Config) -> Iterator[Problem]:
+    """A vocabulary projection in float32 in an engine that computes it in the model's type only."""
+    engines: tuple[tuple[str, bool, TrainerConfig | GeneratorConfig, SpecTable[Any]], ...] = (
+        ("trainer", config.learns, config.trainer, TRAIN_ENGINES),
+        ("generator", config.generates or config.evaluates, config.generator, GEN_ENGINES),
+    )
+    for role, runs, section, table in engines:
+        if runs and section.head_dtype and not table[section.engine].float32_head:
+            able = ", ".join(name for name, spec in table.items() if spec.float32_head and spec.offered)
+            text = (
+                f"{role}.head_dtype: {section.head_dtype}, but the {section.engine} {role} computes the vocabulary "
+                f"projection in the model's type only; use null, or {role}.engine={able}"
+            )
+            yield Problem((role, "head_dtype"), text, ((role, "engine"),))
 
 
 def _user_code(config: Config) -> Iterator[Problem]:

@@ -224,6 +224,9 @@ class TrainerConfig(Section):
     """Maximum tokens of one forward and backward pass on one rank."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of computation; the master weights have model.dtype."""
+    head_dtype: Literal["float32"] | None = None
+    """Type in which the vocabulary projection is computed, also by the reference; null: param_dtype. float32 with
+    param_dtype=bfloat16 brings log-probs closer to the generator's (set generator.head_dtype alike)."""
     logits_chunk_tokens: Positive = 4096
     """Tokens per chunk of the vocabulary projection."""
 
@@ -245,6 +248,9 @@ class GeneratorConfig(Section):
     """Decode steps per burst, between two reads of the inbox."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and KV cache."""
+    head_dtype: Literal["float32"] | None = None
+    """Type in which the vocabulary projection is computed; null: dtype. float32 with dtype=bfloat16 brings log-probs
+    closer to the trainer's (set trainer.head_dtype alike)."""
 
     def section(self, kind: type[S]) -> S:
         """The section of the engine, which is of this type."""

@@ -16,7 +16,8 @@ FP32 = 4
 INDEX = 8
 """Bytes of a position or token id."""
 LOGITS_BLOCK = 1 << 24
-"""Maximum logits in one softmax of a trainer (BLOCK_NUMBERS in engines/train/fsdp2/logits.py)."""
+"""Maximum logits in one softmax of a trainer, and numbers of the matrix converted at once (BLOCK_NUMBERS in
+engines/train/fsdp2/logits.py)."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,17 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
     return tokens.total * kept
 
 
-def logits_bytes(shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int) -> int:
+def logits_bytes(
+    shape: ModelShape, tokens: Tokens, chunk_tokens: int, num_bytes: int, float32_head: bool = False
+) -> int:
     """Bytes of one chunk of the vocabulary projection in fp32, of the tensors beside it (the projection's result and
     gradient in the computation type, or the softmax of a block of rows), and of the matrix's gradient, summed in
-    fp32."""
+    fp32. float32_head: the hidden states and blocks of the matrix are converted for the projection."""
     chunk = min(chunk_tokens, tokens.predicted) * shape.vocab_size
     blocks = 2 * min(chunk, LOGITS_BLOCK) * FP32
     beside = blocks if num_bytes == FP32 else max(blocks, chunk * num_bytes)
-    return chunk * FP32 + beside + shape.vocab_size * shape.hidden_size * (FP32 + num_bytes)
+    matrix = shape.vocab_size * shape.hidden_size
+    if float32_head and num_bytes != FP32:
+        rows = min(chunk_tokens, tokens.predicted)
+        beside = max(beside, (min(matrix, LOGITS_BLOCK) + rows * shape.hidden_size) * FP32)
+    return chunk * FP32 + beside + matrix * (FP32 + num_bytes)

@@ -22,7 +22,7 @@ TRUNCATED_COPIES = 8  # and the copies that top-k, top-p or min-p sort and mask
 
 
 def generator_parts(
-    config: Config, shape: ModelShape, resident: tuple[Phase, ...], cached: tuple[Phase, ...]
+    config: Config, shape: ModelShape, resident: tuple[Phase, ...], cached: tuple[Phase, ...], on_gpu: bool = False
 ) -> list[Part]:
     """Parts of a generator rank. resident, cached: phases in which the weights and the KV cache are on the device."""
     generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
@@ -34,8 +34,12 @@ def generator_parts(
     cache, least = _cache(config, shape)
     prompt = max(PREFILL_TOKENS, config.data.max_prompt_tokens)
     width = 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
+    # A GPU multiplies bfloat16 into float32; elsewhere a copy of the vocabulary matrix is kept for that.
+    converted = bool(generator.head_dtype) and num_bytes != FP32 and not on_gpu
+    head = shape.vocab_size * shape.hidden_size * FP32 // tensor if converted else 0
     return [
         Part("generator", "weights", weights, resident),
+        Part("generator", "float32 head", head, resident),
         Part("generator", "KV cache", cache, cached, least=least),
         Part("generator", "prefill", prompt * width * num_bytes // tensor, ("generate",)),
         Part("generator", "logits", logits, ("generate",)),

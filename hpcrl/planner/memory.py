@@ -97,6 +97,7 @@ def _kind(
     # host memory while the engine decodes and, except for weights, while it loads weights. Else the roles are summed.
     shares = GEN_ENGINES[config.generator.engine].sleeps and "generator" in roles and len(roles) > 1
     parts: list[Part] = []
+    on_gpu = _has_gpus(config, roles)
     for role in roles:
         if path := ROLES[role].plan:
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
@@ -106,11 +107,11 @@ def _kind(
         parts += hand_over_parts(config, shape, publishes="trainer" in roles)
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
-        parts += generator_parts(config, shape, awake, ("generate",) if shares else PHASES)
+        parts += generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
-    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), _has_gpus(config, roles), cache)
+    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), on_gpu, cache)
 
 
 def _moves_out(part: Part) -> list[Part]:

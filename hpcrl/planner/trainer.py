@@ -74,7 +74,7 @@ def forward_parts(
     """Parts of a rank with frozen weights that computes one layer at a time."""
     samples = config.rollout.num_prompts * config.rollout.group_size
     compute, tokens = BYTES[config.trainer.param_dtype], Tokens.of(config, -(-samples // num_ranks))
-    logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute)
+    logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute, bool(config.trainer.head_dtype))
     return [
         Part("reference", "weights", weights, PHASES, on_host),
         Part("reference", "gathered weights", gathered, ("reference",)),

@@ -130,6 +130,8 @@ class TrainEngineSpec(Spec):
     """The optional outputs (hpcrl.algorithms.base.Outputs) that the engine computes for an objective."""
     deterministic: bool = False
     """Whether it can compute the same bits again (deterministic=true)."""
+    float32_head: bool = False
+    """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
     offered: bool = True
     """Whether trainer.engine may name it."""
 
@@ -153,6 +155,8 @@ class GenEngineSpec(Spec):
     """Whether it can recompute the KV cache of running responses (rollout.on_new_weights=recompute)."""
     deterministic: bool = False
     """Whether a response's bits depend on its request alone (deterministic=true)."""
+    float32_head: bool = False
+    """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
     offered: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,40 @@ def test_no_more_than_a_chunk_of_logits_exists() -> None:
         dense(hidden, weight, None, targets, Head(), 1.0)[0].sum().backward()
     assert chunked.size == 20 * 50
     assert whole.size == 200 * 50
+
+
+def bfloat16_inputs(with_bias: bool) -> list[Tensor | None]:
+    """Logits near 40: where bfloat16 has steps of .25."""
+    hidden, weight, bias = (None if t is None else t.detach().clone() for t in inputs(with_bias))
+    hidden[:, 0], weight[:, 0] = 6, 6
+    return [None if t is None else t.bfloat16().requires_grad_() for t in (hidden, weight, bias)]
+
+
+@pytest.mark.parametrize("head", [Head(float32=True), Head(softcap=30.0, scale=0.5, float32=True)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_head_in_float32_is_autograds_of_converted_numbers(
+    head: Head, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values to fp32's precision; gradients, which are bfloat16 as the parameters are, to that of bfloat16."""
+    monkeypatch.setattr(logits, "BLOCK_NUMBERS", 50)  # blocks of the matrix, the last one shorter
+    targets, weights = torch.arange(23), torch.linspace(-1, 2, 23)
+    results, gradients = [], []
+    for way in (head, replace(head, float32=False), None):
+        tensors = bfloat16_inputs(with_bias)
+        if way is None:
+            floats = [None if t is None else t.float() for t in tensors]
+            result = dense(*floats, targets, head, 0.7)
+        else:
+            result = token_logprobs(*tensors, targets, head=way, temperature=0.7, chunk_tokens=7, entropy=True)
+        ((result[0] + 0.4 * result[1]) * weights).sum().backward()
+        results.append(torch.stack(result))
+        gradients.append([t.grad for t in tensors if t is not None])
+    converted, rounded, exact = results
+    assert (converted - exact).abs().max() < 1e-4
+    assert (rounded - exact).abs().max() > 1e-2
+    for got, want in zip(gradients[0], gradients[2], strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - want).abs().max() <= 0.01 * want.abs().max()
 
 
 def test_bfloat16_keeps_logprobs_in_float32() -> None:

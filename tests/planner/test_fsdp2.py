@@ -107,7 +107,15 @@ def planned_peak(folder: Path, num_ranks: int, num_rows: int, length: int, **tra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [False, True], ids=["gathered", "layer by layer"])
-@pytest.mark.parametrize("settings", [{}, {"param_dtype": "bfloat16", "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"param_dtype": "bfloat16", "activation_checkpointing": True},
+        {"param_dtype": "bfloat16", "head_dtype": "float32"},
+    ],
+    ids=str,
+)
 def test_a_step_needs_no_more_than_planned(
     settings: dict[str, Any], large: bool, tmp_path: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,23 @@ def test_the_engine_has_the_constants_of_the_plan() -> None:
     assert native.PREFILL_TOKENS == generator.PREFILL_TOKENS
 
 
+@pytest.mark.parametrize("cluster", [{"device": "cpu"}, {"device": "cuda"}], ids=str)
+def test_a_head_in_float32_is_a_copy_of_the_matrix_on_cpus(cluster: dict[str, str], tmp_path: Path) -> None:
+    shape = read_shape(inspect_model(make_model_folder("qwen3", tmp_path / "qwen3")).config)
+    settings = {"dtype": "bfloat16", "head_dtype": "float32", "max_slots": 3}
+    config = parse({"generator": settings, "cluster": cluster})
+    engine = native.NativeEngine(tmp_path / "qwen3", max_slots=3, max_length=9, dtype=torch.bfloat16, float32_head=True)
+    assert engine._weights is not None
+    held = engine._weights._converted_head
+    planned = [
+        p.num_bytes
+        for kind in memory(config, RoleLayout.from_config(config), shape)
+        for p in kind.parts
+        if p.name == "float32 head"
+    ]
+    assert held is not None and planned == ([held.numel() * 4] if cluster["device"] == "cpu" else [])
+
+
 @pytest.mark.parametrize("lengths", [(5, 40), (9, 55), (31, 33), (2, 62)])
 def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], tmp_path: Path) -> None:
     """Weights exactly, the cache up to its bound, whatever the lengths of prompt and response."""

@@ -40,6 +40,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         max_slots=config.generator.max_slots,
         max_length=config.max_sequence_tokens,
         dtype=getattr(torch, config.generator.dtype),
+        float32_head=config.generator.head_dtype == "float32",
         kv_bucket=config.generator.section(NativeConfig).kv_bucket,
         device="cuda" if torch.cuda.is_available() else "cpu",
         deterministic=config.deterministic,
@@ -52,9 +53,10 @@ class NativeEngine:
     invalid.
 
     tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of prompt
-    and response together. kv_bucket: the KV cache is read up to a multiple of this. deterministic: always decode
-    max_slots rows, and start from an empty cache whenever nothing is live, so that a request's bits do not depend on
-    other requests. load=False leaves the weights to load_weights().
+    and response together. float32_head: compute the vocabulary projection in float32. kv_bucket: the KV cache is read
+    up to a multiple of this. deterministic: always decode max_slots rows, and start from an empty cache whenever
+    nothing is live, so that a request's bits do not depend on other requests. load=False leaves the weights to
+    load_weights().
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class NativeEngine:
         max_slots: int,
         max_length: int,
         dtype: torch.dtype,
+        float32_head: bool = False,
         kv_bucket: int = 32,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
@@ -81,7 +84,7 @@ class NativeEngine:
         self.version = -1
         self.max_slots = max_slots
         self._max_length, self._bucket, self._deterministic = max_length, kv_bucket, deterministic
-        self._dtype, self._device = dtype, torch.device(device)
+        self._dtype, self._device, self._float32_head = dtype, torch.device(device), float32_head
         self._stops = StopStrings(tokenizer, self._arch.vocab_size) if tokenizer is not None else None
         self._waiting: dict[int, Request] = {}
         self._slots, self._tape = Slots(max_slots), Tape(max_slots)
@@ -143,7 +146,7 @@ class NativeEngine:
         the engine has no weights (version -1) if that fails."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
-        weights = self._weights or FusedWeights(self._arch, self._dtype, self._device)
+        weights = self._weights or FusedWeights(self._arch, self._dtype, self._device, self._float32_head)
         weights.check(named)
         self.version = -1
         weights.load(named)

@@ -40,4 +40,5 @@ SPEC = GenEngineSpec(
     families=("qwen2", "qwen3", "qwen3_moe", "llama"),
     recompute=True,
     deterministic=True,
+    float32_head=True,
 )

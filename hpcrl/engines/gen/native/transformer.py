@@ -59,7 +59,7 @@ class Transformer:
             scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
             attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
             x = self._block(layer, x, attended.view(rows, -1))
-        return F.linear(self._norm(x, self._weights.norm), self._weights.head).float()
+        return self._weights.logits(self._norm(x, self._weights.norm))
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self._arch.norm_eps)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.engines.gen.native.architecture import Architecture
@@ -58,10 +59,16 @@ class _Target:
 
 
 class FusedWeights:
-    """Fused weights and their loading under HF names. Uninitialised until `load` succeeds."""
+    """Fused weights and their loading under HF names. Uninitialised until `load` succeeds.
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device):
+    float32_head: the vocabulary projection sums and keeps products of numbers of `dtype` in float32.
+    """
+
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, float32_head: bool = False
+    ):
         self._arch, self._dtype, self._device = architecture, dtype, device
+        self._float32_head = float32_head and dtype != torch.float32
         self._targets: dict[str, _Target] = {}
         half = architecture.head_dim // 2
         self._interleaved = torch.arange(architecture.head_dim).view(2, half).t().flatten()
@@ -71,6 +78,9 @@ class FusedWeights:
         self.head = self.embedding if architecture.tied else self._empty(*vocab)
         # A trainer may send a tied matrix under either name, or under both.
         self._target("lm_head.weight", self.head, parts=("model.embed_tokens.weight",) if architecture.tied else ())
+        # Only CUDA has a kernel that multiplies bfloat16 into float32. Elsewhere a copy saves a conversion per token.
+        copied = self._float32_head and device.type != "cuda"
+        self._converted_head = torch.empty(vocab, device=device) if copied else None
         self.norm = self._empty(architecture.hidden_size)
         self._target("model.norm.weight", self.norm)
         self.layers = [self._layer(i) for i in range(architecture.num_layers)]
@@ -95,6 +105,16 @@ class FusedWeights:
                 tensor = heads[:, self._interleaved.to(tensor.device)].flatten(0, 1)
             target.view.copy_(tensor)
         self._require(loaded)
+        if self._converted_head is not None:
+            self._converted_head.copy_(self.head)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, vocab] of hidden states [R, H]."""
+        if self._converted_head is not None:
+            return F.linear(hidden.float(), self._converted_head)
+        if self._float32_head:
+            return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
+        return F.linear(hidden, self.head).float()
 
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
         """The destination of the tensor and the required names that it covers."""

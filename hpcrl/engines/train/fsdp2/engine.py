@@ -100,6 +100,7 @@ class FSDP2Engine:
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         del source
         self.packing = self._probe_packing()
+        self.model.set_head_dtype(config.head_dtype)
         self.weight_names = _untied_names(self.model.hf)
         self.optimizer = self._make_optimizer() if trainable else None
         self._snapshots = checkpoint.Snapshots(self.model, self.optimizer)
@@ -411,6 +412,7 @@ class FSDP2Engine:
             "num_parameters": self.num_parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "head_dtype": self.config.head_dtype or str(self.compute_dtype).removeprefix("torch."),
             "packing": self.packing,
             "gathered_for_a_step": self.keep_gathered,
             "num_ranks": self.data_parallel_size,

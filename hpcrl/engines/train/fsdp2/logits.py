@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 BLOCK_NUMBERS = 1 << 24
-"""Logits per softmax call, which bounds the temporary tensors beside a chunk."""
+"""Logits per softmax call and numbers of the matrix converted at once, which bounds the temporary tensors beside a
+chunk."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,13 @@ class Head:
     """The output head: softcap(hidden @ weight.T + bias) * scale, with softcap(z) = cap * tanh(z / cap).
 
     `softcap` is Gemma 2's final_logit_softcapping (arXiv 2408.00118), `scale` Cohere's logit_scale or the inverse of
-    Granite's logits_scaling.
+    Granite's logits_scaling. float32: products of bfloat16 numbers are summed and kept in float32 (arXiv 2506.13585)
+    instead of being rounded to bfloat16 logits; the products of the gradient stay in bfloat16.
     """
 
     softcap: float | None = None
     scale: float = 1.0
+    float32: bool = False
 
     @classmethod
     def from_config(cls, config: Any) -> Head:
@@ -38,11 +41,26 @@ class Head:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float) -> Tensor:
     """float32 [N, V]: the input of the softmax."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = _project(hidden, weight, bias, head.float32)
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_().mul_(head.softcap)
     factor = head.scale / temperature
     return logits if factor == 1.0 else logits.mul_(factor)
+
+
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: bool) -> Tensor:
+    """float32 [N, V]: hidden @ weight.T + bias, summed and kept in float32 or rounded to their own type."""
+    if not in_float32 or weight.dtype == torch.float32:
+        return torch.nn.functional.linear(hidden, weight, bias).float()
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:  # no such kernel: blocks of the matrix are converted
+        states, size = hidden.float(), max(1, BLOCK_NUMBERS // weight.shape[1])
+        logits = states.new_empty(len(states), len(weight))
+        for first in range(0, len(weight), size):
+            words = slice(first, first + size)
+            torch.mm(states, weight[words].float().T, out=logits[:, words])
+    return logits if bias is None else logits.add_(bias)
 
 
 def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:

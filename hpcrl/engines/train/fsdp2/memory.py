@@ -66,7 +66,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     offloaded = own.cpu_offload
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
     recomputed = recomputed_layer(shape, tokens, compute) if own.activation_checkpointing else 0
-    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute)
+    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
     whole = _stays_gathered(shape, compute, True) and master == compute
     snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
     # Gradients of a gathered model are reduced after the last backward, others after each backward.

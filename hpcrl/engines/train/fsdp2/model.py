@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import inspect
@@ -74,6 +75,10 @@ class PackedCausalLM(nn.Module):
     def set_packing(self, packing: bool) -> None:
         """Choose between the attention over packed sequences and the model's own over one sequence."""
         self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
+
+    def set_head_dtype(self, dtype: str | None) -> None:
+        """Compute the vocabulary projection in this type (trainer.head_dtype); None, as at first: as the model does."""
+        self.head = dataclasses.replace(self.head, float32=dtype == "float32")
 
     def packing_obstacle(self) -> str:
         """Why the model cannot be packed according to its code and config; empty if the probe must decide."""

@@ -28,4 +28,5 @@ SPEC = TrainEngineSpec(
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     computes=frozenset({"entropy"}),
     deterministic=True,
+    float32_head=True,
 )

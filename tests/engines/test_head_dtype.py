@@ -1,0 +1,65 @@
+"""A vocabulary projection in fp32 in bf16 models: trainer and generator agree better, also with a tied matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from hpcrl.engines.gen.native.engine import NativeEngine
+from tests.bench.head_dtype import differences, generated
+from tests.engines.test_native import make_model, prompt_of
+from tests.engines.worlds import VOCAB, make_model_folder
+from tests.planner.measuring import make_engine
+
+pytestmark = pytest.mark.numerics
+
+PROMPTS = [[token % VOCAB for token in prompt_of(i, 8)] for i in range(16)]
+
+
+def large_logits(folder: Path, tied: bool) -> Path:
+    """A model whose logits are all near 80, where bfloat16 has steps of .5: one number of the hidden states is large
+    for every token, and so is its column in the projection."""
+    make_model_folder("qwen2", folder, tie_word_embeddings=tied)
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name][:, 0] = 4.0
+    weights["model.norm.weight"][0] = 4.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def native(folder: Path, float32_head: bool) -> NativeEngine:
+    return NativeEngine(folder, max_slots=16, max_length=40, dtype=torch.bfloat16, float32_head=float32_head)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_log_probs_of_trainer_and_generator_are_closer(tied: bool, tmp_path: Path, world_of_one: None) -> None:
+    folder = large_logits(tmp_path / "model", tied)
+    trainers = {on: make_engine(folder, param_dtype="bfloat16", head_dtype="float32" if on else None) for on in (0, 1)}
+    found = {
+        (t, g): differences(trainers[t], native(folder, bool(g)), PROMPTS, 24)[0]
+        for t, g in ((0, 0), (1, 0), (0, 1), (1, 1))
+    }
+    assert found[1, 1] < 0.75 * found[0, 0]
+    assert min(found[1, 0], found[0, 1]) > 1.3 * found[1, 1]  # both engines need it
+    assert trainers[1].config_summary()["head_dtype"] == "float32"
+
+
+@torch.no_grad()
+def test_new_weights_replace_the_matrix_in_float32(tmp_path: Path) -> None:
+    model = make_model(AutoConfig.from_pretrained(large_logits(tmp_path / "model", True)), seed=3)
+    engine = native(tmp_path / "model", True)
+    before = generated(engine, PROMPTS, 4).gen_logprobs
+    engine.load_weights(model.state_dict().items(), version=1)
+    after = generated(engine, PROMPTS, 4)
+    ids = after.token_ids.view(16, 12)
+    want = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None].long())[..., 0]
+    got = after.gen_logprobs.view(16, 12)[:, 1:]
+    answered = after.loss_mask.view(16, 12)[:, 1:]
+    assert (got - want).abs()[answered].mean() < 0.1
+    assert (before.view(16, 12)[:, 1:] - want).abs()[answered].mean() > 0.5
