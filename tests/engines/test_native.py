@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -28,7 +29,10 @@ from transformers import (
 )
 
 from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.transformer import Transformer
+from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.rollout.types import FinishReason
 
@@ -155,6 +159,18 @@ def test_logprobs_are_those_of_transformers(model_folder: tuple[Any, Path]) -> N
         weight[3, 5] += 0.5
         assert min(largest_error(model, requests, outputs)) > 1e-3
         weight[3, 5] = exact
+
+
+def test_a_mixture_reads_no_choice_of_experts_on_the_host(tmp_path: Path) -> None:
+    """Fake tensors have no values: whatever reads one fails, as it would wait for a GPU."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3_moe"].to_dict() | sizes))
+    architecture = read_architecture(tmp_path)
+    with FakeTensorMode():
+        weights = FusedWeights(architecture, torch.bfloat16, torch.device("cpu"))
+        model = Transformer(architecture, weights, torch.empty(0))
+        states = torch.empty(7, architecture.hidden_size, dtype=torch.bfloat16)
+        assert model._mixture(weights.layers[0].mlp, states).shape == states.shape
 
 
 def test_greedy_tokens_are_those_of_generate(model_folder: tuple[Any, Path]) -> None:

@@ -89,21 +89,19 @@ class Transformer:
         return x.add_(self._mixture(layer.mlp, normed))
 
     def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
-        """Weighted sum [T, H] of each token's chosen experts; every chosen expert runs once."""
-        top = self._arch.experts_per_token
-        shares, chosen = (x @ experts.router).softmax(-1, dtype=torch.float32).topk(top)
+        """Weighted sum [T, H] of each token's chosen experts. The host learns nothing of the choices, so it need not
+        wait for the device."""
+        top, router = self._arch.experts_per_token, experts.router
+        shares, chosen = (x @ router).softmax(-1, dtype=torch.float32).topk(top)
         if self._arch.normalize_experts:
             shares = shares / shares.sum(-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)
-        tokens = order // top
-        counts = chosen.flatten().bincount(minlength=self._arch.num_experts).tolist()
-        results = [
-            _gated(part @ experts.gate_up[e]) @ experts.down[e]
-            for e, part in enumerate(x[tokens].split(counts))
-            if len(part)
-        ]
-        weighted = torch.cat(results) * shares.flatten()[order, None].to(x.dtype)
-        return torch.zeros_like(x).index_add_(0, tokens, weighted)
+        sorted_choices, order = chosen.flatten().sort(stable=True)
+        every = torch.arange(self._arch.num_experts, device=x.device)
+        ends = torch.searchsorted(sorted_choices, every, right=True, out_int32=True)
+        results = F.grouped_mm(x[order // top], experts.gate_up, offs=ends)
+        results = F.grouped_mm(_gated(results), experts.down, offs=ends)
+        by_token = results[order.argsort()].unflatten(0, (-1, top))
+        return torch.bmm(shares[:, None].to(x.dtype), by_token)[:, 0]
 
 
 def _gated(fused: Tensor) -> Tensor:
