@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.planner.shapes import wrong_size
+from hpcrl.planner.shapes import GEMMA, wrong_size
 
 MAX_SHOWN = 4
 """Maximum number of wrong tensors named; the others are counted."""
@@ -155,16 +155,16 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     head = config.get("head_dim") or hidden // heads
     keys = config.get("num_key_value_heads") or heads
     expected = {EMBEDDING: (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not config.get("tie_word_embeddings", False):
+    if not config.get("tie_word_embeddings", config.get("model_type") in GEMMA):
         expected["lm_head.weight"] = (vocab, hidden)
     for layer in range(layers):
         at = f"model.layers.{layer}."
-        expected |= {
-            at + "self_attn.q_proj.weight": (heads * head, hidden),
-            at + "self_attn.k_proj.weight": (keys * head, hidden),
-            at + "self_attn.v_proj.weight": (keys * head, hidden),
-            at + "self_attn.o_proj.weight": (hidden, heads * head),
-        }
+        expected[at + "self_attn.o_proj.weight"] = (hidden, heads * head)
+        if at + "self_attn.qkv_proj.weight" in shapes:
+            expected[at + "self_attn.qkv_proj.weight"] = ((heads + 2 * keys) * head, hidden)
+        else:
+            rows = {"q": heads * head, "k": keys * head, "v": keys * head}
+            expected |= {f"{at}self_attn.{which}_proj.weight": (size, hidden) for which, size in rows.items()}
         if at + "mlp.gate_proj.weight" in shapes and "intermediate_size" in config:
             expected[at + "mlp.gate_proj.weight"] = (config["intermediate_size"], hidden)
             expected[at + "mlp.down_proj.weight"] = (hidden, config["intermediate_size"])

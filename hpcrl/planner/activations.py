@@ -1,8 +1,8 @@
 """Bytes that autograd keeps between a forward and its backward pass: the sum over the tensors of each operation.
 
 FSDP2 runs transformers' layers operation by operation, and the sums below follow that code: RMSNorm computes in fp32
-and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output. Flash kernels
-recompute the attention scores; Gemma 2's soft-capped attention has no such kernel and keeps them.
+and keeps its input and result; a linear layer keeps its input; attention keeps q, k, v and its output. Attention scores
+are computed again in the backward pass: those of Gemma 2, for which there is no kernel, block of queries by block.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from hpcrl.planner.shapes import ModelShape
 FP32 = 4
 INDEX = 8
 """Bytes of a position or token id."""
+QUERY_BLOCK = 256
+"""As in engines/attention.py."""
 LOGITS_BLOCK = 1 << 24
 """Maximum logits in one softmax of a trainer, and numbers of the matrix converted at once (BLOCK_NUMBERS in
 engines/train/fsdp2/logits.py)."""
@@ -55,6 +57,12 @@ def recomputed_layer(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     return layer + 2 * tokens.total * _widest(shape) * num_bytes
 
 
+def recomputed_scores(shape: ModelShape, tokens: Tokens) -> int:
+    """Bytes of a block of Gemma 2's soft-capped scores in the backward pass: their tanh, softmax and two gradients."""
+    block = min(tokens.longest, QUERY_BLOCK)
+    return 4 * FP32 * tokens.total * shape.num_heads * block if shape.family == "gemma2" else 0
+
+
 def forward_only(shape: ModelShape, tokens: Tokens, num_bytes: int) -> int:
     """Peak bytes of one layer if nothing is kept for a backward pass."""
     layer = max(_layer(shape, layer, tokens, num_bytes) for layer in range(shape.num_layers))
@@ -68,21 +76,20 @@ def _widest(shape: ModelShape) -> int:
 
 
 def _norm(shape: ModelShape, size: int, num_bytes: int) -> int:
-    """Per token: the input in fp32, the normalised input (Gemma 2: in fp32 as well) and the scale."""
-    return size * (FP32 + (FP32 if shape.family == "gemma2" else num_bytes)) + FP32
+    """Per token: the input in fp32, the normalised input (Gemma 2 and 3: in fp32 as well) and the scale."""
+    return size * (FP32 + (FP32 if shape.post_norms else num_bytes)) + FP32
 
 
 def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int:
     hidden, query, key = shape.hidden_size, shape.query_size, shape.key_size
-    kept = (4 if shape.family == "gemma2" else 2) * _norm(shape, hidden, num_bytes)
+    kept = (4 if shape.post_norms else 2) * _norm(shape, hidden, num_bytes)
     kept += 2 * hidden * num_bytes  # input of attention and of the feed-forward layer
     kept += query * num_bytes  # input of the output projection
     if shape.qk_norm:
         kept += _norm(shape, query, num_bytes) + _norm(shape, key, num_bytes)
         kept += FP32 * (shape.num_heads + shape.num_kv_heads - 2)  # one scale per head
     if shape.family == "gemma2":
-        kept += 3 * query * num_bytes  # q, and keys and values repeated for each query head
-        kept += 8 * shape.num_heads * tokens.longest  # tanh, softmax in fp32 and in the computation type
+        kept += (query + 2 * key) * num_bytes  # the rest is computed again (recomputed_scores)
     else:
         kept += (2 * query + 2 * key) * num_bytes + FP32 * shape.num_heads
     if layer in shape.expert_layers:

@@ -15,8 +15,9 @@ ParameterSplit = Literal["column", "row", "key", "vocabulary", "expert", "whole"
 """Tensor parallelism splits rows of a matrix, columns, rows of key and value heads, rows of the vocabulary, experts, or
 nothing."""
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2", "qwen2_5_vl")
-HEAD_DIM = {"qwen3": 128, "gemma2": 256}
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen2_5_vl")
+GEMMA = ("gemma2", "gemma3_text")
+HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
 """Head width if config.json does not give it; for other families, hidden_size / heads."""
 EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
 VISION_DEFAULTS = {
@@ -81,7 +82,12 @@ class ModelShape:
     @property
     def qk_norm(self) -> bool:
         """Whether query and key heads are normalised."""
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.family in ("qwen3", "qwen3_moe", "gemma3_text")
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether the results of attention and of the feed-forward layer are normalised too."""
+        return self.family in GEMMA
 
     @property
     def query_size(self) -> int:
@@ -137,7 +143,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         raise CannotPlanError(f"its parameters are not known for model_type {family!r} ({', '.join(FAMILIES)} are)")
     text = {**config, **_section(config, "text_config")} if family == "qwen2_5_vl" else config
     heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
-    bias = bool(text.get("attention_bias", False))
+    bias = bool(text.get("attention_bias", False)) and family not in ("mistral", "phi3")
     experts = {key: _size(text, key, default) for key, default in EXPERT_DEFAULTS.items()} if "moe" in family else {}
     layers = _size(text, "num_hidden_layers")
     dense = text.get("mlp_only_layers") or ()
@@ -152,7 +158,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         head_dim=_size(text, "head_dim", HEAD_DIM.get(family, hidden // heads)),
         intermediate_size=_size(text, "intermediate_size"),
         vocab_size=_size(text, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", family == "gemma2"))),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", family in GEMMA))),
         qkv_bias=bias or family in ("qwen2", "qwen2_5_vl"),
         out_bias=bias and family not in ("qwen2", "qwen2_5_vl"),
         mlp_bias=family == "llama" and bool(text.get("mlp_bias", False)),
@@ -212,6 +218,10 @@ ParameterEntry = tuple[str, tuple[int, ...], ParameterSplit]
 
 def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
     hidden, at = shape.hidden_size, "self_attn."
+    if shape.family == "phi3":
+        yield at + "qkv_proj.weight", (shape.query_size + 2 * shape.key_size, hidden), "column"
+        yield at + "o_proj.weight", (hidden, shape.query_size), "row"
+        return
     sizes: tuple[tuple[str, int, ParameterSplit], ...] = (
         ("q", shape.query_size, "column"),
         ("k", shape.key_size, "key"),
@@ -237,6 +247,10 @@ def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
         yield "mlp.experts.down_proj", (count, hidden, inner), "expert"
         yield "mlp.gate.weight", (count, hidden), "whole"
         return
+    if shape.family == "phi3":
+        yield "mlp.gate_up_proj.weight", (2 * inner, hidden), "column"
+        yield "mlp.down_proj.weight", (hidden, inner), "row"
+        return
     for which, sizes, split in (
         ("gate", (inner, hidden), "column"),
         ("up", (inner, hidden), "column"),
@@ -249,7 +263,7 @@ def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
 
 def _norms(shape: ModelShape) -> Iterator[ParameterEntry]:
     names = ["input_layernorm", "post_attention_layernorm"]
-    if shape.family == "gemma2":
+    if shape.post_norms:
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for name in names:
         yield f"{name}.weight", (shape.hidden_size,), "whole"

@@ -1,13 +1,18 @@
-"""Which tokens of sequences are packed, and where they stand."""
+"""Causal attention by blocks of queries; which tokens of sequences are packed, and where they stand."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.engines import attention
+from hpcrl.engines.attention import causal_attention
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, _Pad, shared_prefixes
 from tests.engines.worlds import make_batch
+from tests.planner.measuring import peak_bytes
 
 pytestmark = pytest.mark.numerics
 
@@ -47,3 +52,57 @@ def test_shared_tokens_are_shown_in_every_block_and_gather_its_gradient() -> Non
     assert packed.grad is not None
     assert packed.grad.flatten().tolist() == [1 + 5, 2 + 6, 7, 3, 4, 8]
     assert packed.detach().flatten().tolist() == [1, 2, 7, 8, 9, 4]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """The formula, with all scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    hidden = (back < 0) | (back >= (window or q.shape[2]))
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def heads(length: int, num_heads: int = 4, num_kv_heads: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (num_heads, num_kv_heads, num_kv_heads)
+    return [torch.randn(3, n, length, 8, generator=generator).requires_grad_() for n in sizes]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 21, 40])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_attention_by_blocks_is_the_formula(
+    num_kv_heads: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+    results = []
+    for way in (causal_attention, dense):
+        tensors = heads(21, num_kv_heads=num_kv_heads)
+        out = way(*tensors, scale=0.6, window=window, softcap=softcap)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append([out, *(tensor.grad for tensor in tensors)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(64, None), (64, 2.0), (None, 2.0)])
+def test_no_tensor_has_all_pairs_of_tokens(window: int | None, softcap: float | None, tmp_path: Path) -> None:
+    """Peak memory of forward and backward beyond inputs and gradients, in bytes per pair of tokens of one head."""
+    tensors = heads(2048)
+
+    def work() -> None:
+        causal_attention(*tensors, scale=0.3, window=window, softcap=softcap).sum().backward()
+
+    work()  # gradients are there from now on
+    pairs = 3 * 4 * 2048**2
+    assert peak_bytes(work, tmp_path / "trace.json") < 4 * pairs
+
+
+def test_the_measure_sees_all_pairs(tmp_path: Path) -> None:
+    """Negative control."""
+    tensors = heads(2048)
+    peak = peak_bytes(lambda: dense(*tensors, 0.3, 64, 2.0).sum().backward(), tmp_path / "trace.json")
+    assert peak > 4 * 3 * 4 * 2048**2

@@ -1,8 +1,8 @@
 """Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
 
 The hidden states of a micro-batch are one row of tokens. A mask over all pairs of its tokens would cost the square of
-their number. Instead, sequences of similar length are gathered into padded blocks [rows, length], which the causal
-kernel of scaled_dot_product_attention handles without a mask: padding is on the right, where no real token attends.
+their number. Instead, sequences of similar length are gathered into padded blocks [rows, length] of causal attention
+without a mask: padding is on the right, where no real token attends.
 
 Sequences with a common prefix (the prompt of a group's siblings) share its hidden states: the prefix is packed once and
 shown in the block of each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
@@ -11,7 +11,6 @@ hidden states depend only on the tokens up to it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from hpcrl.engines.attention import causal_attention
 
 PACKED_ATTENTION = "hpcrl_packed"
 MAX_PADDING = 1 / 8  # a row may leave this share of its block empty,
@@ -116,22 +117,6 @@ class _Unpad(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.layout.to_packed, grad), None
 
 
-@functools.lru_cache(maxsize=64)
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [length, length]: a query sees itself and earlier tokens, at most `window` in total."""
-    band = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return band if window is None else band.triu(1 - window)
-
-
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scaling: float, softcap: float) -> Tensor:
-    """Attention with scores softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118), which no kernel supports."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap)) * softcap
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32)
-    return weights.to(v.dtype) @ v
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -156,14 +141,7 @@ def packed_attention(
     sizes = [rows * length for rows, length in layout.blocks]
     for (rows, length), *qkv in zip(layout.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in qkv)
-        window = sliding_window if sliding_window is not None and length > sliding_window else None
-        if softcap is not None:
-            out = _softcapped(qb, kb, vb, _band(length, window, q.device), scaling, softcap)
-        else:
-            band = None if window is None else _band(length, window, q.device)
-            out = F.scaled_dot_product_attention(
-                qb, kb, vb, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-            )
+        out = causal_attention(qb, kb, vb, scale=scaling, window=sliding_window, softcap=softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _Unpad.apply(padded, layout).unsqueeze(0), None

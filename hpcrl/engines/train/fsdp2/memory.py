@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
-from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer
+from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
 from hpcrl.planner.shapes import ModelShape, Parameter
@@ -81,6 +81,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), ("update",)),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
+        Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
         Part("trainer", "logits", logits, ("train",)),
         Part("trainer", "snapshot", snapshot, on_host=True),  # from the start
         Part(

@@ -1,0 +1,71 @@
+"""Causal attention of equally long rows, with a sliding window or soft-capped scores by blocks of queries."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+QUERY_BLOCK = 256
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+) -> Tensor:
+    """[N, heads, P, D], differentiable. q: [N, heads, P, D]; k and v: [N, kv_heads, P, D].
+
+    window: a token attends to this many tokens up to its own; None: to all. softcap: scores are
+    softcap * tanh(scores / softcap) (arXiv 2408.00118), which no kernel computes; the backward pass computes those of
+    one block of queries after another again. Blocks see the keys in their reach only: no mask and no scores are [P, P].
+    """
+    length = q.shape[2]
+    window = None if window is None or window >= length else window
+    if window is None and softcap is None:
+        return _plain(q, k, v, scale)
+    blocks = []
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        part = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end])
+        if softcap is None:
+            blocks.append(_windowed(*part, scale, window))
+        else:
+            blocks.append(
+                checkpoint(_softcapped, *part, scale, window, softcap, use_reentrant=False, preserve_rng_state=False)
+            )
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    heads_per_key = q.shape[1] // k.shape[1]
+    if heads_per_key > 1 and q.is_cuda and q.dtype == torch.float32:
+        # Only kernels for 16 bits let heads share keys; without a copy, all scores would be computed at once.
+        k, v = k.repeat_interleave(heads_per_key, 1), v.repeat_interleave(heads_per_key, 1)
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Of the last queries of a row, with the keys up to them."""
+    rows, visible = _rows(q, k, window)
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale).view(q.shape)
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float) -> Tensor:
+    """As _windowed."""
+    rows, visible = _rows(q, k, window)
+    scores = torch.tanh(rows @ k.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32)
+    return (weights.to(v.dtype) @ v).view(q.shape)
+
+
+def _rows(q: Tensor, k: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """(queries [N, kv_heads, R, D], bool [R, keys]: the keys that each of them sees). Heads that share keys are further
+    rows, so that no kernel has to repeat keys."""
+    length, num_keys = q.shape[2], k.shape[2]
+    visible = torch.ones(length, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - length)
+    if window is not None:
+        visible = visible.triu(num_keys - length + 1 - window)
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    return rows, visible.repeat(q.shape[1] // k.shape[1], 1)
