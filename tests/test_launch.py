@@ -263,7 +263,7 @@ def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> N
         "data.max_prompt_tokens: prompt 1024 + response 256 = 1280 tokens exceed "
         f"max_position_embeddings of {model} = 256"
     )
-    other = write_model(tmp_path / "other", config=CONFIG | {"model_type": "gemma2"})
+    other = write_model(tmp_path / "other", config=CONFIG | {"model_type": "mamba"})
     assert "native generator supports" in refused(f"model.path={other}", *SHORT, at=tmp_path)[0]
     assert "no folder nowhere" in refused("model.path=nowhere", at=tmp_path)[0]
 

@@ -403,8 +403,10 @@ def check_family(config: Config, model_type: str, path: Path) -> Iterator[Proble
     """Whether the generation engine, if the run needs one, supports this model family; `path`: the key of the model."""
     families = GEN_ENGINES[config.generator.engine].families or (model_type,)
     if (config.generates or config.evaluates) and model_type not in families:
+        able = [name for name, spec in GEN_ENGINES.items() if spec.offered and not spec.families]
         text = (
-            f"{dotted(path)}: the {config.generator.engine} generator supports {', '.join(families)}, not {model_type}"
+            f"{dotted(path)}: the {config.generator.engine} generator supports {', '.join(families)}, not "
+            f"{model_type}; generator.engine={' or '.join(able)} runs what that library supports"
         )
         yield Problem(path, text, (("generator", "engine"), ("model",)))
 

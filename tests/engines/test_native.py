@@ -15,9 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
+    MistralConfig,
+    Phi3Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -59,21 +63,57 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 MOE: dict[str, Any] = {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+    "short_factor": [1.5] * 3, "long_factor": [9.0] * 3, "partial_rotary_factor": 0.75,
+}  # fmt: skip
+WINDOW = {"sliding_window": 11}
+SOFT_CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0, "query_pre_attn_scalar": 9}
+LOCAL_AND_GLOBAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[1], norm_topk_prob=True),
     "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, **WINDOW),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0, rope_parameters=LONGROPE, original_max_position_embeddings=128),
+    "gemma2": Gemma2Config(**SIZES, **SOFT_CAPS, **WINDOW, head_dim=8, attn_implementation="eager"),
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES, **WINDOW, head_dim=16, query_pre_attn_scalar=9, rope_parameters=LOCAL_AND_GLOBAL,
+        layer_types=[SLIDING, FULL, SLIDING],
+    ),
+}  # fmt: skip
+"""A config of every family."""
+FEATURES = {
+    "qwen2, windows from the second layer on": Qwen2Config(
+        **SIZES, **WINDOW, use_sliding_window=True, max_window_layers=1
+    ),
+    "qwen3, yarn": Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN),
+    "qwen3_moe, windows": Qwen3MoeConfig(**SIZES, **MOE, **WINDOW, use_sliding_window=True),
+    "llama, linear": LlamaConfig(**SIZES, rope_parameters=LINEAR),
+    "mistral, no window": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
+    "phi3, window": Phi3Config(**SIZES, **WINDOW, pad_token_id=0),
+    "gemma2, no soft caps": Gemma2Config(
+        **SIZES, head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
+    ),
 }
+"""Further features of families, which a row of CONFIGS does not have."""
 
 
 def make_model(config: Any, seed: int = 0) -> PreTrainedModel:
     """A model whose weights, norms and biases included, are random and large enough to matter."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
+    neutral = 0.0 if "gemma" in config.model_type else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.normal_(1.0, 0.2, generator=generator) if "norm" in name else weight.normal_(
+            weight.normal_(neutral, 0.2, generator=generator) if "norm" in name else weight.normal_(
                 0.0, 0.15, generator=generator
             )
     return model
@@ -151,14 +191,32 @@ def test_logprobs_are_those_of_transformers(model_folder: tuple[Any, Path]) -> N
     model, folder = model_folder
     requests = mixed_requests()
     outputs = run(engine_of(folder), requests)
-    assert max(largest_error(model, requests, outputs)) < 1e-4
+    assert max(largest_error(model, requests, outputs)) < 1e-5
     # Negative control: one weight of the reference a little off.
-    weight = model.model.layers[1].self_attn.k_proj.weight
+    weight = model.get_parameter(
+        f"model.layers.1.self_attn.{'qkv' if model.config.model_type == 'phi3' else 'k'}_proj.weight"
+    )
     exact = weight[3, 5].item()
     with torch.no_grad():
         weight[3, 5] += 0.5
         assert min(largest_error(model, requests, outputs)) > 1e-3
         weight[3, 5] = exact
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_a_family_are_those_of_transformers(feature: str, tmp_path: Path) -> None:
+    model = make_model(FEATURES[feature])
+    model.save_pretrained(tmp_path)
+    requests = mixed_requests()
+    outputs = run(engine_of(tmp_path), requests)
+    assert max(largest_error(model, requests, outputs)) < 1e-5
+
+
+def test_rotations_by_the_short_factors_end_at_the_original_length(tmp_path: Path) -> None:
+    CONFIGS["phi3"].save_pretrained(tmp_path)
+    engine_of(tmp_path, max_length=128, load=False)
+    with pytest.raises(ValueError, match="max_length 129 exceeds the 128 positions"):
+        engine_of(tmp_path, max_length=129, load=False)
 
 
 def test_a_mixture_reads_no_choice_of_experts_on_the_host(tmp_path: Path) -> None:
@@ -168,7 +226,7 @@ def test_a_mixture_reads_no_choice_of_experts_on_the_host(tmp_path: Path) -> Non
     architecture = read_architecture(tmp_path)
     with FakeTensorMode():
         weights = FusedWeights(architecture, torch.bfloat16, torch.device("cpu"))
-        model = Transformer(architecture, weights, torch.empty(0))
+        model = Transformer(architecture, weights, [torch.empty(0)])
         states = torch.empty(7, architecture.hidden_size, dtype=torch.bfloat16)
         assert model._mixture(weights.layers[0].mlp, states).shape == states.shape
 
@@ -395,9 +453,15 @@ def test_weights_that_are_not_finite_are_named(qwen2: tuple[Any, Path]) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
-        (CONFIGS["qwen2"], {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding window"),
-        (CONFIGS["qwen3_moe"], {"use_sliding_window": True, "sliding_window": 8}, "sliding window"),
-        (CONFIGS["llama"], {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'linear'"),
+        (
+            CONFIGS["qwen2"],
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            "type 'chunked_attention'",
+        ),
+        (CONFIGS["llama"], {"rope_parameters": LINEAR | {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        (CONFIGS["llama"], {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor 0.5"),
+        (CONFIGS["gemma2"], {"hidden_activation": "gelu"}, "hidden_act 'gelu'"),
+        (CONFIGS["gemma3_text"], {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (CONFIGS["llama"], {"mlp_bias": True}, "mlp_bias"),
         (CONFIGS["qwen2"], {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (CONFIGS["qwen2"], {"model_type": "gpt2"}, "model_type 'gpt2'"),

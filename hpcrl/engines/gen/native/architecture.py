@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+
+@dataclass(frozen=True)
+class Family:
+    """What the code of a model family does whatever its config.json says."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    mixture: bool = False
+    gemma: bool = False
+    """Norms multiply by weight + 1, in float32, also after attention and after the MLP; embeddings are scaled; the MLP
+    is gated by gelu."""
+    fused: bool = False
+    """One matrix for q, k and v, and one for gate and up."""
+    partly_rotated: bool = False
+    """It reads partial_rotary_factor."""
+    by_layer: bool = False
+    """layer_types of config.json names the layers with a sliding window; otherwise all have it."""
+
+
+FAMILIES = {
+    "qwen2": Family(qkv_bias=True, by_layer=True),
+    "qwen3": Family(qk_norm=True, by_layer=True),
+    "qwen3_moe": Family(qk_norm=True, mixture=True),
+    "llama": Family(),
+    "mistral": Family(),
+    "phi3": Family(fused=True, partly_rotated=True),
+    "gemma2": Family(gemma=True, by_layer=True),
+    "gemma3_text": Family(gemma=True, qk_norm=True, by_layer=True),
+}
+"""config.json's model_type -> family."""
+FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
+"""Kinds of rotary embedding (rope_type), besides the default, that rotate a position by the same angle in sequences of
+any length, longrope up to the model's original length."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding (arXiv 2104.09864) of the first pairs of a head's dimensions."""
+
+    frequencies: tuple[float, ...]  # radians per position, of each rotated pair
+    scale: float = 1.0  # of the rotated numbers (YaRN, arXiv 2309.00071)
+
+    def rotations(self, num_positions: int, num_pairs: int, device: torch.device) -> Tensor:
+        """complex64 [num_positions, num_pairs]: the factor of each position for pairs of dimensions."""
+        angles = torch.outer(torch.arange(num_positions).float(), torch.tensor(self.frequencies))
+        factors = torch.ones(num_positions, num_pairs, dtype=torch.complex64)
+        factors[:, : len(self.frequencies)] = torch.polar(torch.full_like(angles, self.scale), angles)
+        return factors.to(device)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of pre-norm blocks with grouped-query rotary attention and a gated (or mixture of experts) MLP."""
+    """A decoder of blocks with grouped-query rotary attention and a gated (or mixture of experts) MLP."""
 
+    family: Family
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -29,13 +76,17 @@ class Architecture:
     tied: bool  # the vocabulary projection is the embedding
     qkv_bias: bool
     out_bias: bool
-    qk_norm: bool
     expert_layers: frozenset[int]
     num_experts: int
     experts_per_token: int
     expert_size: int
     normalize_experts: bool
-    rope_frequencies: tuple[float, ...]  # radians per position, [head_dim / 2]
+    embedding_scale: float
+    attention_scale: float
+    attention_softcap: float | None  # scores are cap * tanh(scores / cap) (arXiv 2408.00118)
+    logit_softcap: float | None
+    ropes: tuple[Rope, ...]  # of each layer
+    windows: tuple[int | None, ...]  # of each layer: the tokens up to its own that a token attends to; None: all
     max_positions: int
     eos_ids: tuple[int, ...]
 
@@ -47,33 +98,40 @@ class Architecture:
     def num_qkv_heads(self) -> int:
         return self.num_heads + 2 * self.num_kv_heads
 
-    def rotations(self, num_positions: int, device: torch.device) -> Tensor:
-        """complex64 [num_positions, head_dim / 2]: the factor of each position for pairs of dimensions."""
-        angles = torch.outer(torch.arange(num_positions).float(), torch.tensor(self.rope_frequencies))
-        return torch.polar(torch.ones_like(angles), angles).to(device)
+    @property
+    def num_rotated(self) -> int:
+        """Dimensions of a head that are rotated, the first ones."""
+        return 2 * len(self.ropes[0].frequencies)
+
+    def rotations(self, num_positions: int, device: torch.device) -> list[Tensor]:
+        """complex64 [num_positions, head_dim / 2] of each layer: the factor of each position for pairs of
+        dimensions."""
+        made = {rope: rope.rotations(num_positions, self.head_dim // 2, device) for rope in set(self.ropes)}
+        return [made[rope] for rope in self.ropes]
 
 
 def read_architecture(path: Path) -> Architecture:
     """Architecture of the HF folder `path`. ValueError if there is no config.json, the family is not one of FAMILIES or
-    the config needs a feature that is not implemented (sliding windows, rope scaling other than llama3, quantisation,
-    activations other than silu)."""
+    the config needs a feature that is not implemented (rotary embeddings that depend on the length, quantisation,
+    activations other than the family's, attention in both directions)."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
     model_type = json.loads((path / "config.json").read_text()).get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} in {path}/config.json: the native generator runs {FAMILIES}")
+        raise ValueError(f"model_type {model_type!r} in {path}/config.json: the native generator runs {(*FAMILIES,)}")
     from transformers import AutoConfig  # takes a second; fills in the defaults of every family
 
-    config = AutoConfig.from_pretrained(path)
-    for problem in _unsupported(config):
+    config, family = AutoConfig.from_pretrained(path), FAMILIES[model_type]
+    for problem in _unsupported(config, family):
         raise ValueError(
             f"{path}/config.json: {problem} is not implemented by the native generator; use another engine"
         )
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    moe = model_type == "qwen3_moe"
     bias = getattr(config, "attention_bias", False)
+    scalar = config.query_pre_attn_scalar if family.gemma else head_dim
     return Architecture(
+        family=family,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -83,33 +141,42 @@ def read_architecture(path: Path) -> Architecture:
         intermediate_size=config.intermediate_size,
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
-        qkv_bias=bias or model_type == "qwen2",
+        qkv_bias=bias or family.qkv_bias,
         out_bias=bias,
-        qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        expert_layers=_expert_layers(config) if moe else frozenset(),
-        num_experts=config.num_experts if moe else 0,
-        experts_per_token=config.num_experts_per_tok if moe else 0,
-        expert_size=config.moe_intermediate_size if moe else 0,
-        normalize_experts=config.norm_topk_prob if moe else False,
-        rope_frequencies=tuple(_rope_frequencies(config.rope_parameters, head_dim).tolist()),
-        max_positions=config.max_position_embeddings,
+        expert_layers=_expert_layers(config) if family.mixture else frozenset(),
+        num_experts=config.num_experts if family.mixture else 0,
+        experts_per_token=config.num_experts_per_tok if family.mixture else 0,
+        expert_size=config.moe_intermediate_size if family.mixture else 0,
+        normalize_experts=config.norm_topk_prob if family.mixture else False,
+        embedding_scale=config.hidden_size**0.5 if family.gemma else 1.0,
+        attention_scale=scalar**-0.5,
+        # Gemma 3 has the key and ignores it.
+        attention_softcap=config.attn_logit_softcapping if model_type == "gemma2" else None,
+        logit_softcap=config.final_logit_softcapping if family.gemma else None,
+        ropes=tuple(_rope(config, kind, head_dim) for kind in _layer_types(config, family)),
+        windows=tuple(
+            config.sliding_window if kind == "sliding_attention" else None for kind in _layer_types(config, family)
+        ),
+        max_positions=_max_positions(config),
         eos_ids=_eos_ids(path, config),
     )
 
 
-def _unsupported(config: Any) -> list[str]:
+def _unsupported(config: Any, family: Family) -> list[str]:
     """The features of a config that a plain forward pass would silently compute wrongly."""
-    rope = config.rope_parameters
-    sliding = (
-        "sliding_attention" in (getattr(config, "layer_types", None) or ())
-        or getattr(config, "sliding_window", None) is not None
-    )
+    ropes = list(_rope_sections(config).values())
+    act = config.hidden_activation if family.gemma else config.hidden_act
+    partial = min(rope.get("partial_rotary_factor", 1.0) for rope in ropes)
+    kinds = set(_layer_types(config, family)) - {"full_attention", "sliding_attention"}
     checks = {
-        f"a sliding window of {getattr(config, 'sliding_window', None)}": sliding,
-        f"rope type {rope.get('rope_type')!r}": rope.get("rope_type", "default") not in ("default", "llama3"),
-        f"partial_rotary_factor {rope.get('partial_rotary_factor')}": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        f"hidden_act {config.hidden_act!r}": config.hidden_act != "silu",
+        f"rope type {rope.get('rope_type')!r}": rope.get("rope_type", "default") not in ("default", *FIXED_ROPE)
+        for rope in ropes
+    } | {
+        f"partial_rotary_factor {partial}": partial != 1.0 and not family.partly_rotated,
+        f"a layer of type {min(kinds, default='')!r}": bool(kinds),
+        f"hidden_act {act!r}": act != ("gelu_pytorch_tanh" if family.gemma else "silu"),
         "mlp_bias": getattr(config, "mlp_bias", False),
+        "use_bidirectional_attention": getattr(config, "use_bidirectional_attention", None),
         "quantization_config": getattr(config, "quantization_config", None) is not None,
     }
     return [name for name, present in checks.items() if present]
@@ -123,15 +190,43 @@ def _expert_layers(config: Any) -> frozenset[int]:
     )
 
 
-def _rope_frequencies(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """float32 [head_dim / 2] (arXiv 2104.09864); llama3: long waves slowed down by `factor`, blended in between."""
-    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim))
-    if rope.get("rope_type") != "llama3":
-        return frequencies
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / rope["factor"])
+def _layer_types(config: Any, family: Family) -> list[str]:
+    if family.by_layer:
+        return list(config.layer_types)
+    sliding = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+
+
+def _rope_sections(config: Any) -> dict[str | None, dict[str, Any]]:
+    """The rope parameters of each type of layer; None: of all layers."""
+    sections = {kind: value for kind, value in config.rope_parameters.items() if isinstance(value, dict)}
+    return sections or {None: config.rope_parameters}
+
+
+def _rope(config: Any, layer_type: str, head_dim: int) -> Rope:
+    """As transformers computes it for sequences of any length that the model accepts (_max_positions)."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sections = _rope_sections(config)
+    kind = layer_type if layer_type in sections else None
+    rope = sections[kind]
+    if (rope_type := rope.get("rope_type", "default")) != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=kind)
+        return Rope(tuple(frequencies.tolist()), scale)
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    return Rope(tuple((1.0 / (rope["rope_theta"] ** (torch.arange(0, rotated, 2).float() / rotated))).tolist()))
+
+
+def _max_positions(config: Any) -> int:
+    """The longest sequence; with longrope (arXiv 2402.13753) the longest that is rotated by the short factors."""
+    return min(
+        (
+            rope["original_max_position_embeddings"]
+            for rope in _rope_sections(config).values()
+            if rope.get("rope_type") == "longrope"
+        ),
+        default=config.max_position_embeddings,
+    )
 
 
 def _eos_ids(path: Path, config: Any) -> tuple[int, ...]:

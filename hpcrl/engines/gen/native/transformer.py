@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcrl.engines.attention import causal_attention
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.kv import KVCache
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer
@@ -16,9 +18,12 @@ from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer
 class Transformer:
     """Forward passes over `weights` that read and write a KVCache."""
 
-    def __init__(self, architecture: Architecture, weights: FusedWeights, rotations: Tensor):
+    def __init__(self, architecture: Architecture, weights: FusedWeights, rotations: Sequence[Tensor]):
+        """rotations: of Architecture.rotations, for as many positions as a sequence may have."""
         self._arch, self._weights, self._rotations = architecture, weights, rotations
-        self._scale = architecture.head_dim**-0.5
+        positions = len(rotations[0])
+        self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
+        self._gate = _gelu_gated if architecture.family.gemma else _silu_gated
 
     def prefill(self, ids: Tensor, cache: KVCache, slots: Tensor, source: Tensor) -> None:
         """Write the keys and values of N prompts, right-padded to P tokens, into the cache.
@@ -28,14 +33,16 @@ class Transformer:
         """
         a = self._arch
         count, length = ids.shape
-        rotations = self._rotations[:length].repeat(count, 1)[:, None]
-        x = self._weights.embedding[ids.flatten()]
+        rotations = {id(r): r[:length].repeat(count, 1)[:, None] for r in self._rotations}
+        x = self._embedded(ids.flatten())
         for i, layer in enumerate(self._weights.layers):
-            heads = self._qkv(layer, x, rotations).view(count, length, a.num_qkv_heads, a.head_dim)
+            heads = self._qkv(layer, x, rotations[id(self._rotations[i])]).view(count, length, -1, a.head_dim)
             q, k, v = heads.transpose(1, 2).split((a.num_heads, a.num_kv_heads, a.num_kv_heads), dim=1)
             cache.write(i, slots, torch.stack((k[source], v[source])))
-            if i + 1 < a.num_layers:  # causal, padding on the right: no prompt sees its padding
-                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            if i + 1 < a.num_layers:  # padding on the right: no prompt sees its padding
+                attended = causal_attention(
+                    q, k, v, scale=a.attention_scale, window=self._windows[i], softcap=a.attention_softcap
+                )
                 x = self._block(layer, x, attended.transpose(1, 2).flatten(0, 1).flatten(1))
 
     def decode(self, ids: Tensor, positions: Tensor, cache: KVCache, length: int) -> Tensor:
@@ -45,24 +52,51 @@ class Transformer:
         """
         a, rows = self._arch, len(ids)
         group = a.num_heads // a.num_kv_heads
-        rotations = self._rotations[positions][:, None]
-        x = self._weights.embedding[ids]
-        unseen = torch.arange(length, device=ids.device) > positions[:, None]
-        mask = torch.zeros(unseen.shape, dtype=x.dtype, device=x.device).masked_fill_(unseen, -math.inf)
-        mask = mask[:, None, None].expand(-1, a.num_kv_heads, group, -1).reshape(-1, group, length)
+        rotations = {id(r): r[positions][:, None] for r in self._rotations}
+        x = self._embedded(ids)
+        masks = {window: self._mask(positions, length, window, x.dtype) for window in set(self._windows)}
         for i, layer in enumerate(self._weights.layers):
-            heads = self._qkv(layer, x, rotations)
+            heads = self._qkv(layer, x, rotations[id(self._rotations[i])])
             cache.append(i, positions, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
             k, v = cache.live(i, rows, length)
             # The q heads that share a kv head are rows of one matrix, so keys and values are never repeated.
             q = heads[:, : a.num_heads].reshape(-1, group, a.head_dim)
-            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
+            scores = self._scores(q, k, masks[self._windows[i]])
             attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
             x = self._block(layer, x, attended.view(rows, -1))
-        return self._weights.logits(self._norm(x, self._weights.norm))
+        return self._logits(x)
+
+    def _mask(self, positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[R * kv_heads, q heads of each, length]: 0 where the query at its row's position attends, else -inf."""
+        a, keys = self._arch, torch.arange(length, device=positions.device)
+        unseen = keys > positions[:, None]
+        if window is not None:
+            unseen |= keys <= positions[:, None] - window
+        mask = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)
+        group = a.num_heads // a.num_kv_heads
+        return mask[:, None, None].expand(-1, a.num_kv_heads, group, -1).reshape(-1, group, length)
+
+    def _scores(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        a = self._arch
+        if a.attention_softcap is None:
+            return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=a.attention_scale)
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(a.attention_scale / a.attention_softcap)
+        return scores.tanh_().mul_(a.attention_softcap).add_(mask)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x = self._weights.embedding[ids]
+        if self._arch.embedding_scale == 1.0:
+            return x
+        return x.mul_(torch.tensor(self._arch.embedding_scale, dtype=x.dtype).item())  # a number of the model's type
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits, cap = self._weights.logits(self._norm(x, self._weights.norm)), self._arch.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self._arch.norm_eps)
+        if weight is None or weight.dtype == x.dtype:
+            return F.rms_norm(x, x.shape[-1:], weight, self._arch.norm_eps)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self._arch.norm_eps).to(x.dtype)
 
     def _qkv(self, layer: Layer, x: Tensor, rotations: Tensor) -> Tensor:
         """Heads [T, heads + 2 kv_heads, head_dim] of x [T, H]; q and k normalised and rotated."""
@@ -71,7 +105,7 @@ class Transformer:
         heads = fused.view(-1, a.num_qkv_heads, a.head_dim)
         qk = heads[:, : a.num_qk_heads]
         if layer.qk_norm is not None:
-            qk.copy_(self._norm(qk, None).mul_(layer.qk_norm))
+            qk.copy_(self._norm(qk.to(layer.qk_norm.dtype), None).mul_(layer.qk_norm))
         pairs = qk.float()  # the same tensor in fp32
         torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).mul_(rotations)
         if pairs is not qk:
@@ -80,13 +114,19 @@ class Transformer:
 
     def _block(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of a block after attention; x [T, H] is overwritten."""
-        x.addmm_(attended, layer.out)
-        if layer.out_bias is not None:
-            x.add_(layer.out_bias)
+        if layer.attention_post_norm is None:
+            x.addmm_(attended, layer.out)
+            if layer.out_bias is not None:
+                x.add_(layer.out_bias)
+        else:
+            x.add_(self._norm(F.linear(attended, layer.out.t(), layer.out_bias), layer.attention_post_norm))
         normed = self._norm(x, layer.mlp_norm)
-        if isinstance(layer.mlp, Dense):
-            return x.addmm_(_gated(normed @ layer.mlp.gate_up), layer.mlp.down)
-        return x.add_(self._mixture(layer.mlp, normed))
+        if not isinstance(layer.mlp, Dense):
+            return x.add_(self._mixture(layer.mlp, normed))
+        inner = self._gate(normed @ layer.mlp.gate_up)
+        if layer.mlp_post_norm is None:
+            return x.addmm_(inner, layer.mlp.down)
+        return x.add_(self._norm(inner @ layer.mlp.down, layer.mlp_post_norm))
 
     def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
         """Weighted sum [T, H] of each token's chosen experts. The host learns nothing of the choices, so it need not
@@ -99,11 +139,16 @@ class Transformer:
         every = torch.arange(self._arch.num_experts, device=x.device)
         ends = torch.searchsorted(sorted_choices, every, right=True, out_int32=True)
         results = F.grouped_mm(x[order // top], experts.gate_up, offs=ends)
-        results = F.grouped_mm(_gated(results), experts.down, offs=ends)
+        results = F.grouped_mm(_silu_gated(results), experts.down, offs=ends)
         by_token = results[order.argsort()].unflatten(0, (-1, top))
         return torch.bmm(shares[:, None].to(x.dtype), by_token)[:, 0]
 
 
-def _gated(fused: Tensor) -> Tensor:
+def _silu_gated(fused: Tensor) -> Tensor:
     gate, up = fused.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def _gelu_gated(fused: Tensor) -> Tensor:
+    gate, up = fused.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

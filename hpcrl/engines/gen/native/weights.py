@@ -1,9 +1,9 @@
 """The native generator's weights: HF tensors copied straight into fused matrices.
 
 Every HF name has a destination, a view of a fused matrix: a weight update is one copy per tensor and needs no second
-set of weights. Matrices are stored [in, out], which is faster for a few rows on CPU. The dimensions of q and k heads
-are interleaved, so that the rotary embedding is one complex multiplication; attention scores stay the same, as q and k
-share the permutation.
+set of weights. Matrices are stored [in, out], which is faster for a few rows on CPU. The rotated dimensions of q and k
+heads are interleaved, so that the rotary embedding is one complex multiplication; attention scores stay the same, as q
+and k share the permutation.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class Layer:
     """One block. q heads come first, then k, then v."""
 
     attention_norm: Tensor  # [H]
+    attention_post_norm: Tensor | None  # [H]
     qkv: Tensor  # [H, (heads + 2 kv_heads) D]
     qkv_bias: Tensor | None  # [(heads + 2 kv_heads) D]
     qk_norm: Tensor | None  # [heads + kv_heads, D]
     out: Tensor  # [heads D, H]
     out_bias: Tensor | None  # [H]
     mlp_norm: Tensor  # [H]
+    mlp_post_norm: Tensor | None  # [H]
     mlp: Dense | Experts
 
 
@@ -54,8 +56,9 @@ class Layer:
 class _Target:
     view: Tensor  # destination of the tensor; broadcasts from `shape`
     shape: tuple[int, ...]
-    interleave: bool = False
+    rotary_heads: int = 0  # its first heads, whose rotated dimensions are to be interleaved
     parts: tuple[str, ...] = ()  # the required names that this tensor covers; empty: its own
+    add: float = 0.0
 
 
 class FusedWeights:
@@ -70,8 +73,9 @@ class FusedWeights:
         self._arch, self._dtype, self._device = architecture, dtype, device
         self._float32_head = float32_head and dtype != torch.float32
         self._targets: dict[str, _Target] = {}
-        half = architecture.head_dim // 2
-        self._interleaved = torch.arange(architecture.head_dim).view(2, half).t().flatten()
+        rotated = architecture.num_rotated
+        self._interleaved = torch.arange(architecture.head_dim)
+        self._interleaved[:rotated] = torch.arange(rotated).view(2, rotated // 2).t().flatten()
         vocab = (architecture.vocab_size, architecture.hidden_size)
         self.embedding = self._empty(*vocab)
         self._target("model.embed_tokens.weight", self.embedding)
@@ -81,8 +85,7 @@ class FusedWeights:
         # Only CUDA has a kernel that multiplies bfloat16 into float32. Elsewhere a copy saves a conversion per token.
         copied = self._float32_head and device.type != "cuda"
         self._converted_head = torch.empty(vocab, device=device) if copied else None
-        self.norm = self._empty(architecture.hidden_size)
-        self._target("model.norm.weight", self.norm)
+        self.norm = self._norm("model.norm.weight")
         self.layers = [self._layer(i) for i in range(architecture.num_layers)]
         self._required = {part for name, target in self._targets.items() for part in target.parts or (name,)}
 
@@ -100,10 +103,13 @@ class FusedWeights:
             loaded.update(parts)
             if target is None:
                 continue
-            if target.interleave:
+            if target.rotary_heads:
                 heads = tensor.unflatten(0, (-1, self._arch.head_dim))
-                tensor = heads[:, self._interleaved.to(tensor.device)].flatten(0, 1)
+                rotary, others = heads[: target.rotary_heads], heads[target.rotary_heads :]
+                tensor = torch.cat((rotary[:, self._interleaved.to(tensor.device)], others)).flatten(0, 1)
             target.view.copy_(tensor)
+            if target.add:
+                target.view.add_(target.add)
         self._require(loaded)
         if self._converted_head is not None:
             self._converted_head.copy_(self.head)
@@ -140,45 +146,69 @@ class FusedWeights:
         view: Tensor,
         *,
         shape: tuple[int, ...] | None = None,
-        interleave: bool = False,
+        rotary_heads: int = 0,
         parts: tuple[str, ...] = (),
+        add: float = 0.0,
     ) -> None:
-        self._targets[name] = _Target(view, shape or tuple(view.shape), interleave, parts)
+        self._targets[name] = _Target(view, shape or tuple(view.shape), rotary_heads, parts, add)
+
+    def _norm(self, name: str, *shape: int) -> Tensor:
+        """[H] or `shape`: the factors of a norm, in Gemma's families weight + 1 in float32."""
+        plain = not self._arch.family.gemma
+        weight = torch.empty(
+            shape or (self._arch.hidden_size,), dtype=self._dtype if plain else torch.float32, device=self._device
+        )
+        if not shape:
+            self._target(name, weight, add=0.0 if plain else 1.0)
+        return weight
 
     def _layer(self, index: int) -> Layer:
         a, prefix = self._arch, f"model.layers.{index}."
-        hidden, attention = a.hidden_size, prefix + "self_attn."
+        hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.family.gemma
+        after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm of attention's result
         layer = Layer(
-            attention_norm=self._empty(hidden),
+            attention_norm=self._norm(prefix + "input_layernorm.weight"),
+            attention_post_norm=self._norm(after) if gemma else None,
             qkv=self._empty(hidden, a.num_qkv_heads * a.head_dim),
             qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
-            qk_norm=self._empty(a.num_qk_heads, a.head_dim) if a.qk_norm else None,
+            qk_norm=self._qk_norm(attention) if a.family.qk_norm else None,
             out=self._empty(a.num_heads * a.head_dim, hidden),
             out_bias=self._empty(hidden) if a.out_bias else None,
-            mlp_norm=self._empty(hidden),
+            mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after),
+            mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if gemma else None,
             mlp=self._experts(prefix + "mlp.") if index in a.expert_layers else self._dense(prefix + "mlp."),
         )
-        self._target(prefix + "input_layernorm.weight", layer.attention_norm)
-        self._target(prefix + "post_attention_layernorm.weight", layer.mlp_norm)
         self._target(attention + "o_proj.weight", layer.out.t())
         if layer.out_bias is not None:
             self._target(attention + "o_proj.bias", layer.out_bias)
+        if a.family.fused:
+            self._target(attention + "qkv_proj.weight", layer.qkv.t(), rotary_heads=a.num_qk_heads)
+            return layer
         bounds = {"q": (0, a.num_heads), "k": (a.num_heads, a.num_qk_heads), "v": (a.num_qk_heads, a.num_qkv_heads)}
         for which, (first, last) in bounds.items():
-            columns, rotary = slice(first * a.head_dim, last * a.head_dim), which != "v"
-            self._target(f"{attention}{which}_proj.weight", layer.qkv[:, columns].t(), interleave=rotary)
+            columns, rotary = slice(first * a.head_dim, last * a.head_dim), (last - first) * (which != "v")
+            self._target(f"{attention}{which}_proj.weight", layer.qkv[:, columns].t(), rotary_heads=rotary)
             if layer.qkv_bias is not None:
-                self._target(f"{attention}{which}_proj.bias", layer.qkv_bias[columns], interleave=rotary)
-            if layer.qk_norm is not None and rotary:
-                view = layer.qk_norm[first:last]
-                self._target(f"{attention}{which}_norm.weight", view, shape=(a.head_dim,), interleave=True)
+                self._target(f"{attention}{which}_proj.bias", layer.qkv_bias[columns], rotary_heads=rotary)
         return layer
+
+    def _qk_norm(self, prefix: str) -> Tensor:
+        """[heads + kv_heads, D]: the norm of q for each of its heads, then that of k."""
+        a = self._arch
+        norm = self._norm(prefix + "q_norm.weight", a.num_qk_heads, a.head_dim)
+        for which, heads in (("q", norm[: a.num_heads]), ("k", norm[a.num_heads :])):
+            name = f"{prefix}{which}_norm.weight"
+            self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=1.0 if a.family.gemma else 0.0)
+        return norm
 
     def _dense(self, prefix: str) -> Dense:
         hidden, size = self._arch.hidden_size, self._arch.intermediate_size
         mlp = Dense(gate_up=self._empty(hidden, 2 * size), down=self._empty(size, hidden))
-        self._target(prefix + "gate_proj.weight", mlp.gate_up[:, :size].t())
-        self._target(prefix + "up_proj.weight", mlp.gate_up[:, size:].t())
+        if self._arch.family.fused:
+            self._target(prefix + "gate_up_proj.weight", mlp.gate_up.t())
+        else:
+            self._target(prefix + "gate_proj.weight", mlp.gate_up[:, :size].t())
+            self._target(prefix + "up_proj.weight", mlp.gate_up[:, size:].t())
         self._target(prefix + "down_proj.weight", mlp.down.t())
         return mlp
 
