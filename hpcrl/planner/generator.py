@@ -17,7 +17,7 @@ BUCKET_BYTES = 256 << 20
 """As in comm/weights.py; the last tensor of a bucket may exceed it."""
 PREFILL_TOKENS = 4096
 """As in engines/gen/native/engine.py."""
-LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum
+LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum; on a GPU also the probabilities as integers
 TRUNCATED_COPIES = 8  # and the copies that top-k, top-p or min-p sort and mask
 
 
@@ -29,7 +29,7 @@ def generator_parts(
     num_bytes, slots = BYTES[generator.dtype], generator.max_slots
     weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    copies = TRUNCATED_COPIES if truncates else LOGIT_COPIES
+    copies = (TRUNCATED_COPIES if truncates else LOGIT_COPIES) + on_gpu
     logits = slots * shape.vocab_size * copies * FP32
     cache, least = _cache(config, shape)
     prompt = max(PREFILL_TOKENS, config.data.max_prompt_tokens)

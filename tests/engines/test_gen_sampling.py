@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hpcrl.engines.gen import sampling
 from hpcrl.engines.gen.sampling import GOLDEN, SamplingPlan, mix64, sample, stream_origin, truncate, uniforms
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.tiny import make_tokenizer
@@ -39,6 +40,31 @@ def plan_of(rows: list[dict[str, float]], vocab: int) -> SamplingPlan:
         vocab_size=vocab,
         device=CPU,
     )
+
+
+@pytest.fixture(params=["floats", "units"])
+def summands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What probabilities are summed as: on the CPU, and on devices that add in no fixed order."""
+    monkeypatch.setattr(sampling, "adds_in_order", lambda device: request.param == "floats")
+    return request.param
+
+
+def test_units_draw_the_tokens_that_floats_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for uniforms within rounding of a boundary. Sums of units, unlike those of floats, have no rounding."""
+    probs = (torch.randn(4000, 500, generator=torch.Generator().manual_seed(0)) * 2).softmax(-1)
+    uniform = torch.from_numpy(uniforms(np.array([stream_origin(s, 0) for s in range(4000)]), 0))
+    plan = plan_of([{}, {"top_p": 0.9, "top_k": 100}] * 2000, 500)
+    found, sums = [], []
+    for in_order in (True, False):
+        monkeypatch.setattr(sampling, "adds_in_order", lambda device, in_order=in_order: in_order)
+        found.append(sample(probs.log(), plan, uniform))
+        numbers = sampling.in_units(probs)
+        sums.append([numbers.cumsum(-1)[:, -1], numbers[:, ::2].sum(-1) + numbers[:, 1::2].sum(-1)])
+    same = found[0][0] == found[1][0]
+    assert same.float().mean() > 0.999
+    for floats, units in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(floats[same], units[same], atol=1e-5, rtol=0)
+    assert torch.equal(*sums[1]) and not torch.equal(*sums[0])
 
 
 def test_mix64_is_splitmix64() -> None:
@@ -75,6 +101,7 @@ def test_the_largest_uniform_stays_below_any_total() -> None:
     assert (largest * totals < totals).all()
 
 
+@pytest.mark.usefixtures("summands")
 def test_inverse_cdf_by_hand() -> None:
     probs = torch.tensor([0.1, 0.0, 0.4, 0.5])
     draws = [0.0, 0.09, 0.11, 0.49, 0.51, 0.99]
@@ -84,6 +111,7 @@ def test_inverse_cdf_by_hand() -> None:
     torch.testing.assert_close(logprobs, probs[ids].log())
 
 
+@pytest.mark.usefixtures("summands")
 def test_tokens_of_no_probability_are_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf], [-math.inf, 0.0, -math.inf]])
     largest = float(np.float32(2**24 - 1) * np.float32((1 - 2.0**-22) * 2.0**-24))
@@ -91,6 +119,7 @@ def test_tokens_of_no_probability_are_never_drawn() -> None:
     assert ids.tolist() == [1, 1]
 
 
+@pytest.mark.usefixtures("summands")
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
@@ -110,6 +139,7 @@ def test_truncation_by_hand(params: dict[str, float], kept: list[float]) -> None
     torch.testing.assert_close(truncate(probs, plan.top_k, plan.top_p, plan.min_p), torch.tensor([kept]))
 
 
+@pytest.mark.usefixtures("summands")
 @pytest.mark.parametrize(("top_p", "kept"), [(1.0, 3), (0.999, 1)])
 def test_top_p_of_1_drops_nothing_although_the_sum_is_1_before_the_end(top_p: float, kept: int) -> None:
     probs = torch.tensor([[1.0, 1e-9, 1e-12, 0.0]])  # their sum in float32 is 1 from the first token on
@@ -147,6 +177,7 @@ def test_truncation_is_that_of_transformers(
     torch.testing.assert_close(mine / mine.sum(-1, keepdim=True), theirs, atol=2e-3, rtol=0)
 
 
+@pytest.mark.usefixtures("summands")
 def test_ties_with_the_last_kept_token_stay() -> None:
     probs = torch.tensor([[0.2, 0.3, 0.2, 0.2, 0.1]])
     plan = plan_of([{"top_k": 2}], 5)
@@ -155,6 +186,7 @@ def test_ties_with_the_last_kept_token_stay() -> None:
     )
 
 
+@pytest.mark.usefixtures("summands")
 def test_frequencies_follow_the_truncated_distribution() -> None:
     """Chi-square of 40,000 draws; the negative control, the untruncated distribution, is far off."""
     count, vocab = 40_000, 12
@@ -180,6 +212,7 @@ def test_frequencies_follow_the_truncated_distribution() -> None:
     assert chi_square((kept / kept.sum()).double() * count) < limit < chi_square(probs[0].double() * count)
 
 
+@pytest.mark.usefixtures("summands")
 def test_a_row_does_not_notice_how_its_neighbours_are_sampled() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 500, generator=generator)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MASK64 = (1 << 64) - 1
+UNITS = 2.0**30
+"""Of a probability of 1; a row's sum, which rounding makes a little larger, still fits 32 bits."""
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -103,9 +105,14 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
         part = truncate(probs[plan.truncated], plan.top_k, plan.top_p, plan.min_p)
         kept = probs.index_copy(0, plan.truncated, part)
     # In vocabulary order for all rows, truncated or not: a row's token must not depend on other rows.
-    cumulative = kept.cumsum(-1)
+    summands = in_units(kept)
+    cumulative = summands.cumsum(-1, dtype=summands.dtype)
     total = cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
+    if summands is kept:
+        drawn = uniform[:, None] * total
+    else:
+        drawn, total = (uniform[:, None].double() * total).int(), kept.sum(-1, keepdim=True)
+    ids = torch.searchsorted(cumulative, drawn, right=True)
     ids.clamp_(max=logits.shape[1] - 1)  # only needed for a row of NaN, which its log-prob reveals
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], probs.max(-1, keepdim=True).indices, ids)  # faster than argmax
@@ -114,16 +121,28 @@ def sample(logits: Tensor, plan: SamplingPlan, uniform: Tensor) -> tuple[Tensor,
     return ids[:, 0], logprobs, behaviour
 
 
+def in_units(probs: Tensor) -> Tensor:
+    """Probabilities as numbers whose running sums are the same in every run: themselves on the CPU, elsewhere int32 in
+    units of 2^-30, which uniform numbers of 24 bits do not resolve."""
+    return probs if adds_in_order(probs.device) else (probs * UNITS).int()
+
+
+def adds_in_order(device: torch.device) -> bool:
+    """Whether running sums of floats are computed in a fixed order."""
+    return device.type == "cpu"
+
+
 def truncate(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """`probs` [r, vocab] with zeros where top-k, then top-p (arXiv 1904.09751) of the rest, then min-p (arXiv
     2407.01082) drop a token; not renormalised. The most probable token, and ties with the last kept token, stay.
     Parameters as in SamplingPlan."""
     vocab = probs.shape[1]
     values = _descending(probs)
-    cumulative = values.cumsum(-1)
-    mass = torch.where(top_k < vocab, cumulative.gather(1, top_k - 1), 1.0)
+    summands = in_units(values)
+    cumulative = summands.cumsum(-1, dtype=summands.dtype)
+    mass = torch.where(top_k < vocab, cumulative.gather(1, top_k - 1), 1.0 if summands is values else UNITS)
     keep = torch.arange(vocab, device=probs.device) < top_k
-    keep &= cumulative - values < top_p * mass
+    keep &= cumulative - summands < top_p * mass
     keep &= values >= min_p * values[:, :1]
     smallest = values.gather(1, keep.sum(-1, keepdim=True) - 1)  # `keep` is a prefix
     return torch.where(probs >= smallest, probs, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,7 @@ class FSDP2Engine:
         self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
         self.optimizer_step = 0
         if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
             torch.use_deterministic_algorithms(True)
         self.dtype, self.compute_dtype = dtype, getattr(torch, config.param_dtype)
         # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
