@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -481,6 +482,24 @@ def test_the_families_of_the_native_generator_are_its_own() -> None:
     assert "the native generator supports qwen2, " in problem.text
     assert problem.text.endswith(", not mamba; generator.engine=vllm or sglang runs what that library supports")
     assert not list(check_family(parse({"pipeline": "sft"}), "mamba", ("model", "path")))  # nothing is generated
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype"),
+    [
+        ({}, "float32"),
+        ({"device": "cuda"}, "bfloat16"),
+        ({"components": {"main": {"gpus_per_node": 4}}}, "bfloat16"),
+        ({"components": {"main": {"gpus_per_node": "0"}}}, "float32"),
+        ({"device": "cpu", "components": {"main": {"gpus_per_node": 4}}}, "float32"),
+    ],
+)
+def test_gpus_compute_in_bfloat16_unless_said_otherwise(cluster: dict[str, Any], dtype: str) -> None:
+    config = parse({"cluster": cluster, "trainer": {"lr": 1e-5}})
+    assert (config.trainer.param_dtype, config.generator.dtype, config.model.dtype) == (dtype, dtype, "float32")
+    said = parse({"cluster": cluster, "trainer": {"param_dtype": "float32"}, "generator": {"dtype": "float32"}})
+    assert (said.trainer.param_dtype, said.generator.dtype) == ("float32", "float32")
+    assert parse(config.model_dump(mode="json")) == config
 
 
 def test_a_configuration_survives_being_written_and_read() -> None:

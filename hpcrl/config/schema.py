@@ -223,7 +223,8 @@ class TrainerConfig(Section):
     max_tokens_per_micro_batch: Positive = 16384
     """Maximum tokens of one forward and backward pass on one rank."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of computation; the master weights have model.dtype."""
+    """Type of computation, by default bfloat16 if the configuration asks for GPUs; the master weights have
+    model.dtype."""
     head_dtype: Literal["float32"] | None = None
     """Type in which the vocabulary projection is computed, also by the reference; null: param_dtype. float32 with
     param_dtype=bfloat16 brings log-probs closer to the generator's (set generator.head_dtype alike)."""
@@ -247,7 +248,7 @@ class GeneratorConfig(Section):
     burst_tokens: Positive = 16
     """Decode steps per burst, between two reads of the inbox."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and KV cache."""
+    """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
     head_dtype: Literal["float32"] | None = None
     """Type in which the vocabulary projection is computed; null: dtype. float32 with dtype=bfloat16 brings log-probs
     closer to the trainer's (set trainer.head_dtype alike)."""
@@ -353,6 +354,18 @@ class Config(Section):
         """Treat null, as ~env leaves it, as no environments."""
         return data | {"env": {}} if isinstance(data, dict) and data.get("env", {}) is None else data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _types_on_gpus(cls, data: Any) -> Any:
+        """In float32, most of a GPU's speed and its attention kernels are not used."""
+        if not isinstance(data, dict) or not _asks_for_gpus(data.get("cluster")):
+            return data
+        for section, key in (("trainer", "param_dtype"), ("generator", "dtype")):
+            given = data.get(section, {})
+            if isinstance(given, dict):
+                data = data | {section: {key: "bfloat16"} | given}
+        return data
+
     @property
     def pipeline_spec(self) -> PipelineSpec:
         """The specification of the pipeline."""
@@ -427,6 +440,17 @@ class Config(Section):
         if self.evaluates and self.eval.max_new_tokens is not None:
             lengths.append(self.eval.max_new_tokens)
         return max(lengths)
+
+
+def _asks_for_gpus(cluster: Any) -> bool:
+    """Whether a section `cluster`, not yet checked, names GPUs."""
+    if not isinstance(cluster, dict):
+        return False
+    components = cluster.get("components") or {}
+    parts = components.values() if isinstance(components, dict) else ()
+    counts = [part.get("gpus_per_node", 0) for part in parts if isinstance(part, dict)]
+    device = cluster.get("device", "auto")
+    return device == "cuda" or (device == "auto" and any(count not in (0, "0") for count in counts))
 
 
 def _own_section(at: Section, name: str, spec: Spec, kind: type[S]) -> S:
