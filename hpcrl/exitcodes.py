@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     CHECKPOINT = 16  # checkpoints exist, but none is readable
     SUPERSEDED = 17  # another attempt owns the run folder
     NOT_SAVED = 18  # a checkpoint, or another file of the run, could not be written
+    MISMATCH = 19  # trainer and generator differ by more than trainer.max_mismatch
     REQUEUE = 75  # stopped at a step boundary with everything saved; start again to resume
     INTERRUPTED = 130  # SIGINT
     TERMINATED = 143  # SIGTERM

@@ -24,7 +24,7 @@ from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
 from hpcrl.rundir import VERDICT, SupersededError, finish_run
 from hpcrl.runtime.building import build
 from hpcrl.runtime.context import Run
-from hpcrl.runtime.guard import NoProgress, Stopped
+from hpcrl.runtime.guard import MismatchError, NoProgress, Stopped
 from hpcrl.runtime.saves import CheckpointError, NotSavedError
 from hpcrl.signals import STOPPING
 from hpcrl.spec.tables import PIPELINES, ROLES
@@ -36,6 +36,7 @@ CODES: list[tuple[type[BaseException], ExitCode]] = [
     (ControlError, ExitCode.STORE_LOST),
     (RolloutExhausted, ExitCode.STARVED),
     (NoProgress, ExitCode.NO_PROGRESS),
+    (MismatchError, ExitCode.MISMATCH),
     (NotSavedError, ExitCode.NOT_SAVED),
     (CheckpointError, ExitCode.CHECKPOINT),
     (SupersededError, ExitCode.SUPERSEDED),

@@ -144,6 +144,13 @@ declare(
     Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, shared by its siblings"),
     Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),
     Field("weights", "float32", Level.ROW, Origin.PACKING, "weight of the row in the loss"),
+    Field(
+        "on_policy",
+        "bool",
+        Level.TOKEN,
+        Origin.TRAINING,
+        "true: written by the weights that are trained, on a cache of theirs alone; only of this run's own rollouts",
+    ),
     Field("old_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the trainer's log-probs before the step"),
     Field("ref_logprobs", "float32", Level.TOKEN, Origin.TRAINING, "the reference's log-probs"),
     Field("values", "float32", Level.TOKEN, Origin.TRAINING, "the critic's values"),

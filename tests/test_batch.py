@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from hpcrl.rollout.batch import Batch, concat, pack
+from hpcrl.rollout.batch import Batch, concat, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
 
 TURNS = [[-1, 0, 0, 0, 1, 1], [-1, -1, 0], [-1, -1], [-1, 0, 0, 1, 1, 2]]
@@ -80,3 +81,18 @@ def test_fields_of_turns_and_texts_follow_their_rows() -> None:
         wrong.check()
     with pytest.raises(ValueError, match="messages is present in some of the batches"):
         concat([batch, Batch(batch.cu_seqlens, batch.columns)])
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "expected"),
+    [
+        (False, [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+        (True, [0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_tokens_are_on_policy_whose_cache_is_of_the_trained_weights_too(recomputed: bool, expected: list[int]) -> None:
+    """The first row goes on when weights 5 arrive; the last one is older."""
+    batch = make_batch()
+    batch.versions = torch.tensor([-1, 4, 4, -1, 5, 5, -1, -1, 5, -1, -1, -1, 4, -1, 4, -1, 4]).int()
+    assert on_policy(batch, 5, recomputed).tolist() == [bool(value) for value in expected]
+    assert not on_policy(batch, 6, recomputed).any()

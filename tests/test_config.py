@@ -373,6 +373,14 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (["sft.batch_size=4"], "sft.batch_size: not read here, the pipeline is rlvr"),
         (["eval_every=1"], "eval_every: not read here, data.val is null, so there is nothing to evaluate on"),
         (["pipeline=sft", "algorithm.ppo_epochs=2"], "algorithm.ppo_epochs: not read here, the sft pipeline has none"),
+        (
+            ["pipeline=sft", "trainer.max_mismatch=.1"],
+            "trainer.max_mismatch: not read here, sft does not train on",
+        ),
+        (
+            ["debug=fake", "trainer.max_mismatch=.1"],
+            "trainer.max_mismatch: not read here, debug=fake does not",
+        ),
         (["pipeline=sft", "rollout.group_size=4"], "rollout.group_size: not read here, the sft pipeline generates"),
         (
             ["algorithm=reinforce", "algorithm.std_normalize=true"],

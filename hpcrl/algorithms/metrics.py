@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable, model_tokens
-from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, row_sums
+from hpcrl.algorithms.functional import LOG_RATIO_LIMIT, Aggregation, kl_divergence, row_sums
 from hpcrl.metrics.stats import Stat, Stats, stat
-from hpcrl.rollout.batch import STATUS, Batch
+from hpcrl.rollout.batch import STATUS, Batch, oldest_versions
 
 
 def batch_stats(batch: Batch, table: RewardTable) -> Stats:
@@ -38,10 +38,8 @@ def _mixed(batch: Batch) -> Tensor:
     """bool [B]: rows with model tokens from several versions of the weights. Unless the cache was recomputed
     (rollout.on_new_weights), their later log-probs belong to no single policy."""
     rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
-    first = torch.full((batch.num_sequences,), torch.iinfo(torch.int64).max, device=versions.device)
-    first = first.scatter_reduce(0, rows, versions, "amin")
-    later = torch.zeros(batch.num_sequences, device=versions.device)
-    return later.index_add(0, rows, (versions > first[rows]).float()) > 0
+    later = (versions > oldest_versions(batch)[rows]).float()
+    return row_sums(later, rows, batch.num_sequences) > 0
 
 
 def group_outcomes(table: RewardTable) -> Stats:
@@ -70,20 +68,20 @@ class LossSums:
         self._row_counts = counts.clamp(min=1)
         self._row_weights = batch.weights * (counts > 0)
         self._by_token = mode == "token-mean"
-        self._sums: list[tuple[str, Tensor, Tensor]] = []  # name, sum, count
+        self._sums: list[tuple[str, list[Tensor]]] = []  # name, and the numbers of its Stat
         self._num_tokens, self._num_sequences = self._token_weights.sum(), self._row_weights.sum()
 
     def add_loss(self, name: str, total: Tensor) -> None:
         """A sum formed with the coefficients of the aggregation."""
-        self._sums.append((name, total.detach(), self._num_tokens if self._by_token else self._num_sequences))
+        self._sums.append((name, [total.detach(), self._num_tokens if self._by_token else self._num_sequences]))
 
     def add_tokens(self, name: str, values: Tensor) -> None:
         """Mean over tokens; values [M]."""
-        self._sums.append((name, (self._token_weights * values.detach()).sum(), self._num_tokens))
+        self._sums.append((name, [(self._token_weights * values.detach()).sum(), self._num_tokens]))
 
     def add_sequences(self, name: str, values: Tensor) -> None:
         """Mean over sequences; values [B]."""
-        self._sums.append((name, (self._row_weights * values.detach()).sum(), self._num_sequences))
+        self._sums.append((name, [(self._row_weights * values.detach()).sum(), self._num_sequences]))
 
     def add_policy(self, ratio: Tensor, log_ratio: Tensor, clipped: Tensor) -> None:
         """How far the policy moved from the policy before the step."""
@@ -102,10 +100,26 @@ class LossSums:
             self.add_sequences(f"actor/train_infer_ratio_{level}_mean", _exp(train - infer))
             self.add_sequences(f"actor/train_infer_diff_{level}_mean", (train.exp() - infer.exp()).abs())
 
+    def add_mismatch(self, old: Tensor, gen: Tensor, on_policy: Tensor) -> None:
+        """Absolute differences of probabilities, and estimates of KL(generator || trainer) from the tokens that the
+        generator drew (k1, and k3 of less variance: functional.kl_divergence). Tokens on policy (bool [M]), for which
+        both compute the same function, apart from stale ones, whose generator had other weights."""
+        diff = (old.exp() - gen.exp()).abs()
+        k1, k3 = kl_divergence(gen, old, "k1"), kl_divergence(gen, old, "k3")
+        self.add_tokens("mismatch/token_ratio", on_policy.float())
+        for group, chosen in (("mismatch", on_policy), ("stale", ~on_policy)):
+            weights = self._token_weights * chosen
+            count, none = weights.sum(), diff.new_tensor(torch.inf)
+            for name, values in (("kl_k1", k1), ("kl_k3", k3)):
+                self._sums.append((f"{group}/{name}", [(weights * values).sum(), count]))
+            low = torch.cat([diff[chosen], none[None]]).min()
+            high = torch.cat([diff[chosen], -none[None]]).max()
+            self._sums.append((f"{group}/diff/*", [(weights * diff).sum(), count, low, high]))
+
     def stats(self) -> Stats:
         """All statistics, after the only device synchronisation."""
-        flat = torch.stack([value.double() for _, total, count in self._sums for value in (total, count)]).tolist()
-        return {name: Stat(*flat[2 * i : 2 * i + 2]) for i, (name, _, _) in enumerate(self._sums)}
+        flat = iter(torch.stack([value.double() for _, values in self._sums for value in values]).tolist())
+        return {name: Stat(*(next(flat) for _ in values)) for name, values in self._sums}
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class PolicyGradient(Objective):
         sums.add_loss("actor/total_loss", total)
         sums.add_policy(ratio, logprobs - old, clipped)
         sums.add_train_infer(old, batch.gen_logprobs[index])
+        if batch.on_policy is not None:
+            sums.add_mismatch(old, batch.gen_logprobs[index], batch.on_policy[index])
         if config.correction != "none":
             sums.add_tokens("actor/correction_mean", weights)
             sums.add_tokens("actor/correction_cut", cut)

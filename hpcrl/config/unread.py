@@ -48,6 +48,9 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
                 yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"
     if config.reinforces:
         yield from _unread_policies(config)
+    if not config.reinforces or config.debug != "none":
+        cause, what = ("debug", f"debug={config.debug}") if config.reinforces else ("pipeline", config.pipeline)
+        yield ("trainer", "max_mismatch"), (cause,), f"{what} does not train on what it generates"
     if config.debug != "train_only":
         yield ("rollouts",), ("debug",), f"debug is {config.debug}"
     if config.debug != "fake":

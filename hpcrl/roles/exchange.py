@@ -16,7 +16,7 @@ from hpcrl.control.messages import Done, DropBatch, HandOver, Logprobs, Move, Pu
 from hpcrl.roles.base import Rank
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import ReferenceRole, TrainerRole
-from hpcrl.rollout.batch import Batch, pack
+from hpcrl.rollout.batch import Batch, on_policy, pack
 from hpcrl.rollout.types import TOKEN_REWARD
 from hpcrl.trajectory import FIELDS, TEXT, Level
 
@@ -78,7 +78,9 @@ class Exchange:
             return Done(seq)
         batch = worker.batches[command.batch] = _formed(self._shares.pop(command.batch), command.fields)
         if worker.config.debug != "rollout_only":  # which keeps its initial weights
-            oldest = command.batch - 1 - math.ceil(worker.config.rollout.max_lag)
+            rollout, trained = worker.config.rollout, command.batch - 1
+            batch.on_policy = on_policy(batch, trained, rollout.on_new_weights == "recompute")
+            oldest = trained - math.ceil(rollout.max_lag)
             versions = batch.versions[batch.loss_mask]
             if bool((versions < oldest).any()):
                 text = f"step {command.batch} got a token of weights {int(versions.min())}"

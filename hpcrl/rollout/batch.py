@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrl.rollout.types import ATTEMPT_BITS, MEMBER_BITS, STATUS, Sample
 from hpcrl.trajectory import FIELDS, Field, Level, Origin, fields_of
 
-__all__ = ["STATUS", "Batch", "MicroBatches", "Norms", "batch_from_samples", "concat", "group_ids", "pack"]
+__all__ = ["STATUS", "Batch", "MicroBatches", "Norms", "batch_from_samples", "concat", "group_ids", "on_policy", "pack"]
 
 MicroBatches = Sequence[Sequence[int]]
 """Row indices of this rank's batch per micro-batch. Every rank has the same number of micro-batches, because forward
@@ -153,6 +153,21 @@ class Batch:
         if level is Level.ROW:
             return torch.arange(self.num_sequences + 1, device=self.cu_seqlens.device)
         return self.cu_seqlens if level is Level.TOKEN else self.cu_turns
+
+
+def oldest_versions(batch: Batch) -> Tensor:
+    """int64 [B]: the oldest weights that wrote a model token of the row; the largest int64 for rows without one."""
+    rows, versions = batch.row_ids[batch.loss_mask], batch.versions[batch.loss_mask].long()
+    oldest = versions.new_full((batch.num_sequences,), torch.iinfo(torch.int64).max)
+    return oldest.scatter_reduce(0, rows, versions, "amin")
+
+
+def on_policy(batch: Batch, version: int, recomputed: bool) -> Tensor:
+    """bool [T]: model tokens for which a trainer with the weights `version` and the generator computed the same
+    function. recomputed: the generator recomputes its cache when weights arrive; if not, tokens after the arrival of
+    weights read a cache of older ones, so that all tokens of the row must be of this version."""
+    same = batch.loss_mask & (batch.versions == version)
+    return same if recomputed else same & (oldest_versions(batch) == version)[batch.row_ids]
 
 
 def _offsets(lengths: Tensor) -> Tensor:

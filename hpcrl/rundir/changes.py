@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "dry_run",
     "run_name",
     "run_dir",
+    "trainer.max_mismatch",
     "timeouts",
     "cluster",
     "layout",

@@ -36,7 +36,8 @@ class Run:
         for row in rows[1:]:
             deadline.record((row.get("time/step_total") or 0.0) + (row.get("time/val_step") or 0.0))
         checkpoint, lead_s = self.checkpoint, config.cluster.signal_lead_s
-        self.guard = Guard(checkpoint.check_owner, checkpoint.expected_save_s, lead_s, deadline)
+        save_s, bound = checkpoint.expected_save_s, config.trainer.max_mismatch if config.debug == "none" else None
+        self.guard = Guard(checkpoint.check_owner, save_s, lead_s, deadline, bound)
         self._step_started = time.perf_counter()
 
     @property
@@ -94,7 +95,8 @@ class Run:
 
     def log(self, step: int, *parts: Stats) -> None:
         """Write the step's metrics. SupersededError, before anything is written, if another attempt owns the run;
-        NoProgress if the metrics of several steps show that nothing is learnt."""
+        NoProgress if the metrics of several steps show that nothing is learnt; MismatchError if trainer and generator
+        differ too much."""
         stats = merge([*parts, self.checkpoint.take_stats()])
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
         evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
@@ -107,6 +109,7 @@ class Run:
         self.guard.fence()
         self._metrics.log(step, flat)
         self.guard.check_progress(step, stats)
+        self.guard.check_mismatch(step, stats)
         self.last_logged = dict(flat)
 
     def finish(self) -> str:

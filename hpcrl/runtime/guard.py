@@ -31,6 +31,10 @@ class NoProgress(RuntimeError):
     """Several steps in a row changed nothing."""
 
 
+class MismatchError(RuntimeError):
+    """Trainer and generator give the same tokens too different probabilities under the same weights."""
+
+
 class Guard:
     """Checks at step boundaries."""
 
@@ -40,11 +44,13 @@ class Guard:
         expected_save_s: Callable[[], float],
         signal_lead_s: float,
         deadline: Deadline,
+        max_mismatch: float | None = None,
     ):
         """fence: raises SupersededError if another attempt owns the run. expected_save_s: expected seconds of a
-        save."""
+        save. max_mismatch: trainer.max_mismatch."""
         self.fence = fence
         self._expected_save_s, self._signal_lead_s, self._deadline = expected_save_s, signal_lead_s, deadline
+        self._max_mismatch = max_mismatch
         self.stop_signal = 0  # the first that came
         self._told_notice = False
         self._num_fruitless = 0
@@ -90,4 +96,20 @@ class Guard:
             raise NoProgress(
                 f"no progress in steps {step - MAX_FRUITLESS_STEPS + 1} to {step}: {'; '.join(signs)}; lower "
                 "trainer.lr or trainer.max_grad_norm and start again from a checkpoint before"
+            )
+
+    def check_mismatch(self, step: int, stats: Stats) -> None:
+        """MismatchError if the mean difference of probabilities in this step's statistics exceeds the bound."""
+        diff, kl = stats.get("mismatch/diff/*"), stats.get("mismatch/kl_k3")
+        if self._max_mismatch is None or diff is None or kl is None or not diff.count:
+            return
+        mean = diff.total / diff.count
+        if not mean <= self._max_mismatch:  # also a mean that is no number
+            raise MismatchError(
+                f"step {step}: trainer and generator give the {diff.count:g} tokens that weights {step - 1} wrote "
+                f"probabilities that differ by {mean:.3g} on average, more than trainer.max_mismatch="
+                f"{self._max_mismatch:g} (largest difference {diff.high:.3g}, KL {kl.total / kl.count:.3g} nats a "
+                "token). The step is not saved. Start again with a larger trainer.max_mismatch (null: off) to resume "
+                "from the last checkpoint, or begin a new run with one type on both sides (trainer.param_dtype, "
+                "generator.dtype) or with algorithm.correction"
             )

@@ -297,6 +297,46 @@ def test_metrics_of_the_loss_by_hand():
     assert logprobs.grad[[0, 3]].tolist() == [0.0, 0.0]
 
 
+def test_mismatch_and_staleness_by_hand_however_the_batch_is_split():
+    masks = [[0, 1, 1], [0, 1], [0, 1], [0, 1]]
+    batch, table = make_batch(masks, [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1])
+    algorithm = make_pair(GRPO())
+    advantages(algorithm, batch, table)
+    batch.old_logprobs = None
+    train, gen = [1.0, 0.5, 0.4, 1.0, 0.25, 1.0, 0.9, 1.0, 0.3], [1.0, 0.4, 0.5, 1.0, 0.5, 1.0, 0.1, 1.0, 0.7]
+    batch.gen_logprobs, logprobs = torch.log(torch.tensor(gen)), torch.log(torch.tensor(train))
+    batch.weights = torch.tensor([2.0, 1.0, 1.0, 0.0])
+    batch.on_policy = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1]) > 0  # row 2 is stale, row 3 has no weight
+
+    def logged(parts):
+        found = []
+        for rows in parts:
+            part = batch.select(rows)
+            index = torch.cat([torch.arange(*batch.cu_seqlens[row : row + 2].tolist()) for row in rows])
+            found.append(algorithm.objective.loss(Outputs(logprobs[index]), part, norms_of(batch))[1])
+        groups = ("mismatch/", "stale/")
+        return {name: value for name, value in flatten(merge(found)).items() if name.startswith(groups)}
+
+    k1 = (2 * math.log(0.8) + 2 * math.log(1.25) + math.log(2)) / 5
+    expected = {
+        "mismatch/token_ratio": 5 / 6,
+        "mismatch/diff/mean": (2 * 0.1 + 2 * 0.1 + 0.25) / 5,
+        "mismatch/diff/max": 0.25,
+        "mismatch/diff/min": 0.1,
+        "mismatch/kl_k1": k1,
+        "mismatch/kl_k3": (2 * 1.25 + 2 * 0.8 + 0.5) / 5 - 1 + k1,
+        "stale/diff/mean": 0.8,
+        "stale/diff/max": 0.8,
+        "stale/diff/min": 0.8,
+        "stale/kl_k1": math.log(1 / 9),
+        "stale/kl_k3": 9 - math.log(9) - 1,
+    }
+    for parts in ([[0, 1, 2, 3]], [[2], [0], [3, 1]]):
+        assert logged(parts) == pytest.approx(expected, rel=1e-5)
+    batch.on_policy = None  # rollouts of another run
+    assert logged([[0, 1, 2, 3]]) == {}
+
+
 def test_rows_without_model_tokens_cost_nothing_and_give_no_gradient():
     batch, table = make_batch([[0, 0, 0], [0, 0]], [1.0, 0.0], [0, 0])
     algorithm = make_pair(GRPO(whiten_advantages=True, kl_loss_coef=0.1, entropy_loss_coef=0.1))

@@ -258,6 +258,22 @@ def test_what_ends_a_run_is_told(runs: Runs, words: list[str], code: ExitCode, p
     assert_ended(start, code, part, within_s=0.0)
 
 
+def test_a_generator_too_unlike_its_trainer_ends_the_run_which_goes_on_under_another_bound(runs: Runs) -> None:
+    """The generator rounds to bf16, the trainer does not; nothing of the refused step is kept."""
+    words = "layout=single generator.dtype=bfloat16"
+    first = runs.ended("run", words, "max_steps=2")
+    assert first.wait(0.0) == ExitCode.DONE, first.text
+    folder = runs.folder / "run"
+    row = read_metrics(folder)[-1]
+    assert row["mismatch/token_ratio"] == 1.0 and 1e-6 < row["mismatch/diff/mean"] < row["mismatch/diff/max"]
+    refused = runs.ended("run", words, "max_steps=4 trainer.max_mismatch=1e-6")
+    part = r"step 3: trainer and generator give the \d+ tokens that weights 2 wrote .*trainer.max_mismatch=1e-06"
+    assert_ended(refused, ExitCode.MISMATCH, part, within_s=0.0)
+    assert newest(folder) == 2
+    last = runs.ended("run", words, "max_steps=4 trainer.max_mismatch=0.5")
+    assert last.wait(0.0) == ExitCode.DONE and newest(folder) == 4, last.text
+
+
 SOAK = {
     "generator killed": (4, signal.SIGKILL, ExitCode.RANK_KILLED, r"rank 4 \(generator\) .*SIGKILL"),
     "generator stopped": (3, signal.SIGSTOP, ExitCode.DEADLINE, r"rank 3 \(generator\) .*no sign of life"),

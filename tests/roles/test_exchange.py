@@ -116,6 +116,7 @@ def test_batches_and_fields_arrive(
         batch = workers[rank].batches[7]
         assert batch.sample_ids.tolist() == samples
         assert batch.token_ids.tolist() == [SAMPLES.index(s) for s in samples for _ in range(LENGTHS[s])]
+        assert torch.equal(batch.on_policy, batch.loss_mask) and (not samples or batch.on_policy.any())  # weights 6
         assert batch.rewards.tolist() == [scored[s]["rewards"] for s in samples]
         assert batch.scores.tolist() == [scored[s]["scores"] for s in samples]
         assert batch.texts == ({"messages": [said(s) for s in samples]} if rank in trained or not samples else {})

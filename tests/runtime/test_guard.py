@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.runtime.deadline import Deadline
-from hpcrl.runtime.guard import Guard, NoProgress
+from hpcrl.runtime.guard import Guard, MismatchError, NoProgress
 
 GOOD = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(1.0, 4.0)}
 NAN = {"actor/total_loss": Stat(math.nan, 1.0)}
@@ -20,7 +20,13 @@ class Superseded(Exception):
     pass
 
 
-def make_guard(end_s: float = math.inf, save_s: float = 0.0, lead_s: float = 0.0, owned: bool = True) -> Guard:
+def make_guard(
+    end_s: float = math.inf,
+    save_s: float = 0.0,
+    lead_s: float = 0.0,
+    owned: bool = True,
+    max_mismatch: float | None = None,
+) -> Guard:
     """Of a job that ends `end_s` from now."""
 
     def fence() -> None:
@@ -28,7 +34,7 @@ def make_guard(end_s: float = math.inf, save_s: float = 0.0, lead_s: float = 0.0
             raise Superseded
 
     environ = {"SLURM_JOB_ID": "7", "HPCRL_JOB_END": str(1000.0 + end_s)} if end_s < math.inf else {}
-    return Guard(fence, lambda: save_s, lead_s, Deadline(environ, clock=lambda: 1000.0))
+    return Guard(fence, lambda: save_s, lead_s, Deadline(environ, clock=lambda: 1000.0), max_mismatch)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,31 @@ def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], end
     except NoProgress as error:
         said = str(error)
     assert ends in said and bool(ends) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("bound", "total", "count", "ends"),
+    [
+        (0.05, 1.0, 20.0, False),
+        (0.0499, 1.0, 20.0, True),
+        (0.05, math.nan, 20.0, True),
+        (0.05, 0.0, 0.0, False),  # every token is stale
+        (None, 1.0, 1.0, False),
+        (0.0, 0.0, 20.0, False),
+    ],
+)
+def test_a_mean_difference_of_probabilities_above_the_bound_ends_the_run(
+    bound: float | None, total: float, count: float, ends: bool
+) -> None:
+    stats = {"mismatch/diff/*": Stat(total, count, 0.0, 0.75), "mismatch/kl_k3": Stat(0.5, count)}
+    guard = make_guard(max_mismatch=bound)
+    guard.check_mismatch(3, {})  # a pipeline that generates nothing
+    if not ends:
+        return guard.check_mismatch(3, stats)
+    with pytest.raises(MismatchError) as error:
+        guard.check_mismatch(3, stats)
+    for part in ("step 3", "20 tokens that weights 2 wrote", f"trainer.max_mismatch={bound:g}", "0.75", "KL 0.025"):
+        assert part in str(error.value)
 
 
 def test_the_first_signal_is_the_one_that_counts() -> None:
