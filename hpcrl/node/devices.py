@@ -10,6 +10,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDDEN = ""
 
 
+def check_device(gpus: str, found: bool, torch_version: str) -> None:
+    """ValueError if a process that was given GPUs (its CUDA_VISIBLE_DEVICES) cannot compute on them: the CPU in their
+    place would take a thousand times as long. found: torch.cuda.is_available()."""
+    if gpus and not found:
+        raise ValueError(
+            f"cluster.device: GPU {gpus} is assigned to this rank, but torch {torch_version} finds none (a build "
+            "without CUDA, or for a newer driver); install a build of torch for this driver, or set cluster.device=cpu"
+        )
+
+
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
     """The GPUs this process may use, from CUDA_VISIBLE_DEVICES; without this variable, all GPUs of the node."""
     if VISIBLE in environ:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
 
 from hpcrl.cluster.layout import RoleLayout
@@ -22,6 +23,7 @@ from hpcrl.control.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joi
 from hpcrl.control.queues import ControlError, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.files import is_storage_error
+from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.roles.base import Answers, Role
 from hpcrl.roles.exchange import Exchange
 from hpcrl.rollout.batch import Batch
@@ -150,6 +152,8 @@ class Worker:
 
     def _build_role(self, command: BuildRole, seq: int) -> Done:
         started, spec = time.perf_counter(), ROLES[command.role]
+        if self.world.rank in self.layout.ranks_with_model and self.config.debug != "fake":
+            check_device(os.environ.get(VISIBLE, HIDDEN), torch.cuda.is_available(), torch.__version__)
         if spec.owns_default_group:
             if self._default_ranks is None:
                 self.world.default_group(command.role, command.ranks, command.epoch)

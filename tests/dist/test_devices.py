@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.node.devices import bind_gpus, visible_gpus
+from hpcrl.node.devices import bind_gpus, check_device, visible_gpus
 
 
 def test_ranks_with_a_model_get_a_gpu_each_and_the_others_none() -> None:
@@ -25,6 +25,13 @@ def test_too_few_gpus_are_an_error(device: str, gpus: list[str]) -> None:
     match = rf"cluster.device: {device}, but this node has {len(gpus)} GPU\(s\) for 2 ranks .*cluster.device=cpu"
     with pytest.raises(ValueError, match=match):
         bind_gpus([0, 1, 2], [1, 2], gpus, device)
+
+
+def test_a_gpu_that_torch_does_not_find_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"cluster.device: GPU 3 .* torch 2\.0\+cpu finds none .*cluster.device=cpu"):
+        check_device("3", False, "2.0+cpu")
+    check_device("3", True, "2.0+cu130")
+    check_device("", False, "2.0+cpu")
 
 
 def test_a_node_without_a_model_needs_no_gpu() -> None:
