@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcrl.control.abortable import GroupLost
 from hpcrl.control.messages import Move
 
 Fields = Sequence[tuple[str, np.dtype]]
@@ -21,7 +22,8 @@ PEER_WORDS = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection
 
 def blames_peer(error: BaseException) -> bool:
     """Whether this error of a group, which gloo and NCCL raise as RuntimeError, means that another rank is gone."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
+    words = isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS)
+    return words or isinstance(error, GroupLost)
 
 
 class PeerLost(RuntimeError):

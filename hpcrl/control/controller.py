@@ -238,6 +238,7 @@ class Controller:
         if not self._can_lose(event.rank):
             raise loss
         self.lost.add(event.rank)
+        self._world.tell_lost(self.lost)
         self._outstanding = {key: o for key, o in self._outstanding.items() if key[0] != event.rank}
         self._events.append((event.rank, event))
         print(f"hpcrl: {loss}; the run goes on without it", flush=True)

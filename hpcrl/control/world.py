@@ -10,7 +10,7 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.control import network, queues
+from hpcrl.control.abortable import AbortableGroup, blocking_wait
 from hpcrl.control.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
 from hpcrl.control.mailbox import Mailbox
 from hpcrl.control.messages import Command, Event
@@ -28,6 +29,8 @@ from hpcrl.control.trace import LEAVING, Trace
 from hpcrl.control.watch import StoreWatch
 
 CONTROLLER_QUEUE = "controller"
+LOST_KEY = "lost"
+"""Key of the store with the ranks that the controller has given up, separated by commas."""
 PEER_SHARE = 0.8
 """Share of a command's time that a rank waits for another rank; the rest is time to report that rank."""
 UNCOUNTED = timedelta(days=30)
@@ -79,18 +82,32 @@ class World:
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
     def weights_group(self, name: str, ranks: Sequence[int], epoch: int) -> Any:
-        """A group for large tensors: ProcessGroupNCCL if each of `ranks` has its own GPU, else as `group`. Collective
-        over `ranks`."""
+        """A group for large tensors: NCCL if each of `ranks` has its own GPU, else as `group`. Either survives the loss
+        of a member, with a RuntimeError. Collective over `ranks`.
+
+        Two ranks connect under NCCL at their first transfer, without a timeout: if one dies before, the controller's
+        deadline ends the attempt.
+        """
         store = dist.PrefixStore(f"gpus/{name}/{epoch}", self.store)
         own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.is_available() else ""
         store.set(str(self.rank), own)
         gpus = [store.get(str(rank)) for rank in ranks]
         if not all(gpus) or len(set(gpus)) < len(gpus):
             return self.group(name, ranks, epoch)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout_s)
         store = dist.PrefixStore(f"group/{name}/{epoch}", self.store)
-        return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
+        with blocking_wait():
+            nccl = dist.ProcessGroupNCCL(
+                store, list(ranks).index(self.rank), len(ranks), dist.ProcessGroupNCCL.Options()
+            )
+        return AbortableGroup(nccl, name, ranks, PEER_SHARE * self.timeout_s, self.lost_ranks)
+
+    def tell_lost(self, ranks: Collection[int]) -> None:
+        """Tell every rank that waits in an AbortableGroup which ranks are given up; called by the controller."""
+        self.store.set(LOST_KEY, ",".join(map(str, sorted(ranks))))
+
+    def lost_ranks(self) -> set[int]:
+        """The ranks of the last tell_lost()."""
+        return set(map(int, self.store.get(LOST_KEY).split(b","))) if self.store.check([LOST_KEY]) else set()
 
     def default_group(self, name: str, ranks: Sequence[int], epoch: int) -> None:
         """Make the process's default group over `ranks` for an engine. Collective over them."""

@@ -191,3 +191,14 @@ def test_roles_in_this_process_work_while_their_answer_is_waited_for(threads: An
     controller = make_controller(threads, background=Background(run_local))
     started = controller.start({1: Advantages(7)})
     assert controller.finish(started) == {1: Done(started[0][1])} and runs == [1]
+
+
+def test_every_rank_can_know_which_ranks_are_given_up(threads: Any) -> None:
+    """Those who wait for one of them in a transfer must not wait for the library's timeout."""
+    controller = Controller(
+        threads.worlds[0], lambda rank: (), command_s=20.0, start_s=20.0, survivable=lambda *_: True
+    )
+    controller.built = True
+    for rank in (2, 1):
+        controller.give_up(rank, "it hangs", 3.0)
+    assert threads.worlds[1].lost_ranks() == {1, 2}

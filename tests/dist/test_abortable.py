@@ -1,0 +1,134 @@
+"""A rank that waits for a lost one goes on, before the library's own timeout; with gloo in the place of NCCL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpcrl.comm.transfer import blames_peer
+from hpcrl.control.abortable import BLOCKING_WAIT, AbortableGroup, GroupLost, blocking_wait
+from tests.dist.conftest import SIZE, Threads
+
+LIBRARY_S = 6.0  # gloo's own timeout
+RANKS = range(SIZE)
+
+
+def options(root: int) -> Any:
+    chosen = dist.BroadcastOptions()
+    chosen.rootRank = root
+    return chosen
+
+
+def groups(threads: Threads, name: str, timeout_s: float = 30.0) -> tuple[list[Any], list[AbortableGroup]]:
+    """A group of all ranks, as each of them has it: gloo's, and the one around it."""
+    worlds = [replace(world, timeout_s=LIBRARY_S / 0.8) for world in threads.worlds]
+    gloo = threads.every(lambda rank: worlds[rank].group(name, RANKS, 0))
+    return gloo, [AbortableGroup(gloo[i], name, RANKS, timeout_s, worlds[i].lost_ranks) for i in RANKS]
+
+
+def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Threads) -> None:
+    _, made = groups(threads, "sound")
+
+    def publish(rank: int) -> torch.Tensor:
+        tensor = torch.full((1000,), float(rank))
+        assert made[rank].broadcast([tensor], options(1)).wait()
+        return tensor
+
+    assert all(torch.equal(tensor, torch.ones(1000)) for tensor in threads.every(publish))
+    with pytest.raises((RuntimeError, ValueError), match="root|rank"):
+        made[0].broadcast([torch.zeros(1)], options(7)).wait()
+
+
+@pytest.mark.parametrize(
+    ("told", "timeout_s", "own_s", "why"),
+    [
+        ({2}, 30.0, None, "rank 2 is lost"),
+        ({7}, 0.6, None, "no answer for 0.6 s"),  # a rank of another replica
+        (None, 30.0, 0.6, "no answer for 0.6 s"),
+    ],
+)
+def test_a_wait_for_a_rank_that_does_not_come_ends(
+    threads: Threads, told: set[int] | None, timeout_s: float, own_s: float | None, why: str, request: Any
+) -> None:
+    """Rank 2 never broadcasts. The second wait of a group that is given up ends at once."""
+    gloo, made = groups(threads, request.node.name, timeout_s)
+    group = made[1]
+    if told is not None:
+        threading.Timer(0.2, threads.worlds[0].tell_lost, [told]).start()
+    started = time.monotonic()
+    with pytest.raises(GroupLost, match=why) as lost:
+        group.broadcast([torch.zeros(4)], options(2)).wait(None if own_s is None else timedelta(seconds=own_s))
+    assert blames_peer(lost.value)
+    assert time.monotonic() - started < LIBRARY_S - 1.0
+    with pytest.raises(GroupLost, match=why):
+        group.send([torch.zeros(4)], 0, 0)
+    for rank in (0, 2):  # gloo would wait for them at its end
+        gloo[rank].broadcast([torch.zeros(4)], options(2))
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_only_groups_made_inside_have_no_watchdog(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    if before is not None:
+        monkeypatch.setenv(BLOCKING_WAIT, before)
+    with blocking_wait():
+        assert os.environ[BLOCKING_WAIT] == "1"
+    assert os.environ.get(BLOCKING_WAIT) == before
+
+
+NCCL_PAIR = """
+import sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from hpcrl.control.abortable import AbortableGroup, GroupLost, blocking_wait
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+torch.cuda.set_device(rank)
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+with blocking_wait():
+    nccl = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
+group = AbortableGroup(nccl, "pair", (0, 1), 60.0, lambda: {1} if store.check(["lost"]) else set())
+options = dist.BroadcastOptions()
+options.rootRank = 1
+tensor = torch.zeros(1 << 20, device="cuda")
+group.broadcast([tensor], options).wait()
+if rank == 1:
+    store.set("gone", "")
+    sys.exit(0) if sys.argv[3] == "dies" else time.sleep(600)
+store.wait(["gone"])
+try:
+    work = group.broadcast([tensor], options)
+    if sys.argv[3] == "hangs":
+        store.set("lost", "")
+    work.wait(timedelta(seconds=20))
+except RuntimeError as error:
+    print(f"{type(error).__name__}: {error}")
+time.sleep(3)  # torch's default would end the process now
+print("still here", float((tensor + 1).sum()) > 0)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_dead_peer_under_nccl_does_not_end_the_process(how: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", NCCL_PAIR]
+    peers = [
+        subprocess.Popen([*command, str(rank), str(store.port), how], stdout=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]
+    try:
+        said, _ = peers[0].communicate(timeout=90)
+    finally:
+        peers[1].kill()
+    assert peers[0].returncode == 0 and "still here True" in said, said
+    assert how == "dies" or "GroupLost: the group pair is given up: rank 1 is lost" in said
