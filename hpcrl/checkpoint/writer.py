@@ -4,6 +4,8 @@
 
 The data is in anonymous shared memory: nothing is copied, and nothing is left if either process is killed. The process
 does not import torch, so it starts in a tenth of a second and stays small.
+
+Where training waits for the save, its tensors need no copy: a thread of the rank writes them from where they are.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,7 +50,15 @@ class SharedFile:
         self.buffer = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-Files = dict[str, bytes | SharedFile]
+class Pieces:
+    """The content of a file in consecutive parts of the rank's own memory, which must not change before the file is
+    written."""
+
+    def __init__(self, size: int, parts: Iterable[memoryview]):
+        self.size, self.parts = size, parts
+
+
+Files = dict[str, bytes | SharedFile | Pieces]
 """A rank's files of a checkpoint by name, without folders."""
 
 
@@ -73,19 +84,23 @@ class Written(NamedTuple):
     seconds: float
 
 
-def _write(path: Path, content: memoryview, wrote: Callable[[int], None] = lambda _: None) -> FileEntry:
-    """`wrote` is called with the bytes of every part once the part is on disk."""
-    digest = hashlib.sha256()
+def _write(path: Path, parts: Iterable[memoryview], wrote: Callable[[int], None] = lambda _: None) -> FileEntry:
+    """`wrote` is called with a number of bytes whenever so many more are on disk."""
+    digest, size, unsynced = hashlib.sha256(), 0, 0
     with open(path, "xb", buffering=0) as file:
-        for start in range(0, len(content), CHUNK_BYTES):
-            part = rest = content[start : start + CHUNK_BYTES]
-            digest.update(part)
+        for chunk in (part[at : at + CHUNK_BYTES] for part in parts for at in range(0, len(part), CHUNK_BYTES)):
+            digest.update(chunk)
+            rest = chunk
             while rest:  # a write may be partial
                 rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())  # otherwise the whole file might be synced at its end only, which looks like a hang
-            wrote(len(part))
+            size, unsynced = size + len(chunk), unsynced + len(chunk)
+            if unsynced >= CHUNK_BYTES:  # the whole file synced at its end only might look like a hang
+                os.fsync(file.fileno())
+                wrote(unsynced)
+                unsynced = 0
         os.fsync(file.fileno())
-    return FileEntry(path.name, len(content), digest.hexdigest())
+        wrote(unsynced)
+    return FileEntry(path.name, size, digest.hexdigest())
 
 
 class Writer:
@@ -93,7 +108,8 @@ class Writer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket | None = None  # to the process
+        self._answers: socket.socket | None = None  # from who writes the current files
         self._folder = Path()
         self._names: list[str] = []
         self._entries: list[FileEntry] = []
@@ -102,11 +118,20 @@ class Writer:
         self.busy = False
 
     def start(self, folder: Path, files: Files) -> None:
-        """Start writing the files into `folder`. Shared files must not change before result() returns the entries.
+        """Start writing the files into `folder`. Shared files and pieces must not change before result() returns the
+        entries. A set with pieces is written by a thread.
 
         OSError if the process was killed since the last files.
         """
         assert not self.busy and len(files) < MAX_FILES, f"{self._folder} is still being written, or {len(files)} files"
+        self._folder, self._names, self._entries, self.busy = folder, list(files), [], True
+        self._counter = SharedFile(COUNTER_BYTES)
+        if any(isinstance(content, Pieces) for content in files.values()):
+            self._answers, theirs = socket.socketpair()
+            # A daemon: a rank that ends early leaves files without a commit.
+            arguments = (theirs, folder, _parts(files), self._counter.buffer)
+            threading.Thread(target=_serve_here, args=arguments, daemon=True).start()
+            return
         shared = [content for content in files.values() if isinstance(content, SharedFile)]
         numbers = {id(content): number for number, content in enumerate(shared)}
         contents = {name: c if isinstance(c, bytes) else numbers[id(c)] for name, c in files.items()}
@@ -114,22 +139,21 @@ class Writer:
         body = msgspec.msgpack.encode(_Request(str(folder), contents))
         request = SharedFile(len(body))
         request.buffer[:] = body
-        self._folder, self._names, self._entries, self.busy = folder, list(files), [], True
-        self._counter = SharedFile(COUNTER_BYTES)
         fds = [request.fd, self._counter.fd, *(content.fd for content in shared)]
         try:
-            socket.send_fds(self._channel(), [b"\0"], fds)
+            self._answers = self._channel()
+            socket.send_fds(self._answers, [b"\0"], fds)
         except BrokenPipeError as error:
             raise self._ended() from error
 
     def result(self, wait_s: float | None) -> Written | None:
         """The files once all are on disk; None if that takes longer than wait_s (None: no limit). OSError names a file
         that could not be written, also if the process was killed."""
-        assert self.busy and self._socket is not None, "nothing is being written"
+        assert self.busy and self._answers is not None, "nothing is being written"
         deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:
             left_s = max(0.0, deadline - time.monotonic()) if deadline is not None else None
-            if not select.select([self._socket], [], [], left_s)[0]:
+            if not select.select([self._answers], [], [], left_s)[0]:
                 return None
             if not (news := self._receive()):
                 raise self._ended()
@@ -165,12 +189,14 @@ class Writer:
         return self._socket
 
     def _receive(self) -> bytes:
-        assert self._socket is not None
+        assert self._answers is not None
         with contextlib.suppress(ConnectionResetError):  # it ended before reading the request
-            return self._socket.recv(1 << 16)
+            return self._answers.recv(1 << 16)
         return b""
 
     def _ended(self) -> OSError:
+        if self._answers is not self._socket:
+            return OSError(f"the thread that writes {self._file()} ended")
         assert self._process is not None
         code = self._process.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -196,12 +222,29 @@ def main() -> None:
         body, *shared = (mmap.mmap(fd, 0, access=mmap.ACCESS_READ) for fd in (fds[0], *fds[2:]))
         for fd in fds:
             os.close(fd)
-        _serve(channel, msgspec.msgpack.decode(body, type=_Request), shared, counter)
+        request = msgspec.msgpack.decode(body, type=_Request)
+        contents = {name: c if isinstance(c, bytes) else shared[c] for name, c in request.files.items()}
+        parts = {name: [memoryview(content)] for name, content in contents.items()}
+        _serve(channel, Path(request.folder), parts, counter)
 
 
-def _serve(channel: socket.socket, request: _Request, shared: Sequence[mmap.mmap], counter: mmap.mmap) -> None:
-    folder, start = Path(request.folder), time.perf_counter()
-    path = folder
+def _parts(files: Files) -> dict[str, Iterable[memoryview]]:
+    return {
+        name: content.parts
+        if isinstance(content, Pieces)
+        else [memoryview(content if isinstance(content, bytes) else content.buffer)]
+        for name, content in files.items()
+    }
+
+
+def _serve_here(channel: socket.socket, *work: Any) -> None:
+    with channel:  # whose end shows an unforeseen error
+        _serve(channel, *work)
+
+
+def _serve(channel: socket.socket, folder: Path, files: Mapping[str, Iterable[memoryview]], counter: mmap.mmap) -> None:
+    """Write the files and answer on the channel."""
+    path, start = folder, time.perf_counter()
 
     def wrote(num_bytes: int) -> None:
         # Progress is in shared memory: the socket would fill up during a long step of the rank and block this process.
@@ -209,9 +252,9 @@ def _serve(channel: socket.socket, request: _Request, shared: Sequence[mmap.mmap
         counter[:] = total.to_bytes(COUNTER_BYTES, sys.byteorder)
 
     try:
-        for name, content in request.files.items():
+        for name, parts in files.items():
             path = folder / name
-            entry = _write(path, memoryview(content if isinstance(content, bytes) else shared[content]), wrote)
+            entry = _write(path, parts, wrote)
             channel.sendall(_line(_Answer(entry)))
         path = folder
         fsync_path(folder)

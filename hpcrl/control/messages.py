@@ -280,9 +280,11 @@ class Pull(Message):
 
 
 class SaveState(Message):
-    """Copy this rank's part of the checkpoint, and start to write it while later commands run."""
+    """Start to write this rank's part of the checkpoint: a copy while later commands run, or the state itself, which
+    no command may change before FinishSave has the files."""
 
     folder: str
+    copy: bool = True
 
 
 class FinishSave(Message):

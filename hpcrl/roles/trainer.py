@@ -117,7 +117,6 @@ class TrainerRole(_EngineRole):
         self._num_pulls = 0  # outstanding, of the staged version
         self._writer = Writer()
         self._check: FileCheck | None = None
-        self.engine.snapshot()  # lays out the files: a lack of memory shows now, and the first save only copies
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
@@ -188,7 +187,7 @@ class TrainerRole(_EngineRole):
         return buckets
 
     def _save(self, command: SaveState, seq: int) -> Done:
-        self._writer.start(Path(command.folder), self.engine.snapshot())
+        self._writer.start(Path(command.folder), self.engine.snapshot(command.copy))
         return Done(seq)
 
     def _finish_save(self, command: FinishSave, seq: int) -> Done:

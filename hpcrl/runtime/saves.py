@@ -72,7 +72,8 @@ class Checkpoints:
     """The run's checkpoints/ folder. Only one save runs at a time.
 
     A save blocks training while every rank copies its state to host memory. Writing continues during the next steps;
-    then a thread commits, while rollouts are generated or at a step boundary.
+    then a thread commits, while rollouts are generated or at a step boundary. A save that the run waits for, at its end
+    or before it stops, is written without a copy.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Checkpoints:
         checkpoints remain."""
         self._drain(wait=True)
         if step > self._saved_step:
-            self._begin(step)
+            self._begin(step, copy=False)
             self._drain(wait=True)
 
     def save_within(self, step: int, seconds: float) -> int:
@@ -162,8 +163,9 @@ class Checkpoints:
         for folder in self._root.glob(f"step_*.tmp-{self._attempt}"):
             shutil.rmtree(folder, ignore_errors=True)  # if a rank still writes into it, the next attempt removes it
 
-    def _begin(self, step: int) -> None:
-        """Make every rank copy its state, and keep the small state of the same step boundary."""
+    def _begin(self, step: int, copy: bool = True) -> None:
+        """Make every rank write its state, or a copy if training goes on meanwhile, and keep the small state of the
+        same step boundary."""
         began = time.perf_counter()
         self.check_owner()  # begin() removes other files of this step, which may be a newer attempt's
         with self._explained(step):
@@ -171,7 +173,7 @@ class Checkpoints:
             self.counters["seconds"] += time.time() - self._started
             self._started = time.time()
             content, holding = self._hold(step, folder)
-            self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder))))
+            self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder), copy)))
             while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
                 content, holding = self._hold(step, folder)
             held = [FileEntry(*file) for done in answers.values() for file in done.files]

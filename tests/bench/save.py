@@ -3,8 +3,8 @@
     python -m tests.bench.save [--layers N] [--hidden N] [--rounds N]
 
 One rank trains, copies its state plainly into memory that is there, saves, trains while the writer works, and waits for
-it, in turns. One JSON line, medians: `prepare_s` that the start takes to lay the files out; `stall_s` of a save, and of
-the first one, which starts the writer; `copy_s`; both in GB/s; `limit_s` = 1.5 copies + 50 ms; `percent_of_step`;
+it, in turns. One JSON line, medians: `prepare_s` to lay the files out, before the first copy; `stall_s` of a save, and
+of the first one, which starts the writer; `copy_s`; both in GB/s; `limit_s` = 1.5 copies + 50 ms; `percent_of_step`;
 `write_s` until everything is hashed and on the disk; `step_s` of training alone and `step_writing_s` beside the writer.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcrl.checkpoint.writer import CHUNK_BYTES, SharedFile, Writer, Written
+from hpcrl.checkpoint.writer import CHUNK_BYTES, Pieces, SharedFile, Writer, Written
 from tests.checkpoint.writing import write_files
 from tests.children import children
 
@@ -48,6 +48,33 @@ def shared(content: bytes) -> SharedFile:
     file = SharedFile(len(content))
     file.buffer[:] = content
     return file
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_pieces_are_written_in_place(tmp_path: Path, writer: Writer) -> None:
+    """By a thread: no process is started, and the set is the same as with copies."""
+    parts = [os.urandom(size) for size in (3, CHUNK_BYTES + 7, 0, 11)]
+    whole = b"".join(parts)
+    writer.start(tmp_path, {"small": b"abc", "big": Pieces(len(whole), map(memoryview, parts))})
+    written = writer.result(wait_s=None)
+    assert written is not None and not writer.busy
+    assert [(entry.path, entry.size) for entry in written.entries] == [("small", 3), ("big", len(whole))]
+    assert written.entries[1].sha256 == hashlib.sha256(whole).hexdigest()
+    assert (tmp_path / "big").read_bytes() == whole
+    assert writer.progress() == (str(tmp_path), 3 + len(whole))
+    assert not children("hpcrl.checkpoint.writer")
+
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(b"x")
+        raise RuntimeError("a defect")
+
+    writer.start(tmp_path, {"broken": Pieces(2, broken())})
+    with pytest.raises(OSError, match=r"the thread that writes .*broken ended"):
+        writer.result(wait_s=None)
+    writer.busy = False
+    with pytest.raises(OSError, match="big cannot be written: File exists"):
+        writer.start(tmp_path, {"big": Pieces(1, [memoryview(b"x")])})
+        writer.result(wait_s=None)
 
 
 def test_files_are_written_as_they_were_given(tmp_path: Path, writer: Writer) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
 from hpcrl.checkpoint.commit import FileEntry
-from hpcrl.checkpoint.writer import SharedFile
+from hpcrl.checkpoint.writer import Files, Pieces
 
 
-def write_files(folder: Path, files: Mapping[str, bytes | SharedFile]) -> list[FileEntry]:
+def write_files(folder: Path, files: Files) -> list[FileEntry]:
     """Write files into a folder; returns their sizes and hashes."""
     entries = []
     for name, content in files.items():
-        written = content if isinstance(content, bytes) else bytes(content.buffer)
+        if isinstance(content, Pieces):
+            written = b"".join(content.parts)
+            assert len(written) == content.size
+        else:
+            written = content if isinstance(content, bytes) else bytes(content.buffer)
         (folder / name).write_bytes(written)
         entries.append(FileEntry(name, len(written), hashlib.sha256(written).hexdigest()))
     return entries

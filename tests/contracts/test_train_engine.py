@@ -103,6 +103,9 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     folder = scratch / "state"
     folder.mkdir(exist_ok=True)
     mine = [entry.path for entry in write_files(folder, engine.snapshot())]
+    (scratch / "in_place").mkdir(exist_ok=True)
+    write_files(scratch / "in_place", engine.snapshot(copy=False))
+    assert all((folder / name).read_bytes() == (scratch / "in_place" / name).read_bytes() for name in mine)
     dist.barrier()
     written: list[list[str]] = [[] for _ in range(size)]
     dist.all_gather_object(written, mine)

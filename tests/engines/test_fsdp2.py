@@ -111,7 +111,7 @@ def test_logprobs_and_gradients_equal_transformers(family: str, folders: dict[st
     assert (trainer.logprobs(swapped, ONE, TEMPERATURE) - want).abs().max() > 1e-3
     assert worst_difference(gradients_of(trainer, swapped, ONE, batch), gradients) > 1e-3
     with torch.no_grad():
-        trainer.model.get_parameter("hf.model.layers.0.self_attn.v_proj.weight").to_local()[0, 0] += 0.1
+        trainer.model.get_parameter("hf.model.layers.0.self_attn.v_proj.weight")[0, 0] += 0.1
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() > 1e-4
 
 
@@ -127,9 +127,10 @@ def test_ways_to_run_give_the_same_gradients(
     _, want = transformers_results(folders["qwen3"], batch)
     if change == {"large": True}:
         monkeypatch.setattr(fsdp2, "SMALL_MODEL_BYTES", 0)
-        change = {"activation_checkpointing": True}
-        assert not engine(folders["qwen3"]).keep_gathered
+        change = {"activation_checkpointing": True, "cpu_offload": True}
+        assert not engine(folders["qwen3"], **change).keep_gathered
     trainer = engine(folders["qwen3"], **change)
+    assert trainer.sharded == ("cpu_offload" in change)  # a single rank that has nothing to offload has whole tensors
     assert worst_difference(gradients_of(trainer, batch, [[0, 1], [2, 3], [4, 5]], batch), want) < 1e-5
 
 
@@ -154,6 +155,19 @@ def test_bfloat16_computation_is_near_float32(folders: dict[str, Path], world_of
     assert all(gradient.dtype == torch.float32 for gradient in got.values())
     assert worst_difference(got, gradients) < 0.2
     assert {tensor.dtype for _, tensor in trainer.named_weights()} == {torch.float32}
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32(folders: dict[str, Path], world_of_one: None) -> None:
+    trainer = FSDP2Engine(TrainerConfig(param_dtype="bfloat16"), folders["llama"], dtype=torch.bfloat16, total_steps=1)
+    batch = make_batch(LENGTHS)
+    ones = [gradients_of(trainer, batch, [[row]], batch) for row in range(len(LENGTHS))]
+    got = gradients_of(trainer, batch, [[row] for row in range(len(LENGTHS))], batch)
+    in_bfloat16 = 0
+    for name, gradient in got.items():
+        parts = [one[name] for one in ones]
+        assert torch.equal(gradient, sum(part.float() for part in parts).bfloat16())
+        in_bfloat16 += torch.equal(gradient, sum(parts))
+    assert in_bfloat16 < len(got)  # negative control
 
 
 def test_a_model_that_leaks_between_sequences_is_not_packed(

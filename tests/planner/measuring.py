@@ -67,7 +67,7 @@ def saved_bytes(trainer: FSDP2Engine, num_sequences: int, length: int) -> int:
     shards = {
         (p.to_local() if hasattr(p, "to_local") else p).untyped_storage().data_ptr() for p in trainer.model.parameters()
     }
-    trainer.model.reshard()
+    trainer._reshard()
     return sum(size for address, size in seen.items() if address not in shards)
 
 

@@ -5,9 +5,9 @@ The ranks of a data-parallel rank (the division of the engine's specification, h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -57,9 +57,10 @@ class TrainEngine(Protocol):
     def onload(self) -> None:
         """Move them back (idempotent)."""
 
-    def snapshot(self) -> Files:
+    def snapshot(self, copy: bool = True) -> Files:
         """Copy this rank's part of a checkpoint (parameters, optimizer, scheduler, random state) to host memory.
-        Returns the files that this rank must write, valid until the next call. Collective."""
+        Returns the files that this rank must write, valid until the next call. Collective. copy=False: the files may
+        refer to the state itself, and are valid until it changes."""
 
     def load(self, folder: Path) -> list[str]:
         """Restore the state from the files of all ranks. Collective. Returns warnings: on another number of ranks,
@@ -70,6 +71,20 @@ class TrainEngine(Protocol):
 
     def config_summary(self) -> dict[str, Any]:
         """Facts for the log: parameters, dtype, packing, ranks."""
+
+
+@runtime_checkable
+class LocalWeights(Protocol):
+    """An engine whose only rank has every parameter as one plain tensor, which a generator in its process can read
+    and even share. Other engines lack these methods or are `sharded`."""
+
+    sharded: bool
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """The parameters themselves under the names of named_weights(), not to be changed."""
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Move the values of the named parameters into these tensors, which are the parameters from now on."""
 
 
 def check_objective(engine: TrainEngine, objective: Objective) -> None:

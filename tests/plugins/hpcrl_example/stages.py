@@ -142,7 +142,7 @@ class StagesEngine:
     def onload(self) -> None:
         """See TrainEngine."""
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, copy: bool = True) -> dict[str, Any]:
         """See TrainEngine. The ranks of the first copy write, a file for each matrix."""
         files: dict[str, Any] = {}
         for name, weight in self.weights.items() if self._copy == 0 else ():

@@ -119,7 +119,7 @@ class FakeTrainEngine:
     def onload(self) -> None:
         """See TrainEngine."""
 
-    def snapshot(self) -> Files:
+    def snapshot(self, copy: bool = True) -> Files:
         """See TrainEngine. Every rank has the same state, rank 0 writes it; there is no random state."""
         buffer = io.BytesIO()
         torch.save({"transitions": self.transitions.detach(), "step": self.optimizer_step}, buffer)

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import skip_data
 
-from hpcrl.checkpoint.writer import Files, SharedFile
+from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 
 FACTS = "trainer.json"
 ALIGNMENT = 64  # of slices in the file, as torch.save aligns tensors
@@ -74,7 +75,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 
 
 class Snapshots:
-    """Copies of a rank's sharded tensors and random state in host memory, in the form of files to write.
+    """A rank's sharded tensors and random state in the form of files to write: copies in host memory, or references.
 
     torch.distributed.checkpoint can read the shard file. Its layout, everything but the bytes of the tensors, is made
     once; later snapshots only copy these bytes, and no rank waits for another.
@@ -83,31 +84,32 @@ class Snapshots:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self._model, self._optimizer = model, optimizer
         self._laid_out: list[tuple[str, torch.Size, torch.dtype]] = []
-        self._layout = _Layout()
+        self._layout = _Layout(copies=False)
 
-    def take(self, optimizer_step: int) -> Files:
-        """The files of this rank, valid until the next call. The first call is collective. OSError names the trainer
-        rank that lacks the memory."""
+    def take(self, optimizer_step: int, copy: bool) -> Files:
+        """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call is
+        collective, also the first with a copy. OSError names the trainer rank that lacks the memory of the copy."""
         tensors = _tensors(self._model, self._optimizer)
         kinds = [(name, value.shape, value.dtype) for name, value in tensors.items()]
-        if kinds != self._laid_out:
-            self._lay_out(tensors)
+        if kinds != self._laid_out or (copy and not self._layout.copies):
+            self._lay_out(tensors, copy)
             self._laid_out = kinds
-        for name, place in self._layout.places.items():
-            value = tensors[name]
-            place.copy_(value.to_local() if isinstance(value, DTensor) else value)
+        for name, place in self._layout.places.items() if copy else ():
+            place.copy_(_local(tensors[name]))
         random_state = io.BytesIO()
         torch.save(_random_state(), random_state)
         files: Files = {f"random_rank{dist.get_rank()}.pt": random_state.getvalue()}
-        if self._layout.shard is not None:
-            files[_shard_name()] = self._layout.shard
+        if self._layout.size:
+            shard = self._layout.shard if copy else Pieces(self._layout.size, self._layout.pieces(tensors))
+            assert shard is not None, "a layout for copies has their memory"
+            files[_shard_name()] = shard
         if dist.get_rank() == 0:
             facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
             files |= {".metadata": self._layout.metadata, FACTS: json.dumps(facts).encode() + b"\n"}
         return files
 
-    def _lay_out(self, tensors: dict[str, Tensor]) -> None:
-        self._layout = _Layout()
+    def _lay_out(self, tensors: dict[str, Tensor], copies: bool) -> None:
+        self._layout = _Layout(copies)
         try:
             dcp.save(tensors, storage_writer=self._layout)
         except CheckpointException as error:  # equal on all ranks; no Exception, and its text is several tracebacks
@@ -116,16 +118,26 @@ class Snapshots:
 
 
 class _Layout(StorageWriter):
-    """The place of each tensor in this rank's shard file.
+    """The place of each tensor in this rank's shard file of `size` bytes, 0 if the rank has nothing to write.
 
-    places: name -> the local part's bytes in the file, as a tensor of its dtype and shape. shard: the file, None if the
-    rank has nothing to write. metadata: content of .metadata, on rank 0.
+    copies: the memory of a copy is allocated: `shard`, with places: name -> the local part's bytes in the file, as a
+    tensor of its dtype and shape. metadata: content of .metadata, on rank 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: bool) -> None:
+        self.copies, self.size = copies, 0
         self.places: dict[str, Tensor] = {}
         self.shard: SharedFile | None = None
         self.metadata = b""
+        self._frames: dict[str, tuple[bytes, bytes]] = {}  # in the order of the file
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+        """The file's bytes in order; tensors on a GPU are copied one at a time."""
+        for name, (head, tail) in self._frames.items():
+            value = _local(tensors[name]).detach().cpu().contiguous()
+            yield memoryview(head)
+            yield value.view(-1).view(torch.uint8).numpy().data
+            yield memoryview(tail + bytes(-(len(head) + value.nbytes + len(tail)) % ALIGNMENT))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Part of StorageWriter: there is no folder yet."""
@@ -153,15 +165,16 @@ class _Layout(StorageWriter):
             offsets[index] = size
             size += -(-(len(head) + value.nbytes + len(tail)) // ALIGNMENT) * ALIGNMENT
         results = []
-        self.shard = SharedFile(size) if size else None
+        self.size, self.shard = size, SharedFile(size) if size and self.copies else None
         for index, offset in offsets.items():
-            assert self.shard is not None and index.fqn not in self.places, f"two parts of {index.fqn} on one rank"
+            assert index.fqn not in self._frames, f"two parts of {index.fqn} on one rank"
             value = values[index]
-            head, tail = frame(value.shape, value.dtype)
+            head, tail = self._frames[index.fqn] = frame(value.shape, value.dtype)
             start, end = offset + len(head), offset + len(head) + value.nbytes
-            self.shard.buffer[offset:start], self.shard.buffer[end : end + len(tail)] = head, tail
-            whole = torch.frombuffer(self.shard.buffer, dtype=torch.uint8)
-            self.places[index.fqn] = whole[start:end].view(value.dtype).view(value.shape)
+            if self.shard is not None:
+                self.shard.buffer[offset:start], self.shard.buffer[end : end + len(tail)] = head, tail
+                whole = torch.frombuffer(self.shard.buffer, dtype=torch.uint8)
+                self.places[index.fqn] = whole[start:end].view(value.dtype).view(value.shape)
             length = end + len(tail) - offset
             results.append(WriteResult(index, length, _StorageInfo(_shard_name(), offset, length)))
         future: Future[list[WriteResult]] = Future()
@@ -172,6 +185,10 @@ class _Layout(StorageWriter):
         """Keep the metadata of every slice of every rank's file. Called on rank 0."""
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self.metadata = pickle.dumps(metadata)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _shard_name() -> str:

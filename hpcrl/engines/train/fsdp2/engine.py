@@ -1,4 +1,8 @@
-"""The training engine on PyTorch FSDP2 (fully_shard): parameters, gradients and optimizer state are sharded."""
+"""The training engine on PyTorch FSDP2 (fully_shard): parameters, gradients and optimizer state are sharded.
+
+One rank that computes in the type of its weights has nothing to gather or convert: its parameters are plain tensors,
+used where they are.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -88,17 +92,20 @@ class FSDP2Engine:
         self.device, self.trainable = torch.device(device), trainable
         self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
         self.optimizer_step = 0
+        self._sums: dict[Tensor, Tensor] | None = None
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
             torch.use_deterministic_algorithms(True)
         self.dtype, self.compute_dtype = dtype, getattr(torch, config.param_dtype)
+        self.sharded = self.data_parallel_size > 1 or dtype != self.compute_dtype or self.own.cpu_offload
         # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
         hf = _agreed(lambda: empty_model(self.model_path, self.dtype))
         source = _agreed(lambda: read_model(self.model_path, self.dtype) if self.data_parallel_rank == 0 else None)
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
-        self.model: Any = self._shard(hf, source)  # a PackedCausalLM that fully_shard also made an FSDPModule
+        # A PackedCausalLM that fully_shard, if sharded, also made an FSDPModule.
+        self.model: Any = self._shard(hf, source) if source is None or self.sharded else self._whole(source)
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         del source
         self.packing = self._probe_packing()
@@ -109,14 +116,35 @@ class FSDP2Engine:
 
     # ---- building
 
-    def _shard(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> PackedCausalLM:
-        """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full model."""
-        config = self.config
+    def _wrapped(self, hf: PreTrainedModel) -> PackedCausalLM:
         hf.requires_grad_(self.trainable)
         hf.eval()  # no dropout: it would add noise to the ratio of two forwards
-        model = PackedCausalLM(hf, config.logits_chunk_tokens)
+        model = PackedCausalLM(hf, self.config.logits_chunk_tokens)
         if self.own.activation_checkpointing and self.trainable:
             model.checkpoint_activations()
+        return model
+
+    def _whole(self, source: PreTrainedModel) -> PackedCausalLM:
+        """The model of the only rank. Gradients of several micro-batches are summed in fp32, as FSDP2 does."""
+        model = self._wrapped(source).to(self.device)
+        if self.trainable and self.dtype != torch.float32:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(self._sum_in_fp32)
+        return model
+
+    def _sum_in_fp32(self, parameter: Tensor) -> None:
+        """Move a gradient to the sums, while there is more than one micro-batch."""
+        if self._sums is None or parameter.grad is None:
+            return
+        if parameter in self._sums:
+            self._sums[parameter] += parameter.grad
+        else:
+            self._sums[parameter] = parameter.grad.float()
+        parameter.grad = None
+
+    def _shard(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> PackedCausalLM:
+        """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full model."""
+        model = self._wrapped(hf)
         mesh = init_device_mesh(self.device.type, (self.data_parallel_size,))
         options: dict[str, Any] = {
             "mesh": mesh,
@@ -180,7 +208,7 @@ class FSDP2Engine:
                 packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device, shared))
                 leaking = self._run(sequences, PackedLayout([sum(PROBE_LENGTHS)], self.device))
                 deviations[1:] = [(packed - own).abs().mean(), -(leaking - own).abs().mean()]
-        self.model.reshard()
+        self._reshard()
         agreed = torch.stack(deviations).nan_to_num(nan=math.inf)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         single_deviation, packed_deviation, leak = agreed.tolist()
@@ -221,6 +249,11 @@ class FSDP2Engine:
         )
 
     # ---- forward
+
+    def _reshard(self) -> None:
+        """Free what forwards without a backward have gathered."""
+        if self.sharded:
+            self.model.reshard()
 
     def _run(self, sequences: list[Tensor], layout: PackedLayout | None) -> Tensor:
         """float32: log-probs of all but the first token of each sequence, at temperature 1 (the probe's forward)."""
@@ -279,7 +312,7 @@ class FSDP2Engine:
             values = self._forward(micro_batch, temperature, False)[0].to(batch.token_ids.device)
             for row, piece in zip(rows, values.split(micro_batch.lengths.tolist()), strict=True):
                 pieces[row] = piece
-        self.model.reshard()
+        self._reshard()
         return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.token_ids.device)
 
     # ---- training
@@ -314,14 +347,11 @@ class FSDP2Engine:
                 "and trainer.fsdp2.packing=auto or require"
             )
         split = self._split(micro_batches, batch.num_sequences)
+        self._sums = {} if len(split) > 1 else None
         collected: list[Stats] = []
         for number, rows in enumerate(split):
-            is_last = number == len(split) - 1
-            # If each backward reduces, none passes its last buffer, of the vocabulary's matrices, to the next backward.
-            self.model.set_is_last_backward(is_last or not self.keep_gathered)
-            if self.keep_gathered:
-                self.model.set_requires_gradient_sync(is_last)
-                self.model.set_reshard_after_backward(is_last)
+            if self.sharded:
+                self._prepare_backward(is_last=number == len(split) - 1)
             micro_batch = batch.select(rows).to(self.device)
             outputs = self._outputs(micro_batch, objective)
             loss = outputs.logprobs.sum()  # no rows: zero
@@ -331,7 +361,17 @@ class FSDP2Engine:
                 loss = loss + anchor
                 collected.append(stats)
             loss.backward()
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            parameter.grad = total.to(parameter.dtype)
         return merge(collected)
+
+    def _prepare_backward(self, is_last: bool) -> None:
+        # If each backward reduces, none passes its last buffer, of the vocabulary's matrices, to the next backward.
+        self.model.set_is_last_backward(is_last or not self.keep_gathered)
+        if self.keep_gathered:
+            self.model.set_requires_gradient_sync(is_last)
+            self.model.set_reshard_after_backward(is_last)
 
     def _update(self) -> Stats:
         """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, to count once. Collective."""
@@ -363,13 +403,24 @@ class FSDP2Engine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
-        if self.keep_gathered and self.dtype == self.compute_dtype:
+        if self.sharded and self.keep_gathered and self.dtype == self.compute_dtype:
             self.model.unshard()  # one collective instead of one per tensor
         try:
             for name in self.weight_names:
                 yield name, _full(operator.attrgetter(name)(self.model.hf))
         finally:
-            self.model.reshard()
+            self._reshard()
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """See LocalWeights."""
+        return {name: operator.attrgetter(name)(self.model.hf).detach() for name in self.weight_names}
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """See LocalWeights."""
+        for name, tensor in tensors.items():
+            parameter = operator.attrgetter(name)(self.model.hf)
+            tensor.copy_(parameter.detach())
+            parameter.data = tensor
 
     def offload(self) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host."""
@@ -389,9 +440,9 @@ class FSDP2Engine:
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
-    def snapshot(self) -> Files:
-        """See TrainEngine. OSError on every rank if any rank lacks memory."""
-        return self._snapshots.take(self.optimizer_step)
+    def snapshot(self, copy: bool = True) -> Files:
+        """See TrainEngine. OSError on every rank if any rank lacks memory for the first copy."""
+        return self._snapshots.take(self.optimizer_step, copy)
 
     def load(self, folder: Path) -> list[str]:
         """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""
@@ -401,7 +452,8 @@ class FSDP2Engine:
     def export_hf(self, folder: Path) -> None:
         """See TrainEngine. Rank 0 holds the whole model in host memory during the call."""
         is_writer = self.data_parallel_rank == 0
-        weights = {name: t.to("cpu", copy=True) for name, t in self.named_weights() if is_writer}
+        named = self.named_weights() if self.sharded else self.local_weights().items()
+        weights = {name: t.to("cpu", copy=self.sharded) for name, t in named if is_writer}
         if is_writer:
             write_model(self.model.hf, weights, self.model_path, Path(folder))
         dist.barrier()
@@ -416,7 +468,7 @@ class FSDP2Engine:
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "head_dtype": self.config.head_dtype or str(self.compute_dtype).removeprefix("torch."),
             "packing": self.packing,
-            "gathered_for_a_step": self.keep_gathered,
+            "gathered_for_a_step": self.sharded and self.keep_gathered,
             "num_ranks": self.data_parallel_size,
             "device": str(self.device),
         }

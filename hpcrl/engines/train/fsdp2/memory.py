@@ -1,4 +1,5 @@
-"""Memory of a rank of the FSDP2 engine: its shard, and gathered parameters."""
+"""Memory of a rank of the FSDP2 engine: its shard, and gathered parameters. A single rank that need not convert its
+parameters has them whole."""
 
 from __future__ import annotations
 
@@ -39,6 +40,15 @@ def optimizer_bytes(shape: ModelShape, num_numbers: int, num_bytes: int) -> int:
     return 2 * num_numbers * num_bytes + STEP_BYTES * len(shape.parameters)
 
 
+def is_whole(config: Config, num_ranks: int) -> bool:
+    """Whether the rank has plain parameters (FSDP2Engine.sharded is False)."""
+    return (
+        num_ranks == 1
+        and config.model.dtype == config.trainer.param_dtype
+        and not config.trainer.section(FSDP2Config).cpu_offload
+    )
+
+
 def _stays_gathered(shape: ModelShape, compute: int, trainable: bool) -> bool:
     return shape.num_parameters * (compute + FP32 * trainable) <= SMALL_MODEL_BYTES
 
@@ -59,6 +69,8 @@ def gathered_weights(shape: ModelShape, compute: int, trainable: bool) -> int:
 
 def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of the first rank, which has the most rows."""
+    if is_whole(config, num_ranks):
+        return _whole_parts(config, shape)
     trainer, tokens = config.trainer, Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
     master, compute = BYTES[config.model.dtype], BYTES[trainer.param_dtype]
     numbers, gathered = shard_size(shape, num_ranks), _gathered_numbers(shape, compute, True)
@@ -83,13 +95,38 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
         Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", snapshot, on_host=True),  # from the start
+        Part("trainer", "snapshot", snapshot * bool(config.save_every), on_host=True),  # from the first save on
         Part(
             "trainer",
             "gathered weights",
             (shape.num_parameters * whole + 2 * PLAN.largest_tensor(shape)) * master,
             ("publish",),
         ),
+    ]
+
+
+def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
+    """Parts of the only rank if its parameters are plain tensors."""
+    trainer, samples = config.trainer, samples_of_an_update(config)
+    tokens, num_bytes = Tokens.of(config, samples), BYTES[config.model.dtype]
+    own, numbers = trainer.section(FSDP2Config), shape.num_parameters
+    activations = fsdp2_activations(shape, tokens, num_bytes, own.activation_checkpointing)
+    gradients, optimizer = numbers * num_bytes, optimizer_bytes(shape, numbers, num_bytes)
+    if samples * config.max_sequence_tokens > trainer.max_tokens_per_micro_batch:
+        kept = numbers * FP32  # of the micro-batches before
+    else:
+        kept = max(0, gradients - activations)  # a backward pass frees activations while it makes gradients
+    recomputed = recomputed_layer(shape, tokens, num_bytes) if own.activation_checkpointing else 0
+    return [
+        Part("trainer", "weights", numbers * num_bytes),
+        Part("trainer", "optimizer", optimizer),
+        Part("trainer", "gradients", kept, ("train",)),
+        Part("trainer", "gradients", gradients, ("update",)),
+        Part("trainer", "activations", activations, ("train",)),
+        Part("trainer", "recomputed layer", recomputed, ("train",)),
+        Part("trainer", "logits", logits_bytes(shape, tokens, trainer.logits_chunk_tokens, num_bytes), ("train",)),
+        Part("trainer", "snapshot", (numbers * num_bytes + optimizer) * bool(config.save_every), on_host=True),
+        Part("trainer", "weights to hand over", PLAN.largest_tensor(shape) * num_bytes, ("publish",)),
     ]
 
 
@@ -105,6 +142,7 @@ class FSDP2Plan:
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         weights = shard_size(shape, num_ranks) * BYTES[config.model.dtype]
         gathered = gathered_weights(shape, BYTES[config.trainer.param_dtype], trainable=False)
+        gathered *= not is_whole(config, num_ranks)
         offloaded = config.trainer.section(FSDP2Config).cpu_offload
         return forward_parts(config, shape, num_ranks, weights, gathered, offloaded)
 
