@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.memory_parts import BYTES, Part, Phase, split_size
@@ -11,7 +12,7 @@ from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
-from hpcrl.spec.tables import GEN_ENGINES
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 BUCKET_BYTES = 256 << 20
 """As in comm/weights.py; the last tensor of a bucket may exceed it."""
@@ -44,6 +45,23 @@ def generator_parts(
         Part("generator", "prefill", prompt * width * num_bytes // tensor, ("generate",)),
         Part("generator", "logits", logits, ("generate",)),
     ]
+
+
+def in_one_process(config: Config, layout: RoleLayout) -> bool:
+    """Whether the only trainer rank, which has plain parameters, is the only generator rank."""
+    trainers = layout.ranks["trainer"]
+    return trainers == layout.ranks["generator"] and TRAIN_ENGINES[config.train_engine].whole(config, len(trainers))
+
+
+def shares_weights(config: Config, layout: RoleLayout) -> bool:
+    """Whether the generator reads its weights from the trainer's parameters: both in one process, in one type, and
+    never at work at the same time."""
+    return (
+        in_one_process(config, layout)
+        and GEN_ENGINES[config.gen_engine].shares_weights
+        and config.generator.dtype == config.model.dtype
+        and config.rollout.max_lag == 0
+    )
 
 
 def token_bytes(config: Config, shape: ModelShape) -> int:

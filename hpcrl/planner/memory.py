@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
-from hpcrl.planner.generator import check_replicas_split, generator_parts, hand_over_parts, token_bytes
+from hpcrl.planner.generator import (
+    check_replicas_split,
+    generator_parts,
+    hand_over_parts,
+    in_one_process,
+    shares_weights,
+    token_bytes,
+)
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import train_plan
@@ -103,11 +110,14 @@ def _kind(
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
     if shares:
         parts = [moved for part in parts for moved in _moves_out(part)]
-    if layout.replicas and ("trainer" in roles or "generator" in roles):
+    if in_one_process(config, layout):
+        parts = [part for part in parts if part.during != ("publish",)]
+    elif layout.replicas and ("trainer" in roles or "generator" in roles):
         parts += hand_over_parts(config, shape, publishes="trainer" in roles)
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
-        parts += generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
+        own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
+        parts += own if not shares_weights(config, layout) else [part for part in own if part.name != "weights"]
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0

@@ -127,8 +127,11 @@ class Exchange:
             except RuntimeError as error:
                 return self._without(command.ranks, seq, error)
             return Done(seq)
-        named = (tensor for bucket in self._buckets(command) for tensor in bucket.tensors())
-        generator.engine.load_weights(named, command.version)
+        if generator.trainer is not None:
+            generator.trainer.load(command.version)
+        else:
+            named = (tensor for bucket in self._buckets(command) for tensor in bucket.tensors())
+            generator.engine.load_weights(named, command.version)
         if worker.config.rollout.on_new_weights == "recompute":
             generator.engine.recompute()
         return Done(seq)

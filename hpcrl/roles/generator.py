@@ -39,6 +39,7 @@ from hpcrl.control.queues import StoreLost
 from hpcrl.engines.gen.base import GenEngine, PromptRefused, ReplicaRanks, Request, SamplingParams
 from hpcrl.roles.base import Rank
 from hpcrl.roles.holding import HeldPrompt, HeldSample
+from hpcrl.roles.one_process import OneProcess
 from hpcrl.rollout.held import read_held, write_held
 from hpcrl.rollout.types import FinishReason, Sample, receiver_of, split_sample_id
 from hpcrl.spec.tables import GEN_ENGINES
@@ -63,6 +64,7 @@ class GeneratorRole:
         ranks = ReplicaRanks(replica, replica.index(worker.world.rank), group)
         make = GEN_ENGINES[worker.config.gen_engine].load()
         self.engine: GenEngine = make(worker.config, worker.model_path, worker.tokenizer, ranks)
+        self.trainer = OneProcess.of(worker, self.engine)
         self.samples: dict[int, HeldSample] = {}
         self._prompts: WeakValueDictionary[int, HeldPrompt] = WeakValueDictionary()  # alive with any of its samples
         self._beginning: list[HeldSample] = []  # their environments start in the next burst
@@ -171,6 +173,8 @@ class GeneratorRole:
         for sample in beginning:
             sample.env = self._receiver("env", sample.id, command.envs)
         self._play(beginning)
+        if self.trainer is not None:
+            self.trainer.check()
         before = sum(self.engine.progress().values())
         with torch.no_grad():
             outputs = self.engine.step(command.num_tokens)

@@ -38,6 +38,7 @@ from hpcrl.control.messages import (
 from hpcrl.data import sft_rows
 from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.metrics.stats import scalar
+from hpcrl.planner.generator import in_one_process
 from hpcrl.roles.base import Rank
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
@@ -173,6 +174,8 @@ class TrainerRole(_EngineRole):
         return Done(seq)
 
     def _stage(self, command: Stage, seq: int) -> Done:
+        if in_one_process(self._worker.config, self._worker.layout):  # the generator takes them from where they are
+            return Done(seq)
         self._num_pulls, self._staged_version = command.sources.count(self._worker.world.rank), command.version
         self._staged = stage(self.engine.named_weights(), self._num_pulls > 0)
         return Done(seq)

@@ -126,6 +126,9 @@ class TrainEngineSpec(Spec):
     DivisionError if the configuration does not allow this number of ranks."""
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
+    whole: Callable[[Any, int], bool] = lambda config, num_ranks: False
+    """Whether its engine on this many ranks has plain parameters that a generator in the same process can share
+    (hpcrl.engines.train.base.LocalWeights)."""
     computes: frozenset[str] = frozenset()
     """The optional outputs (hpcrl.algorithms.base.Outputs) that the engine computes for an objective."""
     deterministic: bool = False
@@ -157,6 +160,8 @@ class GenEngineSpec(Spec):
     """Whether a response's bits depend on its request alone (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
+    shares_weights: bool = False
+    """Whether it can read its weights from a trainer's parameters (hpcrl.engines.gen.base.SharesWeights)."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
     offered: bool = True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams
+from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams, SharesWeights
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.tables import GEN_ENGINES
 from tests.contracts import factories
@@ -247,6 +249,32 @@ def test_sleep_needs_idleness_and_wake_needs_weights(engines: Engines) -> None:
         engine.step(1)
     engine.load_weights(engines.weights, version=2)
     assert same(drain(engine)[0], whole)
+
+
+def test_shared_weights_are_read_from_where_they_are(engines: Engines) -> None:
+    engine, loaded = engines.build(2, False), engines.build(2, True)
+    if not isinstance(engine, SharesWeights):  # an ability, not a duty
+        return
+    own, given = engine.share_weights(), dict(engines.weights)
+    assert own and all(tensor.is_contiguous() and not tensor.is_inference() for tensor in own.values())
+    mine = {name: own[name].copy_(tensor) if name in own else tensor for name, tensor in given.items()}
+    engine.load_weights(mine.items(), version=4)
+    for each in (engine, loaded):
+        each.add([ask(0), ask(1)])
+    first, second = drain(engine), drain(loaded)
+    for i in (0, 1):
+        assert (first[i].versions == 4).all() and (first[i].token_ids == second[i].token_ids).all()
+        np.testing.assert_allclose(first[i].gen_logprobs, second[i].gen_logprobs, rtol=0, atol=1e-4)
+    name = max(own.keys() & given.keys(), key=lambda name: own[name].numel())
+    own[name].mul_(-1.0)  # without another load: it is the same memory
+    engine.add([ask(0)])
+    assert not np.allclose(drain(engine)[0].gen_logprobs, first[0].gen_logprobs, rtol=0, atol=1e-3)
+    own[name].mul_(-1.0)
+    engine.sleep()
+    engine.wake()
+    engine.load_weights(mine.items(), version=5)
+    engine.add([ask(0)])
+    assert same(replace(drain(engine)[0], versions=first[0].versions), first[0])
 
 
 def test_close_drops_everything(engines: Engines) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import pytest
 import torch.distributed as dist
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.control.messages import Stage as StageWeights
 from hpcrl.roles.trainer import TrainerRole
-from tests.roles.conftest import Stage
+from tests.roles.conftest import LAYOUT, Stage
 
 EPOCHS = itertools.count()
 
@@ -18,6 +20,7 @@ EPOCHS = itertools.count()
 @pytest.fixture
 def role(stage: Stage) -> Iterator[TrainerRole]:
     worker = stage.worker(2, {})
+    worker.layout = RoleLayout(MappingProxyType(LAYOUT | {"generator": (1, 2)}), 3)  # one more than this process
     worker.world.default_group("staging", [2], next(EPOCHS))
     yield TrainerRole(worker)
     dist.destroy_process_group()

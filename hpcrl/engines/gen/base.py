@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -119,3 +119,13 @@ class GenEngine(Protocol):
 
     def close(self) -> None:
         """Release everything."""
+
+
+@runtime_checkable
+class SharesWeights(Protocol):
+    """An engine that can read its weights from the parameters of a trainer in the same process."""
+
+    def share_weights(self) -> dict[str, torch.Tensor]:
+        """The engine's own tensors by HF name, uninitialised, in the layout of transformers' parameters; the trainer's
+        parameters may be these from now on. Called before the first load_weights(), which from then on copies only
+        what is not in place already and still sets the version. sleep() keeps them."""

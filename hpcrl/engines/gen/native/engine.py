@@ -149,10 +149,16 @@ class NativeEngine:
         weights.check(named)
         self.version = -1
         weights.load(named)
-        if self._weights is None:
+        if self._model is None:
             self._weights = weights
             self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
         self.version = version
+
+    def share_weights(self) -> dict[str, torch.Tensor]:
+        """See SharesWeights."""
+        assert self._weights is None, "share_weights() comes before the first load_weights()"
+        self._weights = FusedWeights(self._arch, self._dtype, self._device, self._float32_head, shared=True)
+        return self._weights.parameters()
 
     @torch.inference_mode()
     def recompute(self) -> None:
@@ -170,7 +176,9 @@ class NativeEngine:
         if self._slots.num_live:
             raise ValueError(f"cannot sleep while {self._slots.num_live} requests are running: abort or finish them")
         self._cache.clear()
-        self._weights, self._model, self.version = None, None, -1
+        self._model, self.version = None, -1
+        if self._weights is not None and not self._weights.shared:
+            self._weights = None
 
     def wake(self) -> None:
         """See GenEngine. Memory is allocated when needed."""

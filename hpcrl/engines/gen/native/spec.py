@@ -39,6 +39,7 @@ SPEC = GenEngineSpec(
     plan="hpcrl.engines.gen.native.memory:cache",
     families=("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text"),
     recompute=True,
+    shares_weights=True,
     deterministic=True,
     float32_head=True,
 )

@@ -106,6 +106,11 @@ class Transformer:
         qk = heads[:, : a.num_qk_heads]
         if layer.qk_norm is not None:
             qk.copy_(self._norm(qk.to(layer.qk_norm.dtype), None).mul_(layer.qk_norm))
+        if self._weights.shared:  # the partners of a rotation are half of the rotated dimensions apart
+            halves = qk[..., : a.num_rotated].unflatten(-1, (2, -1)).transpose(-1, -2)
+            turned = torch.view_as_complex(halves.float().contiguous()).mul(rotations[..., : a.num_rotated // 2])
+            halves.copy_(torch.view_as_real(turned))
+            return heads
         pairs = qk.float()  # the same tensor in fp32
         torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).mul_(rotations)
         if pairs is not qk:

@@ -4,6 +4,9 @@ Every HF name has a destination, a view of a fused matrix: a weight update is on
 set of weights. Matrices are stored [in, out], which is faster for a few rows on CPU. The rotated dimensions of q and k
 heads are interleaved, so that the rotary embedding is one complex multiplication; attention scores stay the same, as q
 and k share the permutation.
+
+Shared with a trainer, matrices are stored [out, in] and no heads are interleaved, so that (almost) every destination is
+a contiguous tensor in the trainer's own layout.
 """
 
 from __future__ import annotations
@@ -64,14 +67,20 @@ class _Target:
 class FusedWeights:
     """Fused weights and their loading under HF names. Uninitialised until `load` succeeds.
 
-    float32_head: the vocabulary projection sums and keeps products of numbers of `dtype` in float32.
+    float32_head: the vocabulary projection sums and keeps products of numbers of `dtype` in float32. shared: in a
+    layout whose parts can be a trainer's parameters.
     """
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, float32_head: bool = False
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        float32_head: bool = False,
+        shared: bool = False,
     ):
         self._arch, self._dtype, self._device = architecture, dtype, device
-        self._float32_head = float32_head and dtype != torch.float32
+        self._float32_head, self.shared = float32_head and dtype != torch.float32, shared
         self._targets: dict[str, _Target] = {}
         rotated = architecture.num_rotated
         self._interleaved = torch.arange(architecture.head_dim)
@@ -89,6 +98,15 @@ class FusedWeights:
         self.layers = [self._layer(i) for i in range(architecture.num_layers)]
         self._required = {part for name, target in self._targets.items() for part in target.parts or (name,)}
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Destinations that hold exactly the tensor of an HF name, in its layout."""
+        exact = ((name, target) for name, target in self._targets.items() if not target.rotary_heads and not target.add)
+        return {
+            name: target.view
+            for name, target in exact
+            if tuple(target.view.shape) == target.shape and target.view.is_contiguous()
+        }
+
     def check(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """ValueError on an unknown or missing name or a wrong shape in a collection. An iterator is left to `load`,
         since its tensors may not outlive the iteration."""
@@ -101,7 +119,7 @@ class FusedWeights:
         for name, tensor in named:
             target, parts = self._accept(name, tensor)
             loaded.update(parts)
-            if target is None:
+            if target is None or tensor.is_set_to(target.view):  # a trainer's parameter
                 continue
             if target.rotary_heads:
                 heads = tensor.unflatten(0, (-1, self._arch.head_dim))
@@ -140,6 +158,11 @@ class FusedWeights:
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
+    def _matrix(self, *shape: int) -> Tensor:
+        """An empty matrix [..., in, out]."""
+        *batch, size_in, size_out = shape
+        return self._empty(*batch, size_out, size_in).transpose(-1, -2) if self.shared else self._empty(*shape)
+
     def _target(
         self,
         name: str,
@@ -150,7 +173,7 @@ class FusedWeights:
         parts: tuple[str, ...] = (),
         add: float = 0.0,
     ) -> None:
-        self._targets[name] = _Target(view, shape or tuple(view.shape), rotary_heads, parts, add)
+        self._targets[name] = _Target(view, shape or tuple(view.shape), 0 if self.shared else rotary_heads, parts, add)
 
     def _norm(self, name: str, *shape: int) -> Tensor:
         """[H] or `shape`: the factors of a norm, in Gemma's families weight + 1 in float32."""
@@ -169,10 +192,10 @@ class FusedWeights:
         layer = Layer(
             attention_norm=self._norm(prefix + "input_layernorm.weight"),
             attention_post_norm=self._norm(after) if gemma else None,
-            qkv=self._empty(hidden, a.num_qkv_heads * a.head_dim),
+            qkv=self._matrix(hidden, a.num_qkv_heads * a.head_dim),
             qkv_bias=self._empty(a.num_qkv_heads * a.head_dim) if a.qkv_bias else None,
             qk_norm=self._qk_norm(attention) if a.family.qk_norm else None,
-            out=self._empty(a.num_heads * a.head_dim, hidden),
+            out=self._matrix(a.num_heads * a.head_dim, hidden),
             out_bias=self._empty(hidden) if a.out_bias else None,
             mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after),
             mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if gemma else None,
@@ -203,7 +226,7 @@ class FusedWeights:
 
     def _dense(self, prefix: str) -> Dense:
         hidden, size = self._arch.hidden_size, self._arch.intermediate_size
-        mlp = Dense(gate_up=self._empty(hidden, 2 * size), down=self._empty(size, hidden))
+        mlp = Dense(gate_up=self._matrix(hidden, 2 * size), down=self._matrix(size, hidden))
         if self._arch.family.fused:
             self._target(prefix + "gate_up_proj.weight", mlp.gate_up.t())
         else:
@@ -216,9 +239,9 @@ class FusedWeights:
         """Targets of both layouts: fused over experts (transformers in memory) and one tensor per expert (on disk)."""
         hidden, size, count = self._arch.hidden_size, self._arch.expert_size, self._arch.num_experts
         mlp = Experts(
-            router=self._empty(hidden, count),
-            gate_up=self._empty(count, hidden, 2 * size),
-            down=self._empty(count, size, hidden),
+            router=self._matrix(hidden, count),
+            gate_up=self._matrix(count, hidden, 2 * size),
+            down=self._matrix(count, size, hidden),
         )
         self._target(prefix + "gate.weight", mlp.router.t())
         one = {which: [f"{prefix}experts.{e}.{which}_proj.weight" for e in range(count)] for which in WHICH}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config, is_whole
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
@@ -38,15 +38,6 @@ def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
 def optimizer_bytes(shape: ModelShape, num_numbers: int, num_bytes: int) -> int:
     """AdamW's two moments, in the type of the weights, and its counters."""
     return 2 * num_numbers * num_bytes + STEP_BYTES * len(shape.parameters)
-
-
-def is_whole(config: Config, num_ranks: int) -> bool:
-    """Whether the rank has plain parameters (FSDP2Engine.sharded is False)."""
-    return (
-        num_ranks == 1
-        and config.model.dtype == config.trainer.param_dtype
-        and not config.trainer.section(FSDP2Config).cpu_offload
-    )
 
 
 def _stays_gathered(shape: ModelShape, compute: int, trainable: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
@@ -20,12 +20,19 @@ class FSDP2Config(Section):
     """Keep parameters and optimizer state in host memory."""
 
 
+def is_whole(config: Any, num_ranks: int) -> bool:
+    """Whether a single rank has plain parameters (FSDP2Engine.sharded is False)."""
+    own = config.trainer.section(FSDP2Config)
+    return num_ranks == 1 and config.model.dtype == config.trainer.param_dtype and not own.cpu_offload
+
+
 SPEC = TrainEngineSpec(
     about="PyTorch FSDP2, for any decoder of transformers.",
     make="hpcrl.engines.train.fsdp2.engine:make",
     section=FSDP2Config,
     resume_keys=("activation_checkpointing", "cpu_offload"),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
+    whole=is_whole,
     computes=frozenset({"entropy"}),
     deterministic=True,
     float32_head=True,

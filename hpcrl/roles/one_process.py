@@ -1,0 +1,49 @@
+"""Trainer and generator alone in one process: weights need no transfer, and perhaps not even a second copy."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from hpcrl.engines.gen.base import GenEngine, SharesWeights
+from hpcrl.engines.train.base import LocalWeights, TrainEngine
+from hpcrl.planner.generator import in_one_process, shares_weights
+from hpcrl.roles.base import Rank
+from hpcrl.roles.trainer import TrainerRole
+
+
+class OneProcess:
+    """The generator's way to the trainer of its process.
+
+    If they share weights (shares_weights), an optimizer step changes those of the generator at once. Nothing may be
+    decoded from then on until they are published under their own version.
+    """
+
+    def __init__(self, generator: GenEngine, trainer: TrainEngine, shared: bool):
+        assert isinstance(trainer, LocalWeights) and not trainer.sharded, "the specification says that it is whole"
+        self._generator, self._trainer, self._local = generator, trainer, trainer
+        self._shared, self._loaded_at = shared, -1
+        if shared:
+            assert isinstance(generator, SharesWeights), "the specification says that it shares"
+            own = generator.share_weights()
+            trainer.adopt({name: own[name] for name in trainer.local_weights() if name in own})
+
+    @classmethod
+    def of(cls, rank: Rank, generator: GenEngine) -> OneProcess | None:
+        """None if this rank does not train, other ranks train or generate, or its weights are not plain tensors."""
+        if not in_one_process(rank.config, rank.layout) or "trainer" not in rank.roles:
+            return None
+        trainer = cast(TrainerRole, rank.roles["trainer"]).engine
+        return cls(generator, trainer, shares_weights(rank.config, rank.layout))
+
+    def load(self, version: int) -> None:
+        """Load the trainer's weights into the generator under this version."""
+        self._generator.load_weights(self._local.local_weights().items(), version)
+        self._loaded_at = self._trainer.optimizer_step
+
+    def check(self) -> None:
+        """RuntimeError if decoding now would use weights newer than the generator's version."""
+        if self._shared and self._loaded_at != self._trainer.optimizer_step and self._generator.progress():
+            raise RuntimeError(
+                f"the weights changed at optimizer step {self._trainer.optimizer_step} and were published at "
+                f"{self._loaded_at}: tokens decoded now would have the wrong version"
+            )
