@@ -15,7 +15,7 @@ from hpcrl.config import Config
 from hpcrl.config.cluster import memory_bytes
 from hpcrl.metrics.duration import duration
 from hpcrl.planner.advice import advise
-from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
+from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RESERVE, RankMemory, memory
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
@@ -96,9 +96,9 @@ def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) 
     """Host memory of the fullest node of each component, and whether it exceeds the available memory."""
     needs = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
     for component in Placement.from_config(config, layout).components:
-        need = max(sum(needs.get(rank, 0) for rank in node) for node in component.nodes)
-        if not need:
+        if needs.keys().isdisjoint(rank for node in component.nodes for rank in node):
             continue
+        need = max(sum(needs.get(rank, PROGRAM_BYTES) for rank in node) for node in component.nodes)
         if config.cluster.name == "local" and not config.cluster.components:
             there, where, which = psutil.virtual_memory().total, "here", "this machine has"
         else:

@@ -52,14 +52,16 @@ def merge(parts: Iterable[Mapping[str, Stat]]) -> Stats:
 
 
 def flatten(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min, any other name its mean. Statistics
-    without values are omitted."""
+    """Names and numbers to log: `name/*` becomes name/mean, name/max and name/min, `name^` becomes name, the largest
+    value, and any other name its mean. Statistics without values are omitted."""
     flat: dict[str, float] = {}
     for name, (total, count, low, high) in stats.items():
         if count == 0:
             continue
         if name.endswith("/*"):
             flat |= {name[:-1] + "mean": total / count, name[:-1] + "max": high, name[:-1] + "min": low}
+        elif name.endswith("^"):
+            flat[name[:-1]] = high
         else:
             flat[name] = total / count
     return flat

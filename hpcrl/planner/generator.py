@@ -33,7 +33,8 @@ def generator_parts(
     copies = (TRUNCATED_COPIES if truncates else LOGIT_COPIES) + on_gpu
     logits = slots * shape.vocab_size * copies * FP32
     cache, least = _cache(config, shape)
-    prompt = max(PREFILL_TOKENS, config.data.max_prompt_tokens)
+    longest = config.data.max_prompt_tokens
+    prompt = max(longest, min(PREFILL_TOKENS, slots * longest))
     width = 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
     # A GPU multiplies bfloat16 into float32; elsewhere a copy of the vocabulary matrix is kept for that.
     converted = bool(generator.head_dtype) and num_bytes != FP32 and not on_gpu

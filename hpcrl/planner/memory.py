@@ -32,6 +32,8 @@ CARDS = {
 """Card -> its memory as shown by CUDA, bytes, the smallest first."""
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
+PROGRAM_BYTES = 440 << 20
+"""Resident memory of a rank of this program and its libraries, without a model (torch for CPUs; measured: 410 MiB)."""
 LEARNING: tuple[Phase, ...] = ("train", "update")
 
 
@@ -118,6 +120,7 @@ def _kind(
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
         own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
         parts += own if not shares_weights(config, layout) else [part for part in own if part.name != "weights"]
+    parts.append(Part(roles[0], "program", PROGRAM_BYTES, on_host=True))
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0

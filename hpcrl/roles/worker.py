@@ -26,6 +26,7 @@ from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.roles.base import Answers, Role
 from hpcrl.roles.exchange import Exchange
+from hpcrl.roles.peaks import PHASES, Peaks
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
 
@@ -54,6 +55,7 @@ class Worker:
             Ask: self._ask,
         }
         self._handlers |= Exchange(self).handlers()
+        self._peaks = Peaks()
         self._commands: Listener | None = None
         self._left = False
 
@@ -119,8 +121,11 @@ class Worker:
             self.world.leave()
             self.emit(Done(seq))
             return True
+        self._peaks.enter(command)
         with self._reporting(seq, name):
             answer = self._handlers[type(command)](command, seq)
+        if isinstance(answer, Done) and type(command) in PHASES:
+            answer.stats |= self._peaks.take()
         self.world.trace.enter("idle", seq)
         if answer is not None:
             self.emit(answer)

@@ -177,7 +177,7 @@ class Weights:
             waiting = later
         answers = [answer for commands in started for answer in self._controller.finish(commands).values()]
         lose_unreached(self._controller, answers)
-        return timed("time/step_model_update", start)
+        return merge([answers_stats(answers), timed("time/step_model_update", start)])
 
 
 class RolloutFabric:
@@ -264,5 +264,5 @@ def _logprobs(
     start = time.perf_counter()
     plan = batch.plan(rows, batch.samples, config.trainer.max_tokens_per_micro_batch)
     commands = {rank: messages.Logprobs(batch.id, role, into, plan[rank]) for rank in rows}
-    controller.call(division.spread(commands))
-    return timed(f"time/{into.replace('logprobs', 'log_probs')}", start)
+    answers = controller.call(division.spread(commands))
+    return merge([answers_stats(answers.values()), timed(f"time/{into.replace('logprobs', 'log_probs')}", start)])

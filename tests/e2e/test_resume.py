@@ -29,6 +29,7 @@ from hpcrl.data import PromptSource
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step, step_name, steps_in
 from hpcrl.metrics.log import read_metrics
+from hpcrl.roles.peaks import PHASES
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.rollout.types import Prompt
 from tests.e2e.program import Start
@@ -36,7 +37,7 @@ from tests.e2e.program import Start
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS = 6
-TIMED = ("time/", "system/tps", "system/decode_tps")
+TIMED = ("time/", "system/tps", "system/decode_tps", *(f"system/{phase}/" for phase in {*PHASES.values(), "reference"}))
 
 # Groups are filtered and over-sampled, so that prompts end in several ways; evaluation comes between the steps.
 WORDS = f"""
