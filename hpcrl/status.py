@@ -175,6 +175,8 @@ def state(run: RunFolder, job: slurm.Job | None) -> str:
     if job is not None and job.state == "UNKNOWN" and "ended" not in owner:
         return f"unknown: job {job.id}: {job.reason}"
     says = f"job {job.id} is {job.state.lower()}" if job is not None else "Slurm knows no job of it"
+    if job is not None and job.state == "OUT_OF_MEMORY":
+        says = f"job {job.id} was killed for lack of memory (OUT_OF_MEMORY): raise the memory of its components"
     if not attempt:
         return f"never started: {says}" if (run.folder / SUBMITTED).exists() else "never started"
     if "ended" in owner:

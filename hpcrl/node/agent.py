@@ -25,6 +25,7 @@ from hpcrl.clock import AwakeClock
 from hpcrl.control.bootstrap import ENDPOINT
 from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import VISIBLE
+from hpcrl.node.memory import OutOfMemoryKills
 from hpcrl.rundir import AGENT, OUTCOME, VERDICT
 from hpcrl.signals import held_back
 
@@ -82,6 +83,7 @@ class Agent:
         self._clock = AwakeClock(min(silent_s, start_s))  # polled by _watch
         self._pages = {rank: new_page() for rank in ranks}
         self._beats: dict[int, tuple[float, float]] = {}  # rank -> its last heartbeat, and when it was first seen
+        self._kills = OutOfMemoryKills.now()
         self._got_on = (0.0, 0.0)  # the same for the controller's current operation
 
     def run(self) -> Verdict:
@@ -219,6 +221,9 @@ class Agent:
 
     def _cause(self, rank: int, code: int, silent: str | None) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code == -signal.SIGKILL and not silent and (why := OutOfMemoryKills.now().explain(self._kills)):
+            how += why
+            self._kills = OutOfMemoryKills(self._kills.in_cgroup + 1, self._kills.on_machine + 1)  # this one
         activity = read_trace(self._pages[rank])
         doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
         where = f"process {self._processes[rank].pid} on {socket.gethostname()}"

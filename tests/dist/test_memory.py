@@ -1,0 +1,94 @@
+"""Limits of memory and kills for lack of it, in the kernel's words: on trees like /proc and /sys, and in a real cgroup."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.node.memory import OutOfMemoryKills, memory_limit
+from tests.dist.test_agent import AGENT, HEAD
+
+MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\n"
+V1, V2 = "9:pids:/\n4:memory:/slurm/job_7\n0::/\n", "0::/slurm/job_7/step_0\n"
+UNLIMITED = "9223372036854771712\n"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "limit", "where"),
+    [
+        ({}, 2_048_000, "the machine's memory"),
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "max\n"}, 2_048_000, "machine"),
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/slurm/job_7/step_0/memory.max": "5000\n"}, 5000, "step_0/memory.max"),
+        ({"proc/self/cgroup": V2, "sys/fs/cgroup/slurm/job_7/memory.max": "6000\n"}, 6000, "job_7/memory.max"),
+        ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/memory.limit_in_bytes": UNLIMITED}, 2_048_000, "machine"),
+        ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": "7000"}, 7000, "job_7/mem"),
+    ],
+)
+def test_the_smallest_limit_counts(files: dict[str, str], limit: int, where: str, tmp_path: Path) -> None:
+    found, source = memory_limit(tree(tmp_path, {"proc/meminfo": MEMINFO} | files))
+    assert found == limit and where in source
+
+
+def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path) == (0, "")
+    assert OutOfMemoryKills.now(tmp_path) == OutOfMemoryKills()
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [(V2, "sys/fs/cgroup/slurm/job_7/step_0/memory.events"), (V1, "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control")],
+)
+def test_kills_are_counted(groups: str, file: str, tmp_path: Path) -> None:
+    def now(in_cgroup: int, on_machine: int) -> OutOfMemoryKills:
+        files = {file: f"oom 9\noom_kill {in_cgroup}\n", "proc/vmstat": f"nr_free 3\noom_kill {on_machine}\n"}
+        return OutOfMemoryKills.now(tree(tmp_path, {"proc/self/cgroup": groups} | files))
+
+    before = now(1, 4)
+    assert before == OutOfMemoryKills(1, 4) and before.explain(before) == ""
+    assert "limit of its cgroup was reached" in now(2, 5).explain(before)
+    assert "on this machine" in now(1, 5).explain(before)
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A cgroup with a limit of 200 MB. Needs the right to create one."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own, limit = Path("/sys/fs/cgroup") / next((p.lstrip("/") for _, c, p in lines if not c), ""), "memory.max"
+    if v1 := [path for _, controllers, path in lines if controllers == "memory"]:
+        own, limit = Path("/sys/fs/cgroup/memory") / v1[0].lstrip("/"), "memory.limit_in_bytes"
+    group = own / f"hpcrl_test_{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text("200000000")
+    except OSError as error:
+        pytest.skip(f"no cgroup with a limit can be made: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be_that(cgroup: Path, tmp_path: Path) -> None:
+    greedy = HEAD + "up(); time.sleep(.2); x = bytearray(600 << 20)"
+    other = HEAD + "up(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"  # afterwards, and not for memory
+    programs = [HEAD + "up(); time.sleep(2)", greedy, other]
+    enter = f"echo $$ > {cgroup}/cgroup.procs; exec {sys.executable} -c \"$0\" \"$@\""
+    done = subprocess.run(
+        ["sh", "-c", enter, AGENT, str(tmp_path), json.dumps(programs), "{}"], capture_output=True, text=True, check=False
+    )
+    lost = json.loads(done.stdout.splitlines()[-1])["lost"]
+    assert lost["1"].endswith(
+        "was killed by SIGKILL (by the kernel, for lack of memory: the limit of its cgroup was reached)"
+    )
+    assert lost["2"].endswith("was killed by SIGKILL")
