@@ -265,6 +265,11 @@ def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> N
     )
     other = write_model(tmp_path / "other", config=CONFIG | {"model_type": "mamba"})
     assert "native generator supports" in refused(f"model.path={other}", *SHORT, at=tmp_path)[0]
+    dynamic = write_model(tmp_path / "dynamic", config=CONFIG | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert (
+        "the native generator lacks rope type 'dynamic'; generator.engine=vllm or"
+        in refused(f"model.path={dynamic}", *SHORT, at=tmp_path)[0]
+    )
     assert "no folder nowhere" in refused("model.path=nowhere", at=tmp_path)[0]
 
 

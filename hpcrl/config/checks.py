@@ -399,16 +399,23 @@ def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
         yield Problem(("data", "max_prompt_tokens"), text, involved)
 
 
-def check_family(config: Config, model_type: str, path: Path) -> Iterator[Problem]:
-    """Whether the generation engine, if the run needs one, supports this model family; `path`: the key of the model."""
-    families = GEN_ENGINES[config.generator.engine].families or (model_type,)
-    if (config.generates or config.evaluates) and model_type not in families:
-        able = [name for name, spec in GEN_ENGINES.items() if spec.offered and not spec.families]
-        text = (
-            f"{dotted(path)}: the {config.generator.engine} generator supports {', '.join(families)}, not "
-            f"{model_type}; generator.engine={' or '.join(able)} runs what that library supports"
-        )
-        yield Problem(path, text, (("generator", "engine"), ("model",)))
+def check_family(
+    config: Config, model_type: str, path: Path, model: Mapping[str, Any] | None = None
+) -> Iterator[Problem]:
+    """Whether the generation engine, if the run needs one, supports this model family and all features of `model`, a
+    config.json; `path`: the key of the model."""
+    if not (config.generates or config.evaluates):
+        return
+    name, spec = config.generator.engine, GEN_ENGINES[config.generator.engine]
+    if spec.families is not None and model_type not in spec.families:
+        wrong = f"supports {', '.join(spec.families)}, not {model_type}"
+    elif features := list(spec.unsupported(model, config.max_sequence_tokens)) if model is not None else []:
+        wrong = f"lacks {' and '.join(features)}"
+    else:
+        return
+    able = " or ".join(other for other, spec in GEN_ENGINES.items() if spec.offered and not spec.families)
+    text = f"{dotted(path)}: the {name} generator {wrong}; generator.engine={able} runs what that library supports"
+    yield Problem(path, text, (("generator", "engine"), ("model",)))
 
 
 def _abilities(config: Config) -> Iterator[Problem]:

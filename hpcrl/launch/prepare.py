@@ -108,7 +108,7 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     model = inspect_model(Path(config.model.path), to_plan=config.dry_run)
     reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
     if model.model_type:
-        reading.add(list(check_family(config, model.model_type, ("model", "path"))))
+        reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model

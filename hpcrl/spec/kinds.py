@@ -149,6 +149,9 @@ class GenEngineSpec(Spec):
 
     families: tuple[str, ...] | None = None
     """Model families it runs, as config.json's model_type; None: all."""
+    unsupported: Callable[[Mapping[str, Any], int], Iterable[str]] = lambda model, longest: ()
+    """`unsupported(config.json, tokens of the longest sequence)`: the features of a model of its families that it
+    lacks."""
     tensor_parallel: bool = False
     """Whether a replica may have several ranks."""
     plan: str = ""

@@ -35,6 +35,7 @@ from transformers import (
 from hpcrl.engines.gen.base import Output, Request, SamplingParams
 from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.families import unsupported
 from hpcrl.engines.gen.native.transformer import Transformer
 from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.tiny import make_tokenizer
@@ -460,7 +461,7 @@ def test_weights_that_are_not_finite_are_named(qwen2: tuple[Any, Path]) -> None:
         ),
         (CONFIGS["llama"], {"rope_parameters": LINEAR | {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         (CONFIGS["llama"], {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor 0.5"),
-        (CONFIGS["gemma2"], {"hidden_activation": "gelu"}, "hidden_act 'gelu'"),
+        (CONFIGS["gemma2"], {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         (CONFIGS["gemma3_text"], {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (CONFIGS["llama"], {"mlp_bias": True}, "mlp_bias"),
         (CONFIGS["qwen2"], {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -471,6 +472,28 @@ def test_what_is_not_implemented_is_refused(config: Any, changes: dict[str, Any]
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | changes))
     with pytest.raises(ValueError, match=words):
         engine_of(tmp_path, load=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope type 'dynamic'"]),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}, "hidden_act": "silu"}, []),
+        ({"model_type": "qwen2", "rope_scaling": None, "sliding_window": 4096}, []),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, []),
+        ({"model_type": "llama", "partial_rotary_factor": 0.75}, ["partial_rotary_factor 0.75"]),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "su", "long_factor": [2.0]},
+             "original_max_position_embeddings": 999},
+            ["rope type 'longrope' in sequences of 1000 tokens, beyond the original 999,"],
+        ),
+        ({"model_type": "gemma2", "hidden_act": "gelu", "hidden_activation": None}, []),
+        ({"model_type": "mistral", "quantization_config": {"bits": 4}}, ["quantization_config"]),
+    ],
+)  # fmt: skip
+def test_features_are_read_from_a_published_config(config: dict[str, Any], words: list[str]) -> None:
+    """Without the defaults of transformers, and with the keys of older versions."""
+    assert list(unsupported(config, 1000)) == words
 
 
 def test_bad_folders_and_sizes_are_refused(qwen2: tuple[Any, Path], tmp_path: Path) -> None:

@@ -10,39 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Family:
-    """What the code of a model family does whatever its config.json says."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    mixture: bool = False
-    gemma: bool = False
-    """Norms multiply by weight + 1, in float32, also after attention and after the MLP; embeddings are scaled; the MLP
-    is gated by gelu."""
-    fused: bool = False
-    """One matrix for q, k and v, and one for gate and up."""
-    partly_rotated: bool = False
-    """It reads partial_rotary_factor."""
-    by_layer: bool = False
-    """layer_types of config.json names the layers with a sliding window; otherwise all have it."""
-
-
-FAMILIES = {
-    "qwen2": Family(qkv_bias=True, by_layer=True),
-    "qwen3": Family(qk_norm=True, by_layer=True),
-    "qwen3_moe": Family(qk_norm=True, mixture=True),
-    "llama": Family(),
-    "mistral": Family(),
-    "phi3": Family(fused=True, partly_rotated=True),
-    "gemma2": Family(gemma=True, by_layer=True),
-    "gemma3_text": Family(gemma=True, qk_norm=True, by_layer=True),
-}
-"""config.json's model_type -> family."""
-FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
-"""Kinds of rotary embedding (rope_type), besides the default, that rotate a position by the same angle in sequences of
-any length, longrope up to the model's original length."""
+from hpcrl.engines.gen.native.families import FAMILIES, Family, unsupported
 
 
 @dataclass(frozen=True)
@@ -122,9 +90,9 @@ def read_architecture(path: Path) -> Architecture:
     from transformers import AutoConfig  # takes a second; fills in the defaults of every family
 
     config, family = AutoConfig.from_pretrained(path), FAMILIES[model_type]
-    for problem in _unsupported(config, family):
+    for feature in unsupported(config.to_dict()):
         raise ValueError(
-            f"{path}/config.json: {problem} is not implemented by the native generator; use another engine"
+            f"{path}/config.json: {feature} is not implemented by the native generator; use another engine"
         )
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -160,26 +128,6 @@ def read_architecture(path: Path) -> Architecture:
         max_positions=_max_positions(config),
         eos_ids=_eos_ids(path, config),
     )
-
-
-def _unsupported(config: Any, family: Family) -> list[str]:
-    """The features of a config that a plain forward pass would silently compute wrongly."""
-    ropes = list(_rope_sections(config).values())
-    act = config.hidden_activation if family.gemma else config.hidden_act
-    partial = min(rope.get("partial_rotary_factor", 1.0) for rope in ropes)
-    kinds = set(_layer_types(config, family)) - {"full_attention", "sliding_attention"}
-    checks = {
-        f"rope type {rope.get('rope_type')!r}": rope.get("rope_type", "default") not in ("default", *FIXED_ROPE)
-        for rope in ropes
-    } | {
-        f"partial_rotary_factor {partial}": partial != 1.0 and not family.partly_rotated,
-        f"a layer of type {min(kinds, default='')!r}": bool(kinds),
-        f"hidden_act {act!r}": act != ("gelu_pytorch_tanh" if family.gemma else "silu"),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        "use_bidirectional_attention": getattr(config, "use_bidirectional_attention", None),
-        "quantization_config": getattr(config, "quantization_config", None) is not None,
-    }
-    return [name for name, present in checks.items() if present]
 
 
 def _expert_layers(config: Any) -> frozenset[int]:

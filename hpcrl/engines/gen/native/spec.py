@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hpcrl.engines.gen.native.families import FAMILIES, unsupported
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
@@ -37,7 +38,8 @@ SPEC = GenEngineSpec(
     resume_keys=("kv_bucket",),
     check=_check,
     plan="hpcrl.engines.gen.native.memory:cache",
-    families=("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text"),
+    families=tuple(FAMILIES),
+    unsupported=unsupported,
     recompute=True,
     shares_weights=True,
     deterministic=True,

@@ -1,0 +1,74 @@
+"""The model families of the native generator, and what it lacks of their features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the code of a model family does whatever its config.json says."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    mixture: bool = False
+    gemma: bool = False
+    """Norms multiply by weight + 1, in float32, also after attention and after the MLP; embeddings are scaled; the MLP
+    is gated by gelu."""
+    fused: bool = False
+    """One matrix for q, k and v, and one for gate and up."""
+    partly_rotated: bool = False
+    """It reads partial_rotary_factor."""
+    by_layer: bool = False
+    """layer_types of config.json names the layers with a sliding window; otherwise all have it."""
+
+
+FAMILIES = {
+    "qwen2": Family(qkv_bias=True, by_layer=True),
+    "qwen3": Family(qk_norm=True, by_layer=True),
+    "qwen3_moe": Family(qk_norm=True, mixture=True),
+    "llama": Family(),
+    "mistral": Family(),
+    "phi3": Family(fused=True, partly_rotated=True),
+    "gemma2": Family(gemma=True, by_layer=True),
+    "gemma3_text": Family(gemma=True, qk_norm=True, by_layer=True),
+}
+"""config.json's model_type -> family."""
+FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
+"""Kinds of rotary embedding (rope_type), besides the default, that rotate a position by the same angle in sequences of
+any length, longrope up to the model's original length."""
+
+
+def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
+    """The features in a config.json of one of FAMILIES that the engine would compute wrongly. longest: tokens of the
+    longest sequence, as far as it is known."""
+    family = FAMILIES[model["model_type"]]
+    ropes = _ropes(model)
+    for rope in ropes:
+        kind = "longrope" if rope.get("long_factor") else rope.get("rope_type", rope.get("type", "default"))
+        limit = rope.get("original_max_position_embeddings") or model.get("original_max_position_embeddings") or longest
+        if kind not in ("default", *FIXED_ROPE):
+            yield f"rope type {kind!r}"
+        if kind == "longrope" and longest > limit:
+            yield f"rope type {kind!r} in sequences of {longest} tokens, beyond the original {limit},"
+    partial = [rope.get("partial_rotary_factor") for rope in (*ropes, model)]
+    if not family.partly_rotated and any(factor not in (None, 1.0) for factor in partial):
+        yield f"partial_rotary_factor {min(factor for factor in partial if factor is not None)}"
+    for kind in sorted(set(model.get("layer_types") or ()) - {"full_attention", "sliding_attention"}):
+        yield f"a layer of type {kind!r}"
+    key, act = ("hidden_activation", "gelu_pytorch_tanh") if family.gemma else ("hidden_act", "silu")
+    if (model.get(key) or act) != act:
+        yield f"{key} {model[key]!r}"
+    for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
+        if model.get(name):
+            yield name
+
+
+def _ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parameters of each kind of rotary embedding, under the key of either version of transformers."""
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return []
+    return [section for section in rope.values() if isinstance(section, Mapping)] or [rope]
