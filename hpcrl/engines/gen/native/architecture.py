@@ -53,7 +53,8 @@ class Architecture:
     attention_scale: float
     attention_softcap: float | None  # scores are cap * tanh(scores / cap) (arXiv 2408.00118)
     logit_softcap: float | None
-    ropes: tuple[Rope, ...]  # of each layer
+    ropes: tuple[Rope, ...]
+    rope_of_layer: tuple[int, ...]
     windows: tuple[int | None, ...]  # of each layer: the tokens up to its own that a token attends to; None: all
     max_positions: int
     eos_ids: tuple[int, ...]
@@ -72,10 +73,8 @@ class Architecture:
         return 2 * len(self.ropes[0].frequencies)
 
     def rotations(self, num_positions: int, device: torch.device) -> list[Tensor]:
-        """complex64 [num_positions, head_dim / 2] of each layer: the factor of each position for pairs of
-        dimensions."""
-        made = {rope: rope.rotations(num_positions, self.head_dim // 2, device) for rope in set(self.ropes)}
-        return [made[rope] for rope in self.ropes]
+        """complex64 [num_positions, head_dim / 2] of each rope: the factor of each position for pairs of dimensions."""
+        return [rope.rotations(num_positions, self.head_dim // 2, device) for rope in self.ropes]
 
 
 def read_architecture(path: Path) -> Architecture:
@@ -97,6 +96,8 @@ def read_architecture(path: Path) -> Architecture:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     bias = getattr(config, "attention_bias", False)
+    kinds = _layer_types(config, family)
+    ropes = tuple(dict.fromkeys(_rope(config, kind, head_dim) for kind in kinds))
     scalar = config.query_pre_attn_scalar if family.gemma else head_dim
     return Architecture(
         family=family,
@@ -121,10 +122,9 @@ def read_architecture(path: Path) -> Architecture:
         # Gemma 3 has the key and ignores it.
         attention_softcap=config.attn_logit_softcapping if model_type == "gemma2" else None,
         logit_softcap=config.final_logit_softcapping if family.gemma else None,
-        ropes=tuple(_rope(config, kind, head_dim) for kind in _layer_types(config, family)),
-        windows=tuple(
-            config.sliding_window if kind == "sliding_attention" else None for kind in _layer_types(config, family)
-        ),
+        ropes=ropes,
+        rope_of_layer=tuple(ropes.index(_rope(config, kind, head_dim)) for kind in kinds),
+        windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=_max_positions(config),
         eos_ids=_eos_ids(path, config),
     )

@@ -33,10 +33,10 @@ class Transformer:
         """
         a = self._arch
         count, length = ids.shape
-        rotations = {id(r): r[:length].repeat(count, 1)[:, None] for r in self._rotations}
+        rotations = [r[:length].repeat(count, 1)[:, None] for r in self._rotations]
         x = self._embedded(ids.flatten())
         for i, layer in enumerate(self._weights.layers):
-            heads = self._qkv(layer, x, rotations[id(self._rotations[i])]).view(count, length, -1, a.head_dim)
+            heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]]).view(count, length, -1, a.head_dim)
             q, k, v = heads.transpose(1, 2).split((a.num_heads, a.num_kv_heads, a.num_kv_heads), dim=1)
             cache.write(i, slots, torch.stack((k[source], v[source])))
             if i + 1 < a.num_layers:  # padding on the right: no prompt sees its padding
@@ -52,11 +52,11 @@ class Transformer:
         """
         a, rows = self._arch, len(ids)
         group = a.num_heads // a.num_kv_heads
-        rotations = {id(r): r[positions][:, None] for r in self._rotations}
+        rotations = [r[positions][:, None] for r in self._rotations]
         x = self._embedded(ids)
         masks = {window: self._mask(positions, length, window, x.dtype) for window in set(self._windows)}
         for i, layer in enumerate(self._weights.layers):
-            heads = self._qkv(layer, x, rotations[id(self._rotations[i])])
+            heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
             cache.append(i, positions, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
             k, v = cache.live(i, rows, length)
             # The q heads that share a kv head are rows of one matrix, so keys and values are never repeated.
