@@ -16,6 +16,7 @@ from hpcrl.launch.machine import check_machine
 from hpcrl.launch.model_folder import ModelFolder, inspect_model
 from hpcrl.launch.plan import plan_shape
 from hpcrl.launch.render import check_prologue, check_words
+from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.shapes import CannotPlanError
@@ -117,7 +118,11 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:
     """Problems of the model's sizes with the layout; none if the family is not known, which the plan reports."""
     with contextlib.suppress(CannotPlanError):
-        reading.add(check_sizes(config, RoleLayout.from_config(config), plan_shape(config, model)))
+        layout, shape = RoleLayout.from_config(config), plan_shape(config, model)
+        problems = check_sizes(config, layout, shape)
+        reading.add(problems)
+        if not problems and not config.dry_run and config.pipeline_spec.learns:
+            reading.add(list(check_host_memory(config, layout, shape)))
 
 
 def _check_run(reading: Reading, config: Config) -> RunState | None:

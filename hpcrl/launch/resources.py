@@ -7,15 +7,15 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.cluster.placement import Placement
-from hpcrl.config import Config
+from hpcrl.cluster.placement import Component, Placement
+from hpcrl.config import Config, Problem
 from hpcrl.config.cluster import memory_bytes
 from hpcrl.metrics.duration import duration
+from hpcrl.node.memory import memory_limit
 from hpcrl.planner.advice import advise
-from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RESERVE, RankMemory, memory
+from hpcrl.planner.host import excess, host_bytes
+from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
@@ -94,20 +94,47 @@ def _cards_to_advise_on(config: Config, kinds: Sequence[RankMemory]) -> list[str
 
 def _host_rows(config: Config, layout: RoleLayout, kinds: Sequence[RankMemory]) -> Iterator[PlanRow]:
     """Host memory of the fullest node of each component, and whether it exceeds the available memory."""
-    needs = {rank: kind.peak(on_host=True)[1] for kind in kinds for rank in kind.ranks}
     for component in Placement.from_config(config, layout).components:
-        if needs.keys().isdisjoint(rank for node in component.nodes for rank in node):
+        need = max(host_bytes(kinds, node) for node in component.nodes)
+        if not need:
             continue
-        need = max(sum(needs.get(rank, PROGRAM_BYTES) for rank in node) for node in component.nodes)
-        if config.cluster.name == "local" and not config.cluster.components:
-            there, where, which = psutil.virtual_memory().total, "here", "this machine has"
-        else:
-            there = memory_bytes(component.config.memory or "0")
-            where, which = f"of a node of {component.name}", "its memory key requests"
+        there, whose = host_memory(config, component)
+        here = config.cluster.name == "local" and not config.cluster.components
+        where, which = ("here", "this machine has") if here else (f"of a node of {component.name}", f"{whose} requests")
+        if here and "cgroup" in whose:
+            which = f"{whose} is"
         text = f"all ranks {where} together: {size(need)} of host memory at most"
         if there:
             text += f"; {which} {size(there)}" + ("" if need <= there else ", which is not enough")
         yield "", text
+
+
+def host_memory(config: Config, component: Component) -> tuple[int, str]:
+    """Bytes of host memory of a node, and whose limit that is: this machine's, or what the component requests; 0 if
+    neither is known."""
+    if config.cluster.name == "local" and not config.cluster.components:
+        return memory_limit()
+    return memory_bytes(component.config.memory or "0"), "its memory key"
+
+
+def check_host_memory(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[Problem]:
+    """Refuses a run whose ranks need more host memory than this machine, or their component's `memory` key, has."""
+    if config.cluster.oversubscribe or config.debug == "fake":
+        return
+    kinds = memory(config, layout, shape)
+    for component in Placement.from_config(config, layout).components:
+        there, whose = host_memory(config, component)
+        node = max(component.nodes, key=lambda node: excess(kinds, node, there))
+        if not (over := excess(kinds, node, there)):
+            continue
+        key = ("cluster", "components", component.name, "memory") if "key" in whose else ("cluster",)
+        text = (
+            f"the plan needs {size(there + over)} of host memory for rank(s) {_span(tuple(node))}, {whose} is "
+            f"{size(there)}: see dry_run=true for its parts; use a smaller trainer.max_tokens_per_micro_batch, "
+            "model.dtype=bfloat16 (with trainer.param_dtype and generator.dtype), more nodes or more memory, or set "
+            "cluster.oversubscribe=true"
+        )
+        yield Problem(key, f"{'.'.join(key)}: {text}", (("layout",), ("model",)))
 
 
 def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:

@@ -41,6 +41,8 @@ from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_net
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import backed_off_s, find_room, write_durably
 from hpcrl.node.devices import visible_gpus
+from hpcrl.node.memory import memory_limit
+from hpcrl.planner.host import host_bytes, planned_kinds
 from hpcrl.rundir import CONFIG, stored_config
 from hpcrl.spec.tables import ROLES
 
@@ -97,6 +99,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     no_network: str = ""
     unreached: str = ""
     no_room: str = ""
+    memory_bytes: int = 0
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
@@ -119,6 +122,7 @@ class Needs:
     interface: str | None = None
     all_or_none: int = 0
     all_or_none_roles: tuple[RoleName, ...] = ()
+    memory_bytes: int = 0
 
 
 NOTHING = Needs((), 0, False, 0, 0)
@@ -211,6 +215,7 @@ def needs_of(config: Config) -> list[Needs]:
     layout = RoleLayout.from_config(config)
     cuda = config.cluster.device == "cuda"
     auto, with_model = config.cluster.device == "auto", layout.ranks_with_model
+    kinds = planned_kinds(config, layout)
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
         Needs(
@@ -224,6 +229,7 @@ def needs_of(config: Config) -> list[Needs]:
             tuple(
                 name for name, role in ROLES.items() if auto and role.holds_model and {*layout.ranks[name]} & {*ranks}
             ),
+            0 if config.cluster.oversubscribe else host_bytes(kinds, [rank for rank in ranks if rank in with_model]),
         )
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
@@ -270,6 +276,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         no_network=no_network,
         unreached=said.unreached,
         no_room=no_room,
+        memory_bytes=memory_limit()[0],
     )
 
 
@@ -354,6 +361,9 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         found.append(
             f"lets the step use {report.cpus} CPU(s) of the {cpus} that the job asks for: srun --cpu-bind=none"
         )
+    if 0 < report.memory_bytes < need.memory_bytes:
+        text = f"gives the job {_mib(report.memory_bytes)} of memory, the plan of its ranks needs "
+        found.append(f"{text}{_mib(need.memory_bytes)}: raise the memory key of its component")
     if report.open_files < need.open_files:
         text = f"allows {report.open_files} open files, the run needs {need.open_files}"
         found.append(f"{text}: raise the hard limit there (ulimit -Hn)")

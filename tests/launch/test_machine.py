@@ -14,7 +14,12 @@ from hpcrl.config import load
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row
+from hpcrl.launch.resources import check_host_memory, size
 from hpcrl.node.devices import VISIBLE
+from hpcrl.node.memory import memory_limit
+from hpcrl.node.preflight import examine, judge, needs_of
+from hpcrl.planner.memory import PROGRAM_BYTES
+from hpcrl.planner.shapes import read_shape, tiny_config
 
 ROOM = MOST_PER_CPU * len(os.sched_getaffinity(0))
 
@@ -83,3 +88,48 @@ def test_the_plan_says_where_models_will_be(
     monkeypatch.setenv(VISIBLE, gpus)
     config = load(words)
     assert device_row(config, RoleLayout.from_config(config)).startswith(row)
+
+
+LARGE = ["+experiment=demo", "model.tiny.hidden_size=16384", "model.tiny.num_layers=80", "model.tiny.num_heads=128"]
+
+
+def test_a_plan_beyond_this_machines_memory_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(LARGE) == ExitCode.BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    there = re.escape(size(memory_limit()[0]))
+    assert re.match(
+        rf"cluster: the plan needs .+iB of host memory for rank\(s\) 0-2, .+ is {there}: see dry_run=", line
+    )
+    assert not list(tmp_path.iterdir())
+    assert main([*LARGE, "dry_run=true"]) == ExitCode.DONE, "a plan may be for another machine"
+    assert "which is not enough" in capsys.readouterr().out
+
+
+def test_a_plan_beyond_the_memory_key_is_refused() -> None:
+    def problems(*words: str) -> list[str]:
+        config = load(["+cluster=slurm", *words])
+        shape = read_shape(tiny_config(config.model.tiny))
+        return [problem.text for problem in check_host_memory(config, RoleLayout.from_config(config), shape)]
+
+    component = "cluster.components={cpu: {roles: [controller, trainer], memory: %s}}"
+    assert problems(component % "4G") == []
+    (line,) = problems(component % "500M")
+    assert line.startswith("cluster.components.cpu.memory: the plan needs ") and "its memory key is 500 MiB" in line
+    assert problems(component % "500M", "cluster.oversubscribe=true") == []
+    assert problems("cluster.components={cpu: {roles: [controller, trainer]}}") == []
+
+
+def test_a_node_with_too_little_memory_is_named(tmp_path: Path) -> None:
+    config = load(["+experiment=demo", "cluster.device=cpu"])
+    (need,) = needs_of(config)
+    assert need.memory_bytes == pytest.approx(2 * PROGRAM_BYTES, rel=0.5)
+    report = examine(0, need, tmp_path)
+    report.name, report.memory_bytes = "n1", need.memory_bytes
+    assert judge([report], [need]) == ""
+    report.memory_bytes -= 1 << 20
+    assert "n1 gives the job " in judge([report], [need]) and "raise the memory key" in judge([report], [need])
+    report.memory_bytes = 0  # unknown
+    assert judge([report], [need]) == ""

@@ -169,9 +169,9 @@ def test_parameters_of_the_executor_may_be_mappings(site: Path) -> None:
 
     executor = HpcrlExecutor(site)
     options = {"exclusive": True, "mail-user": "me@site.org", "comment": "it's"}
-    components = {"a": {"roles": ["controller", "trainer"], "memory": "1G"}}
+    components = {"a": {"roles": ["controller", "trainer"], "memory": "2G"}}
     executor.update_parameters(sbatch_options=options, components=components, partition="low,high", time="60")
     job = executor.submit(run, *WORDS[1:3], "run_name=it")
     script = (job.run_dir / "slurm" / "job.sbatch").read_text()
-    for option in ("--exclusive", "--mail-user=me@site.org", "--mem=1G", "--partition=low,high", "--time=60"):
+    for option in ("--exclusive", "--mail-user=me@site.org", "--mem=2G", "--partition=low,high", "--time=60"):
         assert f"#SBATCH {option}\n" in script, script
