@@ -7,11 +7,13 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, DataSource
+from hpcrl.config.checks import chosen
 from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer_rows
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.rundir import RunState
+from hpcrl.spec.extras import version_of
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that are usually local to each machine."""
@@ -51,6 +53,7 @@ def _inputs(
 ) -> Iterator[tuple[str, str]]:
     yield "model", _model(config, model, shape)
     yield from (("", f"note: {note}") for note in (model.notes if model is not None else ()))
+    yield from _engines(config)
     if not config.generates and config.reinforces:
         yield "data", f"train rollouts of {config.rollouts}"
     else:
@@ -97,6 +100,17 @@ def _work(config: Config) -> str:
     save = f"checkpoint every {config.save_every}" if config.save_every else "checkpoint at the end"
     evaluate = f"evaluation every {config.eval_every}" if config.evaluates else "no evaluation"
     return f"{what}, {config.max_steps} steps, {evaluate}, {save}{', deterministic' if config.deterministic else ''}"
+
+
+def _engines(config: Config) -> Iterator[tuple[str, str]]:
+    """The packages that the engines and other parts need, as installed here, which may be a login node."""
+    specs = [spec for _, _, spec in chosen(config)]
+    versions = {module: version_of(module) for spec in specs for module in spec.needs}
+    if versions:
+        yield "engines", ", ".join(f"{module} {found or '(not installed here)'}" for module, found in versions.items())
+    for module, tested in ((module, tested) for spec in specs for module, tested in spec.tested.items()):
+        if versions.get(module) and not versions[module].startswith(tested):
+            yield "", f"note: {module} {versions[module]} is installed, and hpcrl is tested with {tested}*"
 
 
 def _debug(config: Config) -> str:

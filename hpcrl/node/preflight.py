@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import resource
@@ -24,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -36,6 +35,7 @@ from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.cluster.placement import Placement, cpus_of_node
 from hpcrl.config import Config, RoleName
+from hpcrl.config.checks import chosen
 from hpcrl.control.bootstrap import find_place
 from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
@@ -44,6 +44,7 @@ from hpcrl.node.devices import visible_gpus
 from hpcrl.node.memory import memory_limit
 from hpcrl.planner.host import host_bytes, planned_kinds
 from hpcrl.rundir import CONFIG, stored_config
+from hpcrl.spec.extras import install, version_of
 from hpcrl.spec.tables import ROLES
 
 CACHED_S = 10.0
@@ -112,7 +113,8 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 @dataclass(frozen=True)
 class Needs:
     """Requirements of a run on a node. `gpu_files`: its GPUs must exist, not only be listed; `all_or_none`: this many
-    GPUs, or none; `all_or_none_roles`: roles whose other nodes must make the same choice."""
+    GPUs, or none; `all_or_none_roles`: roles whose other nodes must make the same choice; `modules`: those of the
+    engines, with the extras that install them."""
 
     ranks: tuple[int, ...]
     gpus: int
@@ -123,6 +125,12 @@ class Needs:
     all_or_none: int = 0
     all_or_none_roles: tuple[RoleName, ...] = ()
     memory_bytes: int = 0
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What must have the same version on all nodes that need it."""
+        return ("python", *PACKAGES, *self.modules)
 
 
 NOTHING = Needs((), 0, False, 0, 0)
@@ -216,6 +224,7 @@ def needs_of(config: Config) -> list[Needs]:
     cuda = config.cluster.device == "cuda"
     auto, with_model = config.cluster.device == "auto", layout.ranks_with_model
     kinds = planned_kinds(config, layout)
+    modules = {module: extra for _, _, spec in chosen(config) for module, extra in spec.needs.items()}
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
         Needs(
@@ -230,6 +239,7 @@ def needs_of(config: Config) -> list[Needs]:
                 name for name, role in ROLES.items() if auto and role.holds_model and {*layout.ranks[name]} & {*ranks}
             ),
             0 if config.cluster.oversubscribe else host_bytes(kinds, [rank for rank in ranks if rank in with_model]),
+            modules if with_model & {*ranks} else {},
         )
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
@@ -262,7 +272,8 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         node=node,
         name=node_name(),
         ranks=list(needs.ranks),
-        versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        versions={"python": platform.python_version()}
+        | {name: version_of(name) for name in (*PACKAGES, *needs.modules)},
         gpus=gpus,
         open_files=hard if hard != resource.RLIM_INFINITY else sys.maxsize,
         run_free_bytes=run_free,
@@ -283,7 +294,11 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
 def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
     """Problems of the nodes, in one line that names them; empty if there are none. needs[i] is for reports[i]."""
     found: dict[str, list[str]] = {}
-    usual = {name: _most([report.versions.get(name, "") for report in reports]) for name in ("python", *PACKAGES)}
+    versions: dict[str, list[str]] = {}
+    for report, need in zip(reports, needs, strict=True):
+        for name in need.names:
+            versions.setdefault(name, []).append(report.versions.get(name, ""))
+    usual = {name: _most(values) for name, values in versions.items()}
     hosts = {report.host for report in reports}
     for report, need in zip(reports, needs, strict=True):
         stale = [STALE] if report.config != reports[0].config else []
@@ -350,7 +365,12 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         f"has {name} {report.versions.get(name) or '(none)'}, where the others have {version or 'none'}: use one "
         "environment on all nodes"
         for name, version in usual.items()
-        if report.versions.get(name, "") != version
+        if name in need.names and report.versions.get(name, "") != version
+    ]
+    found += [
+        f"has no {module}, which the run needs; install it there: {install([extra])}"
+        for module, extra in need.modules.items()
+        if not report.versions.get(module)
     ]
     if report.gpus < need.gpus:
         found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run asks for: cluster.exclude it")
@@ -475,13 +495,6 @@ def _nodes(names: Sequence[str]) -> str:
 
 def _mib(size: int) -> str:
     return f"{size >> 20:,} MiB"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 
 from hpcrl.rundir.records import now
+from hpcrl.spec.extras import version_of
 
 PACKAGES = ("hpcrl", "torch", "transformers", "tokenizers", "safetensors", "numpy", "h5py", "msgspec", "pydantic")
 
@@ -27,16 +27,9 @@ def machine_facts() -> dict[str, Any]:
         "num_cpus": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := version_of(name))},
         "git_commit": _git_commit(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _cpu_name() -> str:

@@ -1,10 +1,12 @@
-"""Optional packages, and the command that installs them."""
+"""Optional packages: their versions, and the command that installs them."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 EXTRAS = {
     "megatron": ("megatron-core==0.16.1",),
@@ -18,3 +20,11 @@ def install(names: Iterable[str]) -> str:
     """The command that installs extras of hpcrl, or packages, for the interpreter that runs now."""
     packages = [package for name in names for package in EXTRAS.get(name, (name,))]
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.join(packages)}"
+
+
+def version_of(name: str) -> str:
+    """The version of an installed package, or of the one that provides the module of this name; empty without one."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(name)
+    owners = packages_distributions().get(name, [])
+    return version(owners[0]) if owners else ""

@@ -41,6 +41,8 @@ class Spec:
     """Name of its section if the entry is given by its path instead of a name in a table."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
+    tested: Mapping[str, str] = field(default_factory=dict)
+    """Module -> beginning of the versions with which the part was tested; another version is told in the plan."""
     roles: tuple[str, ...] = ()
     """Roles that a run with this part has, besides those that the rest of its configuration needs (RoleSpec.needed)."""
     resume_keys: tuple[str, ...] = ()

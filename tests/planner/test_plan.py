@@ -13,6 +13,7 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import load
 from hpcrl.exitcodes import ExitCode
+from hpcrl.launch import plan
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.resources import node_rows, size
 from tests.planner.models import PUBLISHED
@@ -206,3 +207,19 @@ def test_a_checkpoint_that_the_file_system_cannot_take_is_said(
 
 def test_bytes_for_people() -> None:
     assert [size(n) for n in (512, 3 << 20, 5 << 30, 3 << 40)] == ["0.5 KiB", "3 MiB", "5 GiB", "3 TiB"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ("0.32.4", ["vllm 0.32.4"]),
+        ("0.33.0", ["vllm 0.33.0", "note: vllm 0.33.0 is installed, and hpcrl is tested with 0.32.*"]),
+        ("", ["vllm (not installed here)"]),
+    ],
+)
+def test_the_plan_names_the_versions_of_engines(
+    installed: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "version_of", lambda module: installed)
+    assert [text for _, text in plan._engines(load(["generator.engine=vllm"]))] == said
+    assert list(plan._engines(load([]))) == []

@@ -206,6 +206,18 @@ def test_judgement() -> None:
     assert line.count("node n2 has 1,023 MiB free in the run folder") == 1 and "its scratch /tmp, needs 64 MiB" in line
 
 
+def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_needed() -> None:
+    """Nodes without a model need none."""
+    need = dataclasses.replace(NEED, modules={"vllm": "vllm"})
+    found = [
+        msgspec.structs.replace(GOOD, versions=GOOD.versions | {"vllm": v}) for v in ("0.32.0", "0.32.0", "0.31.1")
+    ]
+    assert judge([*found[:2], GOOD], [need, need, NEED]) == ""
+    assert "has vllm 0.31.1, where the others have 0.32.0: use one environment" in judge(found, [need] * 3)
+    line = judge([found[0], GOOD], [need] * 2)
+    assert "has no vllm, which the run needs; install it there: " in line and "vllm==0.32.*" in line
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with small_file_system(tmp_path, 8) as folder:

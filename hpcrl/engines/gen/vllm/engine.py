@@ -33,7 +33,6 @@ from hpcrl.engines.gen.vllm.weights import WeightNames, repair_after_load
 from hpcrl.planner.shapes import read_shape
 from hpcrl.rollout.types import FinishReason
 
-TESTED = "0.32"  # the version whose inside hpcrl.engines.gen.vllm knows
 ALONE = ReplicaRanks((0,))
 
 # vLLM reads these when it is imported, which happens below: the engine runs in this process, and Sampler takes the
@@ -49,10 +48,6 @@ for _name, _default in (
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> VLLMEngine:
     """The engine of one replica, without weights: these come from the trainer. Collective within the replica."""
-    from vllm.version import __version__
-
-    if not __version__.startswith(f"{TESTED}."):
-        print(f"hpcrl: vLLM {__version__} is installed; hpcrl is tested with {TESTED}", flush=True)
     own, on_gpu = config.generator.section(VLLMConfig), torch.cuda.is_available()
     shares_gpu = config.layout.generator.colocate_with is not None
     return VLLMEngine(

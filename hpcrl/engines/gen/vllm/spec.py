@@ -56,6 +56,7 @@ def _check(config: Any) -> Iterator[Problem]:
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
+    tested={"vllm": "0.32."},
     make="hpcrl.engines.gen.vllm.engine:make",
     section=VLLMConfig,
     check=_check,
