@@ -15,13 +15,10 @@ from hpcrl.metrics.duration import duration
 from hpcrl.node.memory import memory_limit
 from hpcrl.planner.advice import advise
 from hpcrl.planner.host import excess, host_bytes
-from hpcrl.planner.memory import CARDS, RESERVE, RankMemory, memory
+from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, memory
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
-
-USUAL_CARD = "80 GB"
-"""The smallest card for which every plan suggests changes."""
 
 PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",
@@ -71,6 +68,8 @@ def memory_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         text = f"rank {_span(kind.ranks)} ({', '.join(kind.roles)}): {size(peak)} at most, in {PHASE_WORDS[phase]}"
         yield "" if number else "memory", text + _cards(kind)
         yield from (("", f"  {line}") for line in _parts(kind, phase))
+        if kind.offloads:
+            yield "", "  trainer and generator take turns: memory is given back between phases (layout.offload)"
         on_host = kind.peak(on_host=True)
         if kind.on_gpu and on_host[1]:
             yield "", f"  in host memory {size(on_host[1])} at most, in {PHASE_WORDS[on_host[0]]}"

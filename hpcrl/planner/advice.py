@@ -57,6 +57,8 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     """Changes in the order of their cost: first time, then precision, then nodes."""
     trainer, generator, layout = config.trainer, config.generator, config.layout
     own = train_plan(config).changes(config, shape)
+    if layout.offload == "auto":
+        yield ("layout", "offload"), "always"
     half = trainer.max_tokens_per_micro_batch // 2
     if half >= config.max_sequence_tokens:
         yield ("trainer", "max_tokens_per_micro_batch"), half

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
-from hpcrl.planner.memory import PROGRAM_BYTES, RankMemory, memory
+from hpcrl.planner.memory import PROGRAM_BYTES, RankMemory, may_take_turns, memory
 from hpcrl.planner.shapes import CannotPlanError, read_shape, tiny_config
 
 
@@ -29,6 +29,13 @@ def planned_kinds(config: Config, layout: RoleLayout) -> list[RankMemory]:
             found = json.loads((Path(path) / "config.json").read_text()) if path else tiny_config(config.model.tiny)
             return memory(config, layout, read_shape(found))
     return []
+
+
+def takes_turns(config: Config, layout: RoleLayout) -> bool:
+    """Whether trainer and generator give memory back to each other between phases (layout.offload)."""
+    if not may_take_turns(config, layout):
+        return False
+    return config.layout.offload == "always" or any(kind.offloads for kind in planned_kinds(config, layout))
 
 
 def excess(kinds: Sequence[RankMemory], ranks: Sequence[int], there: int) -> int:

@@ -30,6 +30,8 @@ CARDS = {
     "141 GB": 139 << 30,
 }
 """Card -> its memory as shown by CUDA, bytes, the smallest first."""
+USUAL_CARD = "80 GB"
+"""The smallest card for which every plan suggests changes, and beyond which layout.offload=auto moves memory."""
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
 PROGRAM_BYTES = 440 << 20
@@ -47,6 +49,8 @@ class RankMemory:
     on_gpu: bool
     cache_bytes: int
     """Bytes of one full-length response in the KV cache; 0 if nothing is generated."""
+    offloads: bool = False
+    """Whether trainer and generator take turns on it (layout.offload)."""
 
     def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
         """Bytes during a phase on the GPU, or in host memory; least: with caches of minimum size."""
@@ -102,9 +106,34 @@ def memory(config: Config, layout: RoleLayout, shape: ModelShape) -> list[RankMe
 def _kind(
     config: Config, layout: RoleLayout, shape: ModelShape, roles: tuple[RoleName, ...], ranks: tuple[int, ...]
 ) -> RankMemory:
-    # An engine that sleeps alternates on the GPU: it is away while the trainer works, and the trainer's state is in
-    # host memory while the engine decodes and, except for weights, while it loads weights. Else the roles are summed.
-    shares = GEN_ENGINES[config.generator.engine].sleeps and "generator" in roles and len(roles) > 1
+    """Roles that take turns alternate on the GPU: the generator is away while the trainer works, and the trainer's
+    state is in host memory while the generator decodes and, except for weights, while it loads weights. Otherwise the
+    roles are summed."""
+    on_gpu, mode = _has_gpus(config, roles), config.layout.offload
+    may = len({"trainer", "reference"} & {*roles}) > 0 and "generator" in roles and may_take_turns(config, layout)
+    apart = _summed(config, layout, shape, roles, ranks, shares=False)
+    if not may or (mode == "auto" and not on_gpu):
+        return apart
+    sleeps = GEN_ENGINES[config.generator.engine].sleeps
+    if mode == "always" or sleeps or not apart.fits(CARDS[USUAL_CARD]):
+        return _summed(config, layout, shape, roles, ranks, shares=True)
+    return apart
+
+
+def may_take_turns(config: Config, layout: RoleLayout) -> bool:
+    """Whether trainer and generator share ranks, never work at the same time there, and layout.offload allows it."""
+    shared = set(layout.ranks["trainer"]) & set(layout.ranks["generator"])
+    return bool(shared) and config.layout.offload != "never" and config.rollout.max_lag == 0
+
+
+def _summed(
+    config: Config,
+    layout: RoleLayout,
+    shape: ModelShape,
+    roles: tuple[RoleName, ...],
+    ranks: tuple[int, ...],
+    shares: bool,
+) -> RankMemory:
     parts: list[Part] = []
     on_gpu = _has_gpus(config, roles)
     for role in roles:
@@ -124,7 +153,7 @@ def _kind(
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
-    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), on_gpu, cache)
+    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), on_gpu, cache, shares)
 
 
 def _moves_out(part: Part) -> list[Part]:

@@ -24,9 +24,11 @@ from hpcrl.control.queues import ControlError, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
+from hpcrl.planner.host import takes_turns
 from hpcrl.roles.base import Answers, Role
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.peaks import PHASES, Peaks
+from hpcrl.roles.turns import Turns
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
 
@@ -56,6 +58,7 @@ class Worker:
         }
         self._handlers |= Exchange(self).handlers()
         self._peaks = Peaks()
+        self._turns = Turns(self.roles) if takes_turns(config, layout) else None
         self._commands: Listener | None = None
         self._left = False
 
@@ -122,6 +125,8 @@ class Worker:
             self.emit(Done(seq))
             return True
         self._peaks.enter(command)
+        if self._turns is not None:
+            self._turns.enter(command)
         with self._reporting(seq, name):
             answer = self._handlers[type(command)](command, seq)
         if isinstance(answer, Done) and type(command) in PHASES:

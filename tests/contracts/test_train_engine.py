@@ -78,6 +78,7 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     torch.testing.assert_close(engine.logprobs(batch, one_by_one, 1.0), before, rtol=0, atol=1e-5)
     assert not engine.logprobs(batch, [[0], []], 1.0).split(batch.lengths.tolist())[1].any()
     assert (engine.logprobs(batch, plan, 3.0) - before).abs().max() > 0.1
+    engine.offload(weights=False)
     engine.offload()
     engine.offload()
     engine.onload()

@@ -26,6 +26,21 @@ WORDS = [
 
 
 @pytest.mark.slow
+def test_turns_change_no_result(tmp_path: Path) -> None:
+    rows = {}
+    small = ["model.tiny.vocab_size=320", "model.tiny.hidden_size=64", "trainer.lr=1e-3", "rollout.max_new_tokens=12"]
+    for mode in ("never", "always"):
+        words = [*WORDS, *small, "deterministic=true", f"layout.offload={mode}"]
+        start = Start(tmp_path / mode, words)
+        assert start.wait() == 0, start.text
+        rows[mode] = [
+            {name: value for name, value in row.items() if not name.startswith(("time/", "system/", "scheduler/"))}
+            for row in read_metrics(tmp_path / mode)
+        ]
+    assert rows["never"] == rows["always"] and len(rows["never"]) == 3
+
+
+@pytest.mark.slow
 def test_peaks_of_one_process_are_within_a_tenth_of_the_plan(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     start = Start(run_dir, [*WORDS, f"run_dir={run_dir}"])

@@ -10,7 +10,7 @@ import torch
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm import weights as transport
-from hpcrl.config import Config, parse
+from hpcrl.config import Config, load, parse
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
 from hpcrl.launch.model_folder import inspect_model
@@ -97,9 +97,10 @@ def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], 
 
 
 def test_roles_of_one_rank_add_up() -> None:
-    """FSDP2 and the native generator keep what they have while the other works."""
+    """Without offload, FSDP2 and the native generator keep what they have while the other works."""
     shape = shape_of("Qwen2.5-7B")
-    kind = kinds(run(), shape)["trainer+generator"]
+    layout = {"trainer": {"num_ranks": 8}, "generator": {"colocate_with": "trainer"}, "offload": "never"}
+    kind = kinds(run(layout=layout), shape)["trainer+generator"]
     assert part(kind, "trainer", "weights").num_bytes == pytest.approx(4 * shape.num_parameters / 8, rel=1e-3)
     assert part(kind, "generator", "weights").num_bytes == 2 * shape.num_parameters
     resident = sum(part(kind, *names).num_bytes for names in (("trainer", "weights"), ("generator", "KV cache")))
@@ -109,6 +110,17 @@ def test_roles_of_one_rank_add_up() -> None:
     assert not trainer.on_gpu
     alone = trainer.total("train", on_host=True) + decoder.total("train", on_host=True)
     assert kind.total("train") + kind.total("train", on_host=True) == alone - PROGRAM_BYTES  # one process
+
+
+def test_offload_makes_room_for_7b_on_8_cards_of_80_gb() -> None:
+    """slurm/rlvr_7b.sbatch on 8 GPUs."""
+    words = ["+cluster=slurm", "+experiment=rlvr_7b", "layout.trainer.num_ranks=8"]
+    peaks = {}
+    for mode in ("never", "auto", "always"):
+        config = load([*words, f"layout.offload={mode}"])
+        peaks[mode] = kinds(config, shape_of("Qwen2.5-7B"))["trainer+generator"].peak()[1]
+    assert peaks["auto"] == peaks["always"] < usable(CARDS["64 GB"])
+    assert peaks["never"] > usable(CARDS["80 GB"])
 
 
 def test_engines_that_take_turns_do_not_add_up() -> None:

@@ -51,8 +51,9 @@ class TrainEngine(Protocol):
         tied weight once. Collective: every rank must exhaust it. A rank yields its share of the parameters according to
         the division; all shares together have each name once."""
 
-    def offload(self) -> None:
-        """Move parameters, gradients and optimizer state to host memory (idempotent)."""
+    def offload(self, weights: bool = True) -> None:
+        """Move gradients and optimizer state, and the parameters unless weights=False, to host memory (idempotent).
+        Before log-probs, a step or named_weights() of what was moved, onload() moves it back."""
 
     def onload(self) -> None:
         """Move them back (idempotent)."""

@@ -136,7 +136,7 @@ class StagesEngine:
         for name, weight in self.weights.items():
             yield name, weight.detach().clone()
 
-    def offload(self) -> None:
+    def offload(self, weights: bool = True) -> None:
         """See TrainEngine: it lives on the host."""
 
     def onload(self) -> None:

@@ -113,7 +113,7 @@ class FakeTrainEngine:
         """See TrainEngine."""
         yield "transitions", self.transitions.detach().clone()
 
-    def offload(self) -> None:
+    def offload(self, weights: bool = True) -> None:
         """See TrainEngine. The parameter is on the host."""
 
     def onload(self) -> None:

@@ -92,6 +92,7 @@ class FSDP2Engine:
         self.device, self.trainable = torch.device(device), trainable
         self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
         self.optimizer_step = 0
+        self._lent = False  # parameters are tensors of a generator
         self._sums: dict[Tensor, Tensor] | None = None
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
@@ -421,19 +422,21 @@ class FSDP2Engine:
             parameter = operator.attrgetter(name)(self.model.hf)
             tensor.copy_(parameter.detach())
             parameter.data = tensor
+        self._lent = True
 
-    def offload(self) -> None:
-        """See TrainEngine. Does nothing if the parameters are on the host."""
-        self._move(torch.device("cpu"))
+    def offload(self, weights: bool = True) -> None:
+        """See TrainEngine. Does nothing if the parameters are on the host; parameters shared with a generator stay."""
+        self._move(torch.device("cpu"), weights and not self._lent)
 
     def onload(self) -> None:
         """See TrainEngine."""
-        self._move(self.device)
+        self._move(self.device, not self._lent)
 
-    def _move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device, weights: bool) -> None:
         if self.device.type == "cpu" or self.own.cpu_offload:
             return
-        self.model.to(device)
+        if weights:
+            self.model.to(device)
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             for name, value in state.items():
                 state[name] = value.to(device)
