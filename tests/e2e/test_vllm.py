@@ -26,7 +26,7 @@ layout.reward.colocate_with=trainer layout.reward.num_ranks=null
 """Rank 1 trains and scores, those from 2 on generate."""
 LAYOUTS = {
     "single": ["layout=single"],
-    "colocated": ["layout=colocated"],
+    "colocated": ["layout=colocated", "layout.offload=always"],
     "colocated_split": ["layout=colocated", "layout.generator.tensor_parallel=2"],
     "apart_split": [*APART, "layout.generator.num_ranks=2", "layout.generator.tensor_parallel=2"],
 }
@@ -80,7 +80,7 @@ def test_a_run_is_the_same_as_with_the_native_engine(runs: Runs, layout: str, na
 
 def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs, native: list[dict[str, Any]]) -> None:
     words = [*ALL, "generator.engine=vllm", *LAYOUTS["apart_split"], "save_every=1"]
-    code, text = runs.start("killed", words, "3:Pull:3:SIGKILL")
+    code, text = runs.start("killed", words, "3:Pull:4:SIGKILL")
     assert code == ExitCode.RANK_KILLED and re.search(r"hpcrl: rank 3 .*killed by SIGKILL", text), text
     assert committed_step(runs.folder / "killed") in (1, 2), text
     code, text = runs.start("killed", words)
