@@ -98,6 +98,7 @@ FEATURES = {
     "qwen3, yarn": Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN),
     "qwen3_moe, windows": Qwen3MoeConfig(**SIZES, **MOE, **WINDOW, use_sliding_window=True),
     "llama, linear": LlamaConfig(**SIZES, rope_parameters=LINEAR),
+    "llama ignores windows": LlamaConfig(**SIZES, **WINDOW),
     "mistral, no window": MistralConfig(**SIZES, sliding_window=None, head_dim=16),
     "phi3, window": Phi3Config(**SIZES, **WINDOW, pad_token_id=0),
     "gemma2, no soft caps": Gemma2Config(
@@ -488,6 +489,7 @@ def test_what_is_not_implemented_is_refused(config: Any, changes: dict[str, Any]
             ["rope type 'longrope' in sequences of 1000 tokens, beyond the original 999,"],
         ),
         ({"model_type": "gemma2", "hidden_act": "gelu", "hidden_activation": None}, []),
+        ({"model_type": "qwen3", "layer_types": [["x"], 3], "rope_scaling": "no"}, ["a layer of type ['x']"]),
         ({"model_type": "mistral", "quantization_config": {"bits": 4}}, ["quantization_config"]),
     ],
 )  # fmt: skip

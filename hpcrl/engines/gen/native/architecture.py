@@ -139,9 +139,9 @@ def _expert_layers(config: Any) -> frozenset[int]:
 
 
 def _layer_types(config: Any, family: Family) -> list[str]:
-    if family.by_layer:
+    if family.windows == "by layer":
         return list(config.layer_types)
-    sliding = getattr(config, "sliding_window", None) is not None
+    sliding = family.windows == "all" and config.sliding_window is not None
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 

@@ -49,7 +49,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
 
 
 class NativeEngine:
-    """GenEngine for HF folders of the families in architecture.py. ValueError if the folder or the sizes are invalid.
+    """GenEngine for HF folders of the families in families.py. ValueError if the folder or the sizes are invalid.
 
     tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of prompt
     and response together. float32_head: compute the vocabulary projection in float32. kv_bucket: the KV cache is read

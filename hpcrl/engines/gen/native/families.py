@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Family:
     """One matrix for q, k and v, and one for gate and up."""
     partly_rotated: bool = False
     """It reads partial_rotary_factor."""
-    by_layer: bool = False
-    """layer_types of config.json names the layers with a sliding window; otherwise all have it."""
+    windows: Literal["none", "all", "by layer"] = "none"
+    """The layers to which config.json's sliding_window applies; by layer: those that layer_types names."""
 
 
 FAMILIES = {
-    "qwen2": Family(qkv_bias=True, by_layer=True),
-    "qwen3": Family(qk_norm=True, by_layer=True),
-    "qwen3_moe": Family(qk_norm=True, mixture=True),
+    "qwen2": Family(qkv_bias=True, windows="by layer"),
+    "qwen3": Family(qk_norm=True, windows="by layer"),
+    "qwen3_moe": Family(qk_norm=True, mixture=True, windows="all"),
     "llama": Family(),
-    "mistral": Family(),
-    "phi3": Family(fused=True, partly_rotated=True),
-    "gemma2": Family(gemma=True, by_layer=True),
-    "gemma3_text": Family(gemma=True, qk_norm=True, by_layer=True),
+    "mistral": Family(windows="all"),
+    "phi3": Family(fused=True, partly_rotated=True, windows="all"),
+    "gemma2": Family(gemma=True, windows="by layer"),
+    "gemma3_text": Family(gemma=True, qk_norm=True, windows="by layer"),
 }
 """config.json's model_type -> family."""
 FIXED_ROPE = ("linear", "llama3", "yarn", "longrope")
@@ -48,16 +48,18 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     ropes = _ropes(model)
     for rope in ropes:
         kind = "longrope" if rope.get("long_factor") else rope.get("rope_type", rope.get("type", "default"))
-        limit = rope.get("original_max_position_embeddings") or model.get("original_max_position_embeddings") or longest
+        limit = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
         if kind not in ("default", *FIXED_ROPE):
             yield f"rope type {kind!r}"
-        if kind == "longrope" and longest > limit:
+        if kind == "longrope" and isinstance(limit, int) and longest > limit:
             yield f"rope type {kind!r} in sequences of {longest} tokens, beyond the original {limit},"
-    partial = [rope.get("partial_rotary_factor") for rope in (*ropes, model)]
-    if not family.partly_rotated and any(factor not in (None, 1.0) for factor in partial):
-        yield f"partial_rotary_factor {min(factor for factor in partial if factor is not None)}"
-    for kind in sorted(set(model.get("layer_types") or ()) - {"full_attention", "sliding_attention"}):
-        yield f"a layer of type {kind!r}"
+    factors = [section.get("partial_rotary_factor") for section in (*ropes, model)]
+    if not family.partly_rotated:
+        yield from (f"partial_rotary_factor {factor!r}" for factor in factors if factor not in (None, 1.0))
+    kinds = model.get("layer_types")
+    if family.windows == "by layer" and isinstance(kinds, list):
+        others = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+        yield from (f"a layer of type {kind!r}" for kind in others[:1])
     key, act = ("hidden_activation", "gelu_pytorch_tanh") if family.gemma else ("hidden_act", "silu")
     if (model.get(key) or act) != act:
         yield f"{key} {model[key]!r}"
