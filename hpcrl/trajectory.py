@@ -39,7 +39,8 @@ class Origin(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Field:
     """dtype: numpy's name of the dtype in a Batch, or TEXT. wire: a smaller dtype for generators and transfers, if any.
-    fill: value at tokens that the model did not write. optional: a run may lack the field."""
+    fill: value at tokens that the model did not write. optional: a run may lack the field. width: numbers per token,
+    turn or row; arrays have a second dimension if there are several."""
 
     name: str
     dtype: str
@@ -49,6 +50,11 @@ class Field:
     optional: bool = False
     wire: str = ""
     fill: float = 0
+    width: int = 1
+
+    def shape(self, count: int) -> tuple[int, ...]:
+        """Shape of an array of this many values."""
+        return (count,) if self.width == 1 else (count, self.width)
 
     @property
     def travels_as(self) -> str:

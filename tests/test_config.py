@@ -178,6 +178,14 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "rollout.on_new_weights: the sglang generator cannot recompute; use continue or restart",
         ),
         (
+            ["generator.engine=vllm", "trainer.router_replay=true"],
+            "trainer.router_replay: the vllm generator does not support it; use false or generator.engine=native",
+        ),
+        (
+            ["trainer.engine=megatron", "trainer.router_replay=true"],
+            "trainer.router_replay: the megatron trainer does not support it; use false or trainer.engine=fsdp2",
+        ),
+        (
             ["generator.engine=vllm", "generator.native.kv_bucket=64"],
             "generator.native.kv_bucket: not read here, the engine is vllm",
         ),
@@ -379,6 +387,10 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (
             ["debug=fake", "trainer.max_mismatch=.1"],
             "trainer.max_mismatch: not read here, debug=fake does not",
+        ),
+        (
+            ["debug=rollout_only", "trainer.router_replay=true"],
+            "trainer.router_replay: not read here, debug=rollout_only trains no model on rollouts",
         ),
         (["pipeline=sft", "rollout.group_size=4"], "rollout.group_size: not read here, the sft pipeline generates"),
         (

@@ -101,7 +101,7 @@ def _buffer(
     buffer = np.empty(sum(dtype.itemsize * count for _, dtype, count in sizes), np.uint8)
     fields, at = {}, 0
     for name, dtype, count in sizes:
-        fields[name] = buffer[at : at + count * dtype.itemsize].view(dtype)
+        fields[name] = buffer[at : at + count * dtype.itemsize].view(dtype.base).reshape(count, *dtype.shape)
         at += count * dtype.itemsize
     return buffer, fields
 

@@ -436,6 +436,15 @@ def _abilities(config: Config) -> Iterator[Problem]:
             yield Problem(path, f"{dotted(path)}: {text}; install the package that adds it")
     if not config.reinforces:
         return
+    if config.trainer.router_replay:
+        for path, kind, name, able in (
+            (trains, "trainer", train_engine, {n: spec.router_replay for n, spec in TRAIN_ENGINES.items()}),
+            (generates, "generator", gen_engine, {n: spec.gives_routes for n, spec in GEN_ENGINES.items()}),
+        ):
+            if (kind == "trainer" or config.generates) and not able.get(name, False):
+                has = " or ".join(n for n in able if able[n])
+                text = f"the {name} {kind} does not support it; use false or {dotted(path)}={has}"
+                yield Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (path,))
     if config.rollout.on_new_weights == "recompute" and config.rollout.max_lag and not generator.recompute:
         text = f"the {gen_engine} generator cannot recompute; use continue or restart"
         yield Problem(("rollout", "on_new_weights"), f"rollout.on_new_weights: {text}", (generates,))

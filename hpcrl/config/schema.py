@@ -228,6 +228,9 @@ class TrainerConfig(Section):
     head_dtype: Literal["float32"] | None = None
     """Type in which the vocabulary projection is computed, also by the reference; null: param_dtype. float32 with
     param_dtype=bfloat16 brings log-probs closer to the generator's (set generator.head_dtype alike)."""
+    router_replay: bool = False
+    """Mixture of experts: choose for each response token the experts that the generator chose for it (arXiv
+    2510.11370)."""
     max_mismatch: Share | None = None
     """Largest mean difference between the trainer's and the generator's probabilities of the tokens of a step that were
     written by the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""

@@ -51,6 +51,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.reinforces or config.debug != "none":
         cause, what = ("debug", f"debug={config.debug}") if config.reinforces else ("pipeline", config.pipeline)
         yield ("trainer", "max_mismatch"), (cause,), f"{what} does not train on what it generates"
+        if config.debug != "train_only":
+            yield ("trainer", "router_replay"), (cause,), f"{what} trains no model on rollouts"
     if config.debug != "train_only":
         yield ("rollouts",), ("debug",), f"debug is {config.debug}"
     if config.debug != "fake":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from hpcrl.cluster.layout import RoleLayout
@@ -87,6 +88,9 @@ def usable(card_bytes: int) -> int:
 def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
     """Problems of the trainer's and generator's sizes with the model or the ranks."""
     problems = list(check_replicas_split(config, shape)) if layout.replicas else []
+    if config.trainer.router_replay and not shape.expert_layers:
+        text = f"{shape.family} has no experts; set it to false"
+        problems.append(Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (("model",),)))
     with contextlib.suppress(CannotPlanError):
         problems += train_plan(config).check(config, layout, shape)
     return problems
@@ -150,10 +154,24 @@ def _summed(
         own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
         parts += own if not shares_weights(config, layout) else [part for part in own if part.name != "weights"]
     parts.append(Part(roles[0], "program", PROGRAM_BYTES, on_host=True))
+    if config.trainer.router_replay and config.reinforces:
+        parts += _routes(config, shape, roles, layout)
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
     return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), on_gpu, cache, shares)
+
+
+def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:
+    """The recorded experts of a step's responses at full length, in host memory."""
+    samples, longest = config.rollout.num_prompts * config.rollout.group_size, config.max_sequence_tokens
+    if "trainer" in roles:  # twice while a batch is formed
+        held = -(-samples // len(layout.division("trainer").groups)) * longest
+        yield Part("trainer", "routes", 2 * held * shape.route_bytes, on_host=True)
+    if "generator" in roles:  # and those of running responses, in a table that doubles when it is full
+        held = -(-samples // len(layout.replicas)) * longest
+        running = 2 * config.generator.max_slots * config.max_response_tokens
+        yield Part("generator", "routes", (held + running) * shape.route_bytes, on_host=True)
 
 
 def _moves_out(part: Part) -> list[Part]:

@@ -110,6 +110,11 @@ class ModelShape:
         idle = sum(p.size for p in self.parameters if p.split == "expert")
         return self.num_parameters - idle + idle * self.experts_per_token // max(1, self.num_experts)
 
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the experts that were chosen for a token (the field `routes`, hpcrl.engines.routes)."""
+        return len(self.expert_layers) * self.experts_per_token * (1 if self.num_experts <= 255 else 2)
+
     def of_layer(self, layer: int | None) -> list[Parameter]:
         """The parameters of a layer; for None, those outside the layers."""
         return [parameter for parameter in self.parameters if parameter.layer == layer]

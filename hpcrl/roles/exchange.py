@@ -158,12 +158,13 @@ class Exchange:
 
 
 def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:
-    """The named fields of this level with their dtypes of transfer. ValueError for a field that this rank does not
-    know."""
+    """The named fields of this level with their dtypes of transfer, of several numbers for wide fields. ValueError for
+    a field that this rank does not know."""
     if unknown := sorted(set(names) - FIELDS.keys()):
         text = f"fields {', '.join(unknown)} are handed over to a rank that has not declared them"
         raise ValueError(f"{text}: declare them (hpcrl.trajectory) in a module that every rank imports")
-    return [(name, np.dtype(FIELDS[name].travels_as)) for name in names if FIELDS[name].level is level]
+    fields = [FIELDS[name] for name in names if FIELDS[name].level is level]
+    return [(field.name, np.dtype((field.travels_as, field.shape(1)[1:]))) for field in fields]
 
 
 def _formed(share: _Share, fields: Sequence[str]) -> Batch:
@@ -172,7 +173,7 @@ def _formed(share: _Share, fields: Sequence[str]) -> Batch:
     lengths = [length for move, _ in share.received for length in move.lengths]
     columns = {name: [values[name] for _, values in share.received] for name in fields}
     columns |= {name: parts for name, parts in share.scored.items() if FIELDS[name].level is Level.ROW}
-    flat = {name: np.concatenate(parts or [np.empty(0)]) for name, parts in columns.items()}
+    flat = {name: np.concatenate(parts or [np.empty(FIELDS[name].shape(0))]) for name, parts in columns.items()}
     messages: list[str] = []
     for move, values in share.received:
         ends = np.cumsum(move.text_bytes, dtype=np.int64)[:-1]

@@ -64,7 +64,7 @@ class HeldSample:
         if token_ids is None or messages is None:
             token_ids, messages = self.prompt.token_ids, self.prompt.messages
         columns = {
-            field.name: np.full(len(token_ids), field.fill, dtype=field.travels_as)
+            field.name: np.full(field.shape(len(token_ids)), field.fill, dtype=field.travels_as)
             for field in fields_of(Origin.GENERATOR, Level.TOKEN)
             if truncated or not field.optional
         }
@@ -116,7 +116,7 @@ def _append(sample: Sample, token_ids: np.ndarray, output: Output | None) -> Non
         value = known.get(field.name, field.fill)
         if field.name not in known and output is not None:
             value = output.columns[field.name] if field.name in output.columns else getattr(output, field.name)
-        column = np.broadcast_to(np.asarray(value, dtype=field.travels_as), len(token_ids))
+        column = np.broadcast_to(np.asarray(value, dtype=field.travels_as), field.shape(len(token_ids)))
         sample.columns[field.name] = np.concatenate([sample.columns[field.name], column])
 
 

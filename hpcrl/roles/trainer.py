@@ -36,6 +36,7 @@ from hpcrl.control.messages import (
     WriteRollouts,
 )
 from hpcrl.data import sft_rows
+from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.metrics.stats import scalar
 from hpcrl.planner.generator import in_one_process
@@ -54,6 +55,7 @@ class _EngineRole:
 
     def __init__(self, worker: Rank, trainable: bool):
         self._worker = worker
+        routes_of(worker.config, worker.model_path)  # declares the field
         self._algorithm = make_algorithm(worker.config)
         total_steps = worker.config.max_steps * self._algorithm.objective.optimizer_steps
         make = TRAIN_ENGINES[worker.config.train_engine].load()

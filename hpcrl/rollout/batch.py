@@ -35,8 +35,8 @@ class Norms:
 @dataclass(init=False, eq=False)
 class Batch:
     """B sequences packed into T tokens and N turns. Every field of hpcrl.trajectory is an attribute: a tensor [T], [N]
-    or [B] by its level, None while it is not filled. A token's values (log-prob, advantage) are at its own index; the
-    first token of a sequence has none (0, mask 0).
+    or [B] by its level (wide fields: [T, width]), None while it is not filled. A token's values (log-prob, advantage)
+    are at its own index; the first token of a sequence has none (0, mask 0).
 
     cu_seqlens: int64 [B + 1]. columns: the filled fields by name. texts: fields of strings, one per row.
     """
@@ -123,8 +123,9 @@ class Batch:
             if tensor is None:
                 continue
             size, dtype = int(self._cu(field.level)[-1]), getattr(torch, field.dtype)
-            if tensor.shape != (size,) or tensor.dtype != dtype:
-                raise ValueError(f"batch.{field.name} must be {dtype} [{size}], got {tensor.dtype} {[*tensor.shape]}")
+            if tensor.shape != field.shape(size) or tensor.dtype != dtype:
+                wanted = f"{dtype} {[*field.shape(size)]}"
+                raise ValueError(f"batch.{field.name} must be {wanted}, got {tensor.dtype} {[*tensor.shape]}")
         for name, strings in self.texts.items():
             if len(strings) != rows:
                 raise ValueError(f"batch.texts[{name!r}] has {len(strings)} strings for {rows} rows")
@@ -277,7 +278,7 @@ def batch_from_samples(samples: Sequence[Sample], group_ids: Sequence[int]) -> B
     for field in fields_of(Origin.GENERATOR):
         arrays: list[Any] = [sample.columns.get(field.name) for sample in samples]
         if not field.optional or (samples and all(array is not None for array in arrays)):
-            columns[field.name] = np.concatenate(arrays or [np.empty(0)])
+            columns[field.name] = np.concatenate(arrays or [np.empty(field.shape(0))])
     batch = pack([sample.id for sample in samples], [len(sample.token_ids) for sample in samples], columns)
     batch.group_ids = torch.tensor(list(group_ids), dtype=torch.int64)
     return batch

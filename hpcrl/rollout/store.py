@@ -193,8 +193,9 @@ def _new_file(path: Path, kind: str, about: Mapping[str, int]) -> Iterator[h5py.
 
 
 def _put(file: h5py.File, name: str, array: np.ndarray) -> None:
-    """A flat array in checksummed, compressed chunks; gzip -1 with shuffle takes .2 s per million tokens."""
-    filters = {"chunks": (min(CHUNK, array.size),), "compression": 1, "shuffle": True, "fletcher32": True}
+    """An array in checksummed, compressed chunks; gzip -1 with shuffle takes .2 s per million tokens."""
+    chunk = (min(max(1, CHUNK // max(1, array[:1].size)), len(array)), *array.shape[1:])
+    filters = {"chunks": chunk, "compression": 1, "shuffle": True, "fletcher32": True}
     file.create_dataset(name, data=array, track_times=False, **(filters if array.size else {}))
 
 
@@ -213,11 +214,13 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
-def _about(spec: Field) -> dict[str, str]:
-    return {"level": str(spec.level), "dtype": spec.dtype, "origin": str(spec.origin), "meaning": spec.meaning}
+def _about(spec: Field) -> dict[str, str | int]:
+    about: dict[str, str | int] = {"level": str(spec.level), "dtype": spec.dtype, "origin": str(spec.origin)}
+    about["meaning"] = spec.meaning
+    return about if spec.width == 1 else about | {"width": spec.width}
 
 
-def _learn(name: str, about: Mapping[str, str], dtype: str = "") -> None:
+def _learn(name: str, about: Mapping[str, Any], dtype: str = "") -> None:
     """Declare a field that is unknown to this process, by its description in the file."""
     if name in FIELDS:
         return
@@ -225,7 +228,8 @@ def _learn(name: str, about: Mapping[str, str], dtype: str = "") -> None:
         raise ValueError(f"the field {name} is unknown and not described")
     origin = Origin(about.get("origin", Origin.TRAINING))
     level = Level(about.get("level", Level.ROW))
-    declare(Field(name, dtype or about["dtype"], level, origin, about.get("meaning", ""), optional=True))
+    kind, meaning, width = dtype or about["dtype"], about.get("meaning", ""), int(about.get("width", 1))
+    declare(Field(name, kind, level, origin, meaning, optional=True, width=width))
 
 
 def _read_rollouts(path: Path, step: int) -> tuple[StepRollouts, int]:

@@ -16,6 +16,7 @@ from hpcrl.control import messages
 from hpcrl.control.background import Background
 from hpcrl.control.controller import Controller
 from hpcrl.data import PromptSource
+from hpcrl.engines.routes import routes_of
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rundir import check_owner
 from hpcrl.runtime.debug import FixedWeights, IdleTrainer, StoredRollouts
@@ -56,6 +57,7 @@ def build(
     generated ahead and the commit of a save continue in it. ValueError for bad input of the user, other errors as
     Controller.call() and Checkpoints.restore()."""
     tokenizer = _load_tokenizer(model_path)
+    routes_of(config, model_path)  # declares the field, for the hand-over
     trainer = (Trainer if config.learns else IdleTrainer)(controller, layout, config)
     weights = (Weights if config.learns else FixedWeights)(controller, layout)
     fabric = RolloutFabric(controller, layout)

@@ -137,6 +137,8 @@ class TrainEngineSpec(Spec):
     """Whether it can compute the same bits again (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
+    router_replay: bool = False
+    """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.routes)."""
     offered: bool = True
     """Whether trainer.engine may name it."""
 
@@ -167,6 +169,8 @@ class GenEngineSpec(Spec):
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (generator.head_dtype)."""
     shares_weights: bool = False
     """Whether it can read its weights from a trainer's parameters (hpcrl.engines.gen.base.SharesWeights)."""
+    gives_routes: bool = False
+    """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.routes)."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
     offered: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,6 +55,7 @@ def check_shape(output: Output, request: Request) -> None:
     assert output.token_ids.dtype == output.versions.dtype == np.int32
     assert output.gen_logprobs.dtype == np.float32
     assert len(output.gen_logprobs) == len(output.versions) == count
+    assert all(len(column) == count for column in output.columns.values())
     assert np.isfinite(output.gen_logprobs).all() and (output.gen_logprobs <= 0).all()
     assert (output.token_ids >= 0).all() and (output.token_ids < VOCAB).all()
     assert (output.gen_logprobs_behaviour is not None) == request.params.truncates
@@ -283,3 +285,22 @@ def test_close_drops_everything(engines: Engines) -> None:
     engine.step(2)
     engine.close()
     assert engine.progress() == {}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_an_engine_that_gives_routes_has_them_in_every_output(name: str, tmp_path: Path) -> None:
+    """Of finished and aborted responses, and of one that has not begun."""
+    recording = FACTORIES[name](tmp_path).recording
+    assert (recording is not None) == GEN_ENGINES[name].gives_routes
+    if recording is None:
+        return
+    engine, shape = recording
+    engine.add([ask(0, 3), ask(1, 9), ask(2, 5)])
+    outputs = {output.id: output for output in [*engine.step(3), *engine.abort([1, 2])]}
+    assert [len(outputs[i].token_ids) for i in range(3)] == [3, 3, 0]
+    for output in outputs.values():
+        routes = output.columns["routes"]
+        assert routes.dtype == shape.field.travels_as and routes.shape == shape.field.shape(len(output.token_ids))
+        assert ((routes >= 0) & (routes < shape.num_experts)).all()
+        chosen = np.sort(routes.reshape(-1, shape.num_layers, shape.experts_per_token), axis=-1)
+        assert (np.diff(chosen, axis=-1) > 0).all(), "each expert once"

@@ -30,7 +30,8 @@ METRICS = """
 critic/score/mean critic/rewards/mean critic/advantages/max critic/returns/min critic/entropy/mean actor/lr
 actor/pg_loss actor/total_loss actor/approxkl actor/ratio_mean actor/clipfrac actor/grad_norm actor/valid_sample_ratio
 actor/train_infer_ratio_token_mean actor/train_infer_diff_token_mean actor/train_infer_ratio_geometric_mean
-actor/train_infer_ratio_sequence_mean token/prompt_length/mean token/response_length/max token/total_length/min
+actor/train_infer_ratio_sequence_mean mismatch/diff/mean mismatch/kl_k3 mismatch/token_ratio
+token/prompt_length/mean token/response_length/max token/total_length/min
 token/response_length/clip_ratio group/all_correct_ratio group/all_incorrect_ratio group/mixed_ratio
 system/global_step system/samples system/tps time/step_total time/step_generate time/step_train
 time/step_model_update time/old_log_probs scheduler/off_policy_ratio scheduler/group_filter_count

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +15,11 @@ from hpcrl.comm import weights as transport
 from hpcrl.config import Config, load, parse
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
+from hpcrl.engines.routes import RouteShape
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner import generator
 from hpcrl.planner.advice import advise
-from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, memory, usable
+from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
 from hpcrl.planner.memory_parts import Part
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
 from tests.engines.worlds import make_model_folder
@@ -191,3 +194,24 @@ def test_heads_are_repeated_where_ranks_outnumber_them() -> None:
     shape = shape_of("Qwen3-235B-A22B")
     four, eight = (run_of(8, generator=size) for size in (4, 8))
     assert generator.token_bytes(four, shape) == generator.token_bytes(eight, shape) == 2 * 94 * 128 * 4
+
+
+def test_the_experts_that_are_replayed_are_counted() -> None:
+    """48 layers of 8 experts, a byte each; one with more than 255 experts takes two."""
+    shape = shape_of("Qwen3-30B-A3B")
+    assert shape.route_bytes == 384 == RouteShape.of(shape).field.width
+    wide = dataclasses.replace(shape, num_experts=512)
+    assert wide.route_bytes == RouteShape.of(wide).field.width * np.dtype(RouteShape.of(wide).field.dtype).itemsize
+    sizes = {"num_prompts": 8, "group_size": 4, "max_new_tokens": 1000}
+    settings = {"rollout": sizes, "data": {"max_prompt_tokens": 24}, "trainer": {"router_replay": True}}
+    (kind,) = kinds(run(**settings), shape).values()
+    assert part(kind, "trainer", "routes").num_bytes == 2 * 4 * 1024 * 384
+    assert part(kind, "generator", "routes").num_bytes == (4 * 1024 + 2 * 32 * 1000) * 384
+    assert all(part.on_host for part in kind.parts if part.name == "routes")
+    assert "routes" not in {part.name for part in next(iter(kinds(run(), shape).values())).parts}
+
+
+def test_a_dense_model_has_no_experts_to_replay() -> None:
+    config = run(trainer={"router_replay": True})
+    problems = check_sizes(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
+    assert [problem.text for problem in problems] == ["trainer.router_replay: qwen2 has no experts; set it to false"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,12 +18,13 @@ from hpcrl.rollout.types import TOKEN_REWARD, Sizes, make_sample_id
 from hpcrl.runtime import transfers
 from hpcrl.runtime.batches import moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
-from hpcrl.trajectory import TEXT
+from hpcrl.trajectory import FIELDS as DECLARED
+from hpcrl.trajectory import TEXT, Field, Level, Origin, declare
 from tests.dist.conftest import Threads
 from tests.roles.conftest import Stage
 
 SAMPLES = [make_sample_id(uid, 0, member) for uid in range(4) for member in range(2)]
-FIELDS = ["token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "status"]
+FIELDS = ["token_ids", "loss_mask", "gen_logprobs", "versions", "turn_ids", "status", "wide"]
 LENGTHS = {sample: 2 + i for i, sample in enumerate(SAMPLES)}
 
 
@@ -46,7 +48,15 @@ def pick(samples: list[int]) -> dict[str, list[np.ndarray]]:
         "turn_ids": [np.arange(LENGTHS[s], dtype="i4") > 1 for s in samples],  # two turns, from the third token on
         TEXT: [np.frombuffer(text, np.uint8) for text in texts],
         "status": [np.zeros(1, dtype=np.int8) for _ in samples],
+        "wide": [np.full((LENGTHS[s], 3), [SAMPLES.index(s), 7, -1], dtype=np.int16) for s in samples],
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wide() -> Iterator[None]:
+    declare(Field("wide", "int16", Level.TOKEN, Origin.GENERATOR, "three numbers per token", width=3))
+    yield
+    del DECLARED["wide"]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +126,7 @@ def test_batches_and_fields_arrive(
         batch = workers[rank].batches[7]
         assert batch.sample_ids.tolist() == samples
         assert batch.token_ids.tolist() == [SAMPLES.index(s) for s in samples for _ in range(LENGTHS[s])]
+        assert batch.wide.tolist() == [[SAMPLES.index(s), 7, -1] for s in samples for _ in range(LENGTHS[s])]
         assert torch.equal(batch.on_policy, batch.loss_mask) and (not samples or batch.on_policy.any())  # weights 6
         assert batch.rewards.tolist() == [scored[s]["rewards"] for s in samples]
         assert batch.scores.tolist() == [scored[s]["scores"] for s in samples]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hpcrl.engines.gen.base import GenEngine
+from hpcrl.engines.routes import RouteShape
 
 VOCAB = 320
 MAX_LENGTH = 64
@@ -21,3 +22,5 @@ class Engines:
 
     build: Callable[[int, bool], GenEngine]
     weights: NamedWeights
+    recording: tuple[GenEngine, RouteShape] | None = None
+    """If the specification gives routes: a loaded engine of two slots that records them, and their shape."""

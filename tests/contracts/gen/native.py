@@ -7,6 +7,7 @@ import torch
 from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import GenEngine
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
 
@@ -23,4 +24,10 @@ def factory(tmp: Path) -> Engines:
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
     del weights["lm_head.weight"]  # the same matrix as the embedding, which would stand in for it
-    return Engines(build, list(weights.items()))
+    return Engines(build, list(weights.items()), _recording(tmp))
+
+
+def _recording(tmp: Path) -> tuple[GenEngine, RouteShape]:
+    make_tiny_model(TinyModel(vocab_size=VOCAB, architecture="qwen3_moe", num_experts=5), tmp / "experts")
+    shape, dtype = RouteShape(num_layers=2, experts_per_token=2, num_experts=5), torch.float32
+    return NativeEngine(tmp / "experts", max_slots=2, max_length=MAX_LENGTH, dtype=dtype, routes=shape), shape

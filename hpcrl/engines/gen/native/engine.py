@@ -26,7 +26,9 @@ from hpcrl.engines.gen.native.transformer import Transformer
 from hpcrl.engines.gen.native.weights import FusedWeights, read_safetensors
 from hpcrl.engines.gen.sampling import SamplingPlan, sample, uniforms
 from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.engines.routes import RouteShape, routes_of
 from hpcrl.rollout.types import FinishReason
+from hpcrl.trajectory import Field
 
 PREFILL_TOKENS = 4096  # in one forward
 ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are admitted, to prefill several at once
@@ -44,6 +46,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         kv_bucket=config.generator.section(NativeConfig).kv_bucket,
         device="cuda" if torch.cuda.is_available() else "cpu",
         deterministic=config.deterministic,
+        routes=routes_of(config, model_path),
         load=False,
     )
 
@@ -54,8 +57,8 @@ class NativeEngine:
     tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of prompt
     and response together. float32_head: compute the vocabulary projection in float32. kv_bucket: the KV cache is read
     up to a multiple of this. deterministic: always decode max_slots rows, and start from an empty cache whenever
-    nothing is live, so that a request's bits do not depend on other requests. load=False leaves the weights to
-    load_weights().
+    nothing is live, so that a request's bits do not depend on other requests. routes: record the chosen experts in the
+    column `routes` of outputs. load=False leaves the weights to load_weights().
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class NativeEngine:
         kv_bucket: int = 32,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
+        routes: RouteShape | None = None,
         load: bool = True,
     ):
         for name, value in {"max_slots": max_slots, "max_length": max_length, "kv_bucket": kv_bucket}.items():
@@ -86,7 +90,8 @@ class NativeEngine:
         self._dtype, self._device, self._float32_head = dtype, torch.device(device), float32_head
         self._stops = StopStrings(tokenizer, self._arch.vocab_size) if tokenizer is not None else None
         self._waiting: dict[int, Request] = {}
-        self._slots, self._tape = Slots(max_slots), Tape(max_slots)
+        self._routes = routes.field if routes is not None else None
+        self._slots, self._tape = Slots(max_slots), Tape(max_slots, self._routes)
         self._cache = KVCache(self._arch, max_slots, kv_bucket, dtype, self._device)
         self._weights: FusedWeights | None = None
         self._model: Transformer | None = None
@@ -114,7 +119,7 @@ class NativeEngine:
             if request_id in self._slots.slot_of:
                 outputs[request_id] = self._output(self._slots.slot_of[request_id], FinishReason.ABORT)
             elif request_id in self._waiting:
-                outputs[request_id] = _empty_output(self._waiting.pop(request_id))
+                outputs[request_id] = _empty_output(self._waiting.pop(request_id), self._routes)
         self._vacate([self._slots.slot_of[i] for i in outputs if i in self._slots.slot_of])
         return list(outputs.values())
 
@@ -238,18 +243,27 @@ class NativeEngine:
         self._cache.reserve(length)
         # Old values of free slots must not point past the read range.
         slots.positions[live:rows] = 0
+        self._model.routes = None if self._routes is None else []
         logits = self._model.decode(
             self._tensor(slots.tokens[:rows]), self._tensor(slots.positions[:rows]), self._cache, length
         )
+        routes, self._model.routes = self._model.routes, None
         uniform = self._tensor(uniforms(slots.origins[:rows], iteration))
         ids, logprobs, behaviour = (t.cpu().numpy() for t in sample(logits, plan, uniform))
         if not np.isfinite(logprobs[:live]).all():
             bad = slots.requests[int(np.argmin(np.isfinite(logprobs[:live])))].id
             raise FloatingPointError(f"request {bad}: the logits are not finite under weights version {self.version}")
-        self._tape.write(self.version, ids, logprobs, behaviour)
+        self._tape.write(self.version, ids, logprobs, behaviour, *self._recorded(routes))
         slots.tokens[:rows] = ids
         slots.positions[:live] += 1
         return self._collect(ids[:live], iteration)
+
+    def _recorded(self, routes: list[torch.Tensor] | None) -> list[np.ndarray]:
+        """The choices of all layers as a column of the tape, if they are recorded."""
+        if routes is None or self._routes is None:
+            return []
+        chosen = torch.cat(routes, dim=1).to(getattr(torch, self._routes.travels_as))
+        return [chosen.cpu().numpy().reshape(self._routes.shape(len(chosen)))]
 
     def _collect(self, ids: np.ndarray, iteration: int) -> list[Output]:
         """The outputs of the requests that end with these tokens (int64 [live]); their slots are free afterwards."""
@@ -275,6 +289,7 @@ class NativeEngine:
             gen_logprobs_behaviour=(
                 self._tape.read(track, "gen_logprobs_behaviour") if request.params.truncates else None
             ),
+            columns={} if self._routes is None else {"routes": self._tape.read(track, "routes")},
         )
 
     def _vacate(self, done: list[int]) -> None:
@@ -305,7 +320,7 @@ def _share(prefixes: dict[bytes, tuple[np.ndarray, list[int]]], tokens: Sequence
     prefixes.setdefault(prefix.tobytes(), (prefix, []))[1].append(slot)
 
 
-def _empty_output(request: Request) -> Output:
+def _empty_output(request: Request, routes: Field | None) -> Output:
     """Output of a request that was aborted before its first token."""
     none = np.empty(0, dtype=np.float32)
     return Output(
@@ -315,4 +330,5 @@ def _empty_output(request: Request) -> Output:
         versions=np.empty(0, dtype=np.int32),
         finish_reason=FinishReason.ABORT,
         gen_logprobs_behaviour=none if request.params.truncates else None,
+        columns={} if routes is None else {"routes": np.empty(routes.shape(0), dtype=routes.travels_as)},
     )

@@ -40,6 +40,7 @@ SPEC = GenEngineSpec(
     plan="hpcrl.engines.gen.native.memory:cache",
     families=tuple(FAMILIES),
     unsupported=unsupported,
+    gives_routes=True,
     recompute=True,
     shares_weights=True,
     deterministic=True,

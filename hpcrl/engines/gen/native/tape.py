@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hpcrl.trajectory import Field
+
 
 @dataclass(slots=True)
 class Track:
@@ -19,9 +21,9 @@ class Track:
 
 
 class Tape:
-    """Rows of token ids, log-probs, behaviour log-probs and weight versions from iteration `_base` on."""
+    """Rows of token ids, log-probs, behaviour log-probs, weight versions and maybe routes from iteration `_base` on."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, num_slots: int, routes: Field | None = None):
         self._base = 0  # iteration of the first row
         self.end = 0  # the next iteration
         rows = 64
@@ -30,15 +32,20 @@ class Tape:
             "gen_logprobs": np.zeros((rows, num_slots), dtype=np.float32),
             "gen_logprobs_behaviour": np.zeros((rows, num_slots), dtype=np.float32),
         }
+        if routes is not None:
+            shape = (rows, *routes.shape(num_slots))
+            self._columns["routes"] = np.full(shape, routes.fill, dtype=routes.travels_as)
         self._versions = np.zeros(rows, dtype=np.int32)
 
-    def write(self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray) -> None:
-        """Add one iteration; arrays are [R] for the first R slots."""
+    def write(
+        self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray, *routes: np.ndarray
+    ) -> None:
+        """Add one iteration; arrays are [R] for the first R slots, routes [R, width] if the tape has any."""
         row = self.end - self._base
         if row == len(self._versions):
             self._columns = {name: np.concatenate((c, np.zeros_like(c))) for name, c in self._columns.items()}
             self._versions = np.concatenate((self._versions, np.zeros_like(self._versions)))
-        for column, values in zip(self._columns.values(), (ids, logprobs, behaviour), strict=True):
+        for column, values in zip(self._columns.values(), (ids, logprobs, behaviour, *routes), strict=True):
             column[row, : len(values)] = values
         self._versions[row] = version
         self.end += 1

@@ -24,6 +24,7 @@ class Transformer:
         positions = len(rotations[0])
         self._windows = [None if w is None or w >= positions else w for w in architecture.windows]
         self._gate = _gelu_gated if architecture.family.gemma else _silu_gated
+        self.routes: list[Tensor] | None = None  # if set, gets the chosen experts [T, k] of each layer that has some
 
     def prefill(self, ids: Tensor, cache: KVCache, slots: Tensor, source: Tensor) -> None:
         """Write the keys and values of N prompts, right-padded to P tokens, into the cache.
@@ -138,6 +139,8 @@ class Transformer:
         wait for the device."""
         top, router = self._arch.experts_per_token, experts.router
         shares, chosen = (x @ router).softmax(-1, dtype=torch.float32).topk(top)
+        if self.routes is not None:
+            self.routes.append(chosen)
         if self._arch.normalize_experts:
             shares = shares / shares.sum(-1, keepdim=True)
         sorted_choices, order = chosen.flatten().sort(stable=True)

@@ -32,9 +32,11 @@ from transformers import PreTrainedModel
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
+from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model, write_model
+from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
@@ -60,6 +62,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         device="cuda" if torch.cuda.is_available() else "cpu",
         trainable=trainable,
         deterministic=config.deterministic,
+        replay=trainable and routes_of(config, model_path) is not None,
     )
 
 
@@ -80,12 +83,14 @@ class FSDP2Engine:
         device: str = "cpu",
         trainable: bool = True,
         deterministic: bool = False,
+        replay: bool = False,
     ):
         """Load an HF folder and shard it. Collective.
 
         dtype (float32, bfloat16): of the parameters that the optimizer updates; config.param_dtype: of the computation.
         total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients, no optimizer
-        (the reference policy). ValueError on every rank if the folder cannot be used.
+        (the reference policy). replay: choose the experts in the batch's field `routes`. ValueError on every rank if
+        the folder cannot be used.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
         self.own = own or FSDP2Config()
@@ -107,6 +112,7 @@ class FSDP2Engine:
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
         # A PackedCausalLM that fully_shard, if sharded, also made an FSDPModule.
         self.model: Any = self._shard(hf, source) if source is None or self.sharded else self._whole(source)
+        self.replay = RouterReplay(self.model.hf) if replay else None
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
         del source
         self.packing = self._probe_packing()
@@ -279,6 +285,8 @@ class FSDP2Engine:
         if self.packing:
             prefixes = batch.prefix_lengths().tolist() or [0]
             layout = PackedLayout(lengths, self.device, shared_prefixes(token_ids.cpu(), lengths, prefixes))
+        if self.replay is not None:
+            self.replay.replay_of(batch, None if layout is None else layout.kept)
         logprobs, entropies = self.model(token_ids, positions, layout, before, targets, temperature, entropy)
 
         def spread(values: Tensor) -> Tensor:

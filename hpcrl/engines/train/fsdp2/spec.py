@@ -36,4 +36,5 @@ SPEC = TrainEngineSpec(
     computes=frozenset({"entropy"}),
     deterministic=True,
     float32_head=True,
+    router_replay=True,
 )

@@ -1,0 +1,81 @@
+"""Routers of transformers that choose the experts that the generator chose (R3, arXiv 2510.11370)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcrl.rollout.batch import Batch
+from hpcrl.trajectory import FIELDS
+
+TOLERANCE = 1e-2  # relative; weights of experts may be rounded to bf16
+
+
+class RouterReplay:
+    """Takes the place of the choice in every router of a model; the weights of the chosen experts are computed, and get
+    gradients, as before. Without replay_of(), routers choose by themselves.
+
+    ValueError if the model has no routers, or at the first forward if one of them does not weight experts as Qwen3-MoE
+    does: softmax, top k, and maybe a division by their sum.
+    """
+
+    def __init__(self, hf: nn.Module):
+        self._routers = [module for module in hf.modules() if type(module).__name__.endswith("TopKRouter")]
+        self._checked: set[int] = set()
+        self._chosen: Tensor | None = None  # int64 [K, layers, experts per token], -1: the router's own choice
+        if not self._routers:
+            kind = getattr(getattr(hf, "config", None), "model_type", type(hf).__name__)
+            raise ValueError(f"trainer.router_replay: {kind} has no router that can replay choices; set it to false")
+        for layer, router in enumerate(self._routers):
+            router.register_forward_hook(functools.partial(self._choose, layer))
+
+    def replay_of(self, batch: Batch, kept: Tensor | None) -> None:
+        """Choose in the next forwards, and when activations are computed again, for the tokens `kept` of this batch
+        (None: all) as the generator did. Siblings that share a prefix share the choices of its first occurrence.
+        ValueError if the rollouts have no routes."""
+        self._chosen = None
+        if not batch.num_tokens:
+            return
+        if batch.routes is None:
+            raise ValueError(
+                "trainer.router_replay: these rollouts have no routes, since the run that generated them did not "
+                "record any; set it to false"
+            )
+        none = FIELDS["routes"].fill
+        # A token's routes are those of the token before; the first token of the next row has none.
+        routes = torch.cat([batch.routes[1:], torch.full_like(batch.routes[:1], none)])
+        routes = routes.unflatten(-1, (len(self._routers), -1)) if routes.ndim > 1 else routes[:, None, None]
+        chosen = routes.long() if kept is None else routes[kept].long()
+        self._chosen = chosen.masked_fill_(chosen == none, -1)
+
+    def _choose(self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits, weights, own = output
+        if layer not in self._checked:
+            self._check(router, logits, weights, own)
+            self._checked.add(layer)
+        if self._chosen is None:
+            return None
+        chosen = self._chosen[:, layer]
+        chosen = torch.where(chosen < 0, own, chosen)
+        return logits, _weights(router, logits, chosen), chosen
+
+    @staticmethod
+    @torch.no_grad()
+    def _check(router: nn.Module, logits: Tensor, weights: Tensor, own: Tensor) -> None:
+        expected = _weights(router, logits, own)
+        if expected.shape != weights.shape or not torch.allclose(expected, weights, rtol=TOLERANCE, atol=0.0):
+            raise ValueError(
+                f"trainer.router_replay: {type(router).__name__} weights experts in another way than Qwen3-MoE, whose "
+                "choices can be replayed; set it to false"
+            )
+
+
+def _weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
+    """The weights of these experts, differentiable."""
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype)

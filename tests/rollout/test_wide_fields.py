@@ -1,0 +1,83 @@
+"""Fields of several numbers per token, from the engine's output to the batch, the checkpoint and the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.control.messages import TurnDelta
+from hpcrl.engines.gen.base import Output
+from hpcrl.roles.holding import HeldPrompt, HeldSample
+from hpcrl.rollout.batch import Batch, batch_from_samples, concat
+from hpcrl.rollout.held import read_held, write_held
+from hpcrl.rollout.store import RolloutReader, write_rollouts
+from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.trajectory import FIELDS, Field, Level, Origin, declare
+
+WIDTH, NONE = 4, 255
+FIELD = Field("wide", "uint8", Level.TOKEN, Origin.GENERATOR, "numbers", fill=NONE, width=WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def wide() -> Iterator[None]:
+    declare(FIELD)
+    yield
+    FIELDS.pop("wide", None)
+
+
+def output(first: int, count: int) -> Output:
+    """Tokens first, first + 1, ..., with their numbers in the field."""
+    ids = np.arange(first, first + count, dtype=np.int32)
+    column = np.repeat(ids[:, None], WIDTH, axis=1).astype(np.uint8)
+    zeros = np.zeros(count, np.float32)
+    return Output(1, ids, zeros, np.zeros(count, np.int32), FinishReason.STOP, columns={"wide": column})
+
+
+def episode() -> HeldSample:
+    """A prompt of two tokens, a turn of three, an observation of two, a turn of one."""
+    prompt = HeldPrompt.__new__(HeldPrompt)
+    prompt.token_ids, prompt.messages = np.array([90, 91], np.int32), []
+    held = HeldSample(1 << 24, prompt)
+    held.end_turn(output(10, 3), "a")
+    held.observe(TurnDelta(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.end_turn(output(20, 1), "b")
+    return held
+
+
+VALUES = [NONE, NONE, 10, 11, 12, NONE, NONE, 20]
+
+
+def test_turns_and_observations_add_up() -> None:
+    held = episode()
+    assert held.held.columns["wide"].tolist() == [[value] * WIDTH for value in VALUES]
+    held.observe(TurnDelta(held.id, np.array([82], np.int32).tobytes(), b'[{"role": "user"}]'))
+    held.take_back()
+    assert held.held.columns["wide"].shape == (8, WIDTH)
+
+
+def batch_of(*samples: Sample) -> Batch:
+    return batch_from_samples(samples, list(range(len(samples)))).check()
+
+
+def test_checkpoints_and_files_keep_them(tmp_path: Path) -> None:
+    sample = episode().held
+    again = read_held(tmp_path, [write_held(tmp_path, 0, [sample, sample])], [sample.id])[sample.id]
+    batch = batch_of(sample, again)
+    assert batch.wide.dtype == torch.uint8 and batch.wide.tolist() == 2 * [[value] * WIDTH for value in VALUES]
+    assert concat([batch.select([1]), batch_of(), batch.select([])]).wide.shape == (8, WIDTH)
+    for number, part in enumerate((batch, batch_of())):
+        write_rollouts(tmp_path / "rollouts/step_000001", number, 2, part, {})
+    del FIELDS["wide"]  # files describe it
+    read = RolloutReader(tmp_path, provisional=True).batch(1)
+    assert torch.equal(read.wide, batch.wide) and FIELDS["wide"].width == WIDTH
+
+
+def test_another_width_is_refused() -> None:
+    batch = batch_of(episode().held)
+    batch.wide = batch.wide[:, :3]
+    with pytest.raises(ValueError, match=r"batch.wide must be torch.uint8 \[8, 4\], got torch.uint8 \[8, 3\]"):
+        batch.check()
