@@ -111,5 +111,5 @@ class Guard:
                 f"{self._max_mismatch:g} (largest difference {diff.high:.3g}, KL {kl.total / kl.count:.3g} nats a "
                 "token). The step is not saved. Start again with a larger trainer.max_mismatch (null: off) to resume "
                 "from the last checkpoint, or begin a new run with one type on both sides (trainer.param_dtype, "
-                "generator.dtype) or with algorithm.correction"
+                "generator.dtype, and head_dtype of both) or with algorithm.correction"
             )
