@@ -125,9 +125,9 @@ class Worker:
             self.emit(Done(seq))
             return True
         self._peaks.enter(command)
-        if self._turns is not None:
-            self._turns.enter(command)
         with self._reporting(seq, name):
+            if self._turns is not None:
+                self._turns.enter(command)
             answer = self._handlers[type(command)](command, seq)
         if isinstance(answer, Done) and type(command) in PHASES:
             answer.stats |= self._peaks.take()
