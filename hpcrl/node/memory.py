@@ -59,11 +59,11 @@ class OutOfMemoryKills:
         return cls(max(map(_count, files), default=0), _count(root / "proc/vmstat"))
 
     def explain(self, earlier: OutOfMemoryKills) -> str:
-        """Why a process was killed since `earlier`, in brackets; empty if not for memory."""
+        """Why a process may have been killed since `earlier`, in brackets; empty if not for memory."""
         if self.in_cgroup > earlier.in_cgroup:
             return " (by the kernel, for lack of memory: the limit of its cgroup was reached)"
         if self.on_machine > earlier.on_machine:
-            return " (by the kernel, for lack of memory on this machine)"
+            return " (perhaps by the kernel, which killed a process of this machine for lack of memory)"
         return ""
 
 

@@ -35,8 +35,9 @@ USUAL_CARD = "80 GB"
 """The smallest card for which every plan suggests changes, and beyond which layout.offload=auto moves memory."""
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
-PROGRAM_BYTES = 440 << 20
-"""Resident memory of a rank of this program and its libraries, without a model (torch for CPUs; measured: 410 MiB)."""
+PROGRAM_BYTES = 520 << 20
+"""Resident memory of a rank of this program and its libraries, without a model (torch for CPUs; measured: 410 MiB, with
+triton 490)."""
 LEARNING: tuple[Phase, ...] = ("train", "update")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +31,10 @@ def slow_if_extra(name: str) -> object:
 
 
 @pytest.fixture(scope="module", params=map(slow_if_extra, FACTORIES))
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    return FACTORIES[request.param](tmp_path_factory.mktemp(request.param))
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines: Engines = FACTORIES[request.param](tmp_path_factory.mktemp(request.param))
+    yield engines
+    engines.close()
 
 
 def ask(request_id: int, new: int = 6, *, prompt: int = 5, **params: object) -> Request:

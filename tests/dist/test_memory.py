@@ -59,7 +59,7 @@ def test_kills_are_counted(groups: str, file: str, tmp_path: Path) -> None:
     before = now(1, 4)
     assert before == OutOfMemoryKills(1, 4) and before.explain(before) == ""
     assert "limit of its cgroup was reached" in now(2, 5).explain(before)
-    assert "on this machine" in now(1, 5).explain(before)
+    assert "perhaps by the kernel" in now(1, 5).explain(before)
 
 
 @pytest.fixture
@@ -79,6 +79,7 @@ def cgroup() -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.mark.alone  # elsewhere a rank that a test kills would be said to be killed for lack of memory, perhaps
 def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be_that(cgroup: Path, tmp_path: Path) -> None:
     greedy = HEAD + "up(); time.sleep(.2); x = bytearray(600 << 20)"
     other = HEAD + "up(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"  # afterwards, and not for memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.tiny import make_tiny_model
+from tests.contracts.gen.vllm import leave_groups
 from tests.engines.worlds import make_model_folder, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -21,6 +23,12 @@ SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "num_heads": 4, 
 
 
 pytest.importorskip("vllm")
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left() -> Iterator[None]:
+    yield
+    leave_groups()
 
 
 def make_engine(folder: Path, ranks: ReplicaRanks | None = None, **settings: Any) -> Any:

@@ -156,14 +156,14 @@ def test_host_memory_of_a_nodes_ranks_is_added_up(
     memory: str, enough: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Qwen2.5-0.5B in fp32 on two ranks: each stages all weights (1.84 GiB) and a bucket (.757) beside its half of
-    a snapshot (2.76) and the program (.43), which is all that controller and reward have."""
+    a snapshot (2.76) and the program (.51), which is all that controller and reward have."""
     model = write_config(tmp_path / "model", "Qwen2.5-0.5B")
     given = GPU_NODE % (f", memory: {memory}" if memory else "")
     assert main([*words(model, given, "generator.max_slots=4"), "dry_run=true"]) == ExitCode.DONE
     said = capsys.readouterr().out
-    assert "in host memory 5.79 GiB at most" in said
+    assert "in host memory 5.87 GiB at most" in said
     ((both, compared),) = re.findall(r"all ranks of a node of node together: (.+) of host memory at most(.*)", said)
-    assert both == "12 GiB"
+    assert both == "12.2 GiB"
     asked = {"11G": "11 GiB", "13312": "13 GiB", "": ""}[memory]
     ending = {True: f"; its memory key requests {asked}", None: ""}
     assert compared == ending.get(enough, f"; its memory key requests {asked}, which is not enough")

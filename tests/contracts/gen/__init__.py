@@ -18,9 +18,10 @@ NamedWeights = list[tuple[str, torch.Tensor]]
 @dataclass(frozen=True)
 class Engines:
     """How to build one kind of engine: build(max_slots, load), and weights it accepts. `factory(folder)` of a module
-    returns it; the engine has VOCAB tokens and sequences of up to MAX_LENGTH."""
+    returns it; the engine has VOCAB tokens and sequences of up to MAX_LENGTH. close: called after the last test."""
 
     build: Callable[[int, bool], GenEngine]
     weights: NamedWeights
     recording: tuple[GenEngine, RouteShape] | None = None
     """If the specification gives routes: a loaded engine of two slots that records them, and their shape."""
+    close: Callable[[], None] = lambda: None

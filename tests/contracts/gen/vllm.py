@@ -34,4 +34,11 @@ def factory(tmp: Path) -> Engines:
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
     del weights["lm_head.weight"]  # the same matrix as the embedding
-    return Engines(build, list(weights.items()))
+    return Engines(build, list(weights.items()), close=leave_groups)
+
+
+def leave_groups() -> None:
+    """End the process groups that vLLM made in this process, the default group among them."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
