@@ -144,7 +144,10 @@ def remains(run_dir: Path) -> dict[str, Any]:
             left[f"rollouts {step} {path.name}"] = path.read_bytes()
     left["dispositions"] = "\n".join(map(repr, reader.dispositions()))
     left["metrics"] = "\n".join(
-        f"{row['step']} {name} {value}" for row in rows for name, value in row.items() if not name.startswith(TIMED)
+        f"{row['step']} {name} {value}"
+        for row in rows
+        for name, value in sorted(row.items())
+        if not name.startswith(TIMED)
     )
     state = read_state(last)
     for name in ("seconds", "save_seconds"):

@@ -143,7 +143,7 @@ def test_variables_of_the_shell_are_named_and_those_of_the_run_win(
         **{"SBATCH_PARTITION": "low", "SBATCH_GRES": "gpu:1", "SBATCH_MEM_PER_CPU": "1", "SBATCH_TIMELIMIT": "7"},
         **{"SBATCH_ACCOUNT": "mine", "SLURM_CPU_BIND": "none", "SRUN_CPUS_PER_TASK": "2", "SLURM_CONF": "/none"},
     }
-    components = "cluster.components={a: {roles: [controller, trainer], gpus_per_node: 2, memory: 1G}}"
+    components = "cluster.components={a: {roles: [controller, trainer], gpus_per_node: 2, memory: 2G}}"
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     code, out, error = launch("cluster.partition=high", components)
