@@ -213,8 +213,10 @@ class VLLMEngine:
             named = list(named)
             self._names.check(named)
         self.version = -1
+        # vLLM holds a layer's tensors until it has all of them; the sender may fill its buffer anew before.
+        copies = ((name, tensor.clone()) for name, tensor in self._names.checked(named))
         with torch.inference_mode():
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.checked(named)})
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             repair_after_load(self._runner.get_model())
         self.version = version
 

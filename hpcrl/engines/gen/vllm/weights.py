@@ -42,8 +42,7 @@ class WeightNames:
                     raise ValueError(f"weight {name} is not in the model, or came twice")
                 if tuple(tensor.shape) != wanted:
                     raise ValueError(f"weight {name} has the shape {tuple(tensor.shape)}, the model has {wanted}")
-            # vLLM holds a layer's tensors until it has all of them; the sender may fill its buffer anew before.
-            yield name, tensor.clone()
+            yield name, tensor
         if missing:
             raise ValueError(f"{len(missing)} weights are missing: {', '.join(list(missing)[:3])} ...")
 
