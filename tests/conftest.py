@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.trajectory import FIELDS
+
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = Path(tempfile.gettempdir())  # as it is now: a test may set another
 REQUIRE_ALL = os.environ.get("HPCRL_REQUIRE_ALL") == "1"
@@ -31,6 +33,15 @@ def no_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Tests that are not for GPUs start their ranks on the CPU, however many GPUs the machine has."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def own_fields() -> Iterator[None]:
+    """Fields that a test declares, or learns from a file of rollouts, end with it."""
+    built_in = dict(FIELDS)
+    yield
+    FIELDS.clear()
+    FIELDS.update(built_in)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

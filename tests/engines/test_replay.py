@@ -38,10 +38,8 @@ LENGTHS = (9, 12, 5, 9, 6, 8)
 
 
 @pytest.fixture(autouse=True)
-def field() -> Iterator[None]:
+def field() -> None:
     declare(SHAPE.field)
-    yield
-    del FIELDS["routes"]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +23,11 @@ FACTS = {"run_id": "demo", "weight_version": 2, "temperature": 0.6}
 
 
 @pytest.fixture(autouse=True)
-def own_fields() -> Iterator[None]:
-    """What a test declares ends with it."""
-    built_in = dict(FIELDS)
+def texts() -> None:
     declare(
         Field("domain", TEXT, Level.ROW, Origin.PACKING, "domain of the row", optional=True),
         Field("response", TEXT, Level.ROW, Origin.PACKING, "text of the response", optional=True),
     )
-    yield
-    FIELDS.clear()
-    FIELDS.update(built_in)
 
 
 def make_batch(uids: list[int], seed: int = 0) -> Batch:

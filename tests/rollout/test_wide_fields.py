@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +22,8 @@ FIELD = Field("wide", "uint8", Level.TOKEN, Origin.GENERATOR, "numbers", fill=NO
 
 
 @pytest.fixture(autouse=True)
-def wide() -> Iterator[None]:
+def wide() -> None:
     declare(FIELD)
-    yield
-    FIELDS.pop("wide", None)
 
 
 def output(first: int, count: int) -> Output:
