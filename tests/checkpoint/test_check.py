@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from hpcrl.checkpoint.check import FileCheck
 from hpcrl.checkpoint.commit import READ_BYTES, FileEntry
 
@@ -28,6 +30,7 @@ def test_the_first_damaged_file_is_named_and_bytes_are_counted(tmp_path: Path) -
     assert FileCheck(tmp_path, []).result(60) == ""
 
 
+@pytest.mark.slow
 def test_it_can_be_given_up(tmp_path: Path) -> None:
     entries = [written(tmp_path, "a", 8 * READ_BYTES)] * 50
     check = FileCheck(tmp_path, entries)

@@ -130,6 +130,7 @@ def test_damage_falls_back_and_says_why(tmp_path: Path, file: str, harm, said: s
     assert problems[0].startswith("step_000020 is passed over: ") and said in problems[0]
 
 
+@pytest.mark.slow
 def test_no_altered_byte_of_a_manifest_goes_unnoticed(tmp_path: Path) -> None:
     """Half of the bytes get one bit flipped that makes no UTF-8 of ASCII, the others a lower one."""
     for step in (10, 20):

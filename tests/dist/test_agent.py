@@ -237,6 +237,7 @@ def test_a_job_that_is_suspended_goes_on_when_it_wakes(node: Node) -> None:
     assert node.verdict()["silent"] == {}
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_while_it_starts_goes_on_when_it_wakes(node: Node) -> None:
     node.start(CONTROLLER, start_s=2.0)
     os.kill(node.pid(0), signal.SIGSTOP)
@@ -250,6 +251,7 @@ def test_a_job_that_is_suspended_while_it_starts_goes_on_when_it_wakes(node: Nod
     assert node.verdict()["silent"] == {}
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_up_is_ended(node: Node) -> None:
     node.start(CONTROLLER, BEATING + "time.sleep(100)", STAY, start_s=2.0)
     until(lambda: not is_alive(node.pid(2)), "the rank without a trace has ended", 10)
@@ -266,6 +268,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_others(node: Node) -> None:
     node.assert_empty()
 
 
+@pytest.mark.slow
 def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
     world = node.folder / "world"
     node.start(CONTROLLER, BEATING)

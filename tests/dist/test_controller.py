@@ -100,6 +100,7 @@ def test_an_answer_that_nobody_waits_for_is_wanted_but_not_kept(threads: Any) ->
             controller._take(0.1)
 
 
+@pytest.mark.slow
 def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:
     """Nobody looks at the clock for two deadlines, as where Slurm suspends the job; then the answer comes."""
     controller = make_controller(threads, command_s=1.5)

@@ -79,6 +79,7 @@ def cgroup() -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.alone  # elsewhere a rank that a test kills would be said to be killed for lack of memory, perhaps
 def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be_that(cgroup: Path, tmp_path: Path) -> None:
     greedy = HEAD + "up(); time.sleep(.2); x = bytearray(600 << 20)"

@@ -133,6 +133,7 @@ def test_first_contacts_in_a_triangle_do_not_wait_for_each_other(threads: Thread
     assert [len(received[rank]) for rank in order] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_silent_member_is_waited_for_as_long_as_configured(threads: Threads) -> None:
     fields = [("token_ids", np.dtype(np.int32))]
 

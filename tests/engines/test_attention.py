@@ -88,6 +88,7 @@ def test_attention_by_blocks_is_the_formula(
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap"), [(64, None), (64, 2.0), (None, 2.0)])
 def test_no_tensor_has_all_pairs_of_tokens(window: int | None, softcap: float | None, tmp_path: Path) -> None:
     """Peak memory of forward and backward beyond inputs and gradients, in bytes per pair of tokens of one head."""
@@ -101,6 +102,7 @@ def test_no_tensor_has_all_pairs_of_tokens(window: int | None, softcap: float | 
     assert peak_bytes(work, tmp_path / "trace.json") < 4 * pairs
 
 
+@pytest.mark.slow
 def test_the_measure_sees_all_pairs(tmp_path: Path) -> None:
     """Negative control."""
     tensors = heads(2048)

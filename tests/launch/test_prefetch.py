@@ -125,6 +125,7 @@ def python(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_a_model_comes_into_the_cache_where_an_offline_node_finds_it(tmp_path: Path, hub: Hub) -> None:
     done = prefetch(tmp_path, hub.url, "org/tiny")
     assert done.returncode == ExitCode.DONE, done.stderr

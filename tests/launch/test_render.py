@@ -84,6 +84,7 @@ STAND_INS = {
 AGENT = "run/world/attempt_0001/agent"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("look_s", "srun", "code", "given_up"),
     [

@@ -71,6 +71,7 @@ def launch(site: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
     return run
 
 
+@pytest.mark.slow
 def test_three_launches_at_once_make_one_job(site: Path, launch: Launch) -> None:
     make_slurm(site, pause=3.0)  # longer than the launches are apart
     command = [sys.executable, "-m", "hpcrl.launch", *WORDS]

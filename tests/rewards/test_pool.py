@@ -58,6 +58,7 @@ def make_pool() -> Iterator[Any]:
     assert not children("hpcrl.rewards.worker")
 
 
+@pytest.mark.slow
 def test_each_bad_response_costs_itself_alone(make_pool):
     bad = {
         "raise": "RuntimeError: two lines",
@@ -162,6 +163,7 @@ def test_groups_are_scored_by_calls_of_their_own(make_pool, num_processes: int):
     assert pool.stats() == {"scored": 10, "errors": 4, "timeouts": 1, "restarts": 1}
 
 
+@pytest.mark.slow
 def test_calls_that_wait_wait_together_and_each_bad_one_costs_itself_alone(make_pool):
     pool = make_pool(default=function("judge", timeout_s=2, concurrency=70))
     responses = ["right"] * 60 + ["slow", "raise", "own timeout", "wrong"]
@@ -246,6 +248,7 @@ def test_domains_go_to_their_rewards_and_cheap_ones_are_scored_at_once(make_pool
     assert found[4] == Score(0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_maths_in_a_worker_with_the_soft_limit():
     pool = RewardPool(Config(data=DataConfig(train=str(FILE)), reward={"m": RewardConfig(name="math", timeout_s=100)}))
     try:
@@ -275,6 +278,7 @@ def test_a_worker_that_dies_while_it_starts_is_tried_three_times(make_pool, tmp_
         collect(pool)
 
 
+@pytest.mark.slow
 def test_workers_die_with_a_killed_parent(tmp_path: Path):
     code = (
         "import time; from hpcrl.config import *; from hpcrl.rewards.pool import RewardPool\n"

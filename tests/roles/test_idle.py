@@ -39,6 +39,7 @@ def answer(threads: Threads) -> tuple[Any, float]:
     return message[2], time.monotonic() - started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["env", "reward"])
 def test_an_idle_rank_asks_nobody_and_answers_at_once(threads: Threads, stage: Stage, role: str) -> None:
     rank = {"env": 1, "reward": 2}[role]

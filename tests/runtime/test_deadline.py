@@ -54,6 +54,7 @@ def test_the_notice_is_judged_by_measured_rates() -> None:
     assert at(0.0, 1000.0).notice(20.0, 100) == ""  # not in a job
 
 
+@pytest.mark.slow
 def test_a_silent_slurm_holds_training_up_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol, now = tmp_path / "scontrol", 0.0
     scontrol.write_text("#!/bin/sh\nexec sleep 60\n")

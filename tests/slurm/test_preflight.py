@@ -224,6 +224,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow
 def test_runs_that_start_together_do_not_take_each_others_reservation_for_used_space(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

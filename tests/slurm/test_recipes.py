@@ -163,6 +163,7 @@ def test_words_added_by_hand_may_not_change_the_nodes(large: Any, tmp_path: Path
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     job = sbatch(large, f"--output={log}", str(script("convert")), f"run_dir={tmp_path / 'run'}")
