@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ def test_a_generator_sleeps_for_slots_given_decode_steps_done_and_weights_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(fake.time, "sleep", slept.append)
+    # The module's own: threads of other tests in this process sleep too.
+    monkeypatch.setattr(fake, "time", SimpleNamespace(sleep=slept.append))
     lengths = {0: 2, 1: 2, 2: 5}
     engine = FakeEngine(
         max_slots=2, max_length=64, lengths=lambda r: lengths[r.id], decode_s=1.0, prefill_s=100.0, load_s=7.0
