@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -104,6 +106,11 @@ def process_group(rank: int, size: int, rendezvous: str) -> Iterator[None]:
 def _rank_main(rank: int, size: int, rendezvous: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with process_group(rank, size, rendezvous):
         torch.save(work(*args), f"{rendezvous}.{rank}")
+    # As hpcrl.run ends a rank: a worker thread of gloo that drops a tensor while the interpreter finalizes ends the
+    # process with SIGABRT (pytorch/pytorch#179291).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
