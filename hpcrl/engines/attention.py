@@ -27,13 +27,11 @@ def causal_attention(
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
         first = 0 if window is None else max(0, start - window + 1)
-        part = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end])
+        part = (q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], scale, window, softcap)
         if softcap is None:
-            blocks.append(_windowed(*part, scale, window))
+            blocks.append(_last_queries(*part))
         else:
-            blocks.append(
-                checkpoint(_softcapped, *part, scale, window, softcap, use_reentrant=False, preserve_rng_state=False)
-            )
+            blocks.append(checkpoint(_last_queries, *part, use_reentrant=False, preserve_rng_state=False))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
@@ -46,26 +44,25 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Of the last queries of a row, with the keys up to them."""
-    rows, visible = _rows(q, k, window)
-    return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale).view(q.shape)
-
-
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float) -> Tensor:
-    """As _windowed."""
-    rows, visible = _rows(q, k, window)
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    """[N, heads, P, D]. q: [N, heads, P, D]; k and v: [N, kv_heads, keys, D]; visible: bool [N or 1, 1, P, keys], of
+    which each query needs one. softcap: as of causal_attention."""
+    # Heads that share keys are further rows, so that no kernel has to repeat keys.
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    visible = visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
+    if softcap is None:
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale).view(q.shape)
     scores = torch.tanh(rows @ k.transpose(2, 3) * (scale / softcap)) * softcap
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32)
     return (weights.to(v.dtype) @ v).view(q.shape)
 
 
-def _rows(q: Tensor, k: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """(queries [N, kv_heads, R, D], bool [R, keys]: the keys that each of them sees). Heads that share keys are further
-    rows, so that no kernel has to repeat keys."""
+def _last_queries(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Of the last queries of a row, with the keys up to them."""
     length, num_keys = q.shape[2], k.shape[2]
-    visible = torch.ones(length, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - length)
+    visible = torch.ones(1, 1, length, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - length)
     if window is not None:
         visible = visible.triu(num_keys - length + 1 - window)
-    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    return rows, visible.repeat(q.shape[1] // k.shape[1], 1)
+    return masked_attention(q, k, v, visible, scale, softcap)

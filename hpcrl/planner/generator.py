@@ -111,6 +111,13 @@ def _mlp_width(shape: ModelShape) -> int:
     return max(dense, shape.experts_per_token * (shape.hidden_size + 3 * shape.expert_size))
 
 
+def check_engine_sizes(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """What the generation engine's own check says of a model of this shape."""
+    engine = config.generator.engine
+    if path := GEN_ENGINES[engine].check_sizes:
+        yield from load(path, f"the check of generator.engine={engine}")(config, shape)
+
+
 def check_replicas_split(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """Sizes of the model not divisible by the ranks of a replica."""
     tensor, path = config.layout.generator.tensor_parallel, ("layout", "generator", "tensor_parallel")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
 from hpcrl.planner.generator import (
+    check_engine_sizes,
     check_replicas_split,
     generator_parts,
     hand_over_parts,
@@ -88,7 +89,7 @@ def usable(card_bytes: int) -> int:
 
 def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
     """Problems of the trainer's and generator's sizes with the model or the ranks."""
-    problems = list(check_replicas_split(config, shape)) if layout.replicas else []
+    problems = [*check_replicas_split(config, shape), *check_engine_sizes(config, shape)] if layout.replicas else []
     if config.trainer.router_replay and not shape.expert_layers:
         text = f"{shape.family} has no experts; set it to false"
         problems.append(Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (("model",),)))

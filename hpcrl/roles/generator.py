@@ -120,7 +120,8 @@ class GeneratorRole:
                 continue
             else:
                 ids = shared.setdefault(uid, sample.prompt.token_ids.tolist())
-            requests.append(Request(sample_id, ids, params, seed + turn))
+            continues = sample.env is not None
+            requests.append(Request(sample_id, ids, params, seed + turn, continues))
         try:
             self.engine.add(requests)
         except PromptRefused:  # in that case none was accepted

@@ -161,6 +161,8 @@ class GenEngineSpec(Spec):
     plan: str = ""
     """`module:NAME` of cache(config, shape) -> (bytes of the KV cache with all slots in use, bytes with which it can
     run at least or None); empty: the full length for each slot."""
+    check_sizes: str = ""
+    """`module:NAME` of check(config, shape) -> iterator of Problem: what its section asks of a model of this shape."""
     recompute: bool = False
     """Whether it can recompute the KV cache of running responses (rollout.on_new_weights=recompute)."""
     deterministic: bool = False

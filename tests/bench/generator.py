@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.weights import read_safetensors
 from tests.bench.machine import tell
 
 NUM_REQUESTS, MAX_NEW, VOCAB = 64, 256, 512
@@ -49,7 +50,7 @@ def make_model(path: Path) -> None:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -68,12 +69,14 @@ def make_requests() -> tuple[list[list[int]], list[int]]:
 def native(path: Path, prompts: list[list[int]], lengths: list[int], slots: int) -> Callable[[], int]:
     """One run of the native engine; returns the number of tokens."""
     engine = NativeEngine(path, max_slots=slots, max_length=512, dtype=torch.float32)
+    weights = list(read_safetensors(path))
     requests = [
         Request(i, prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), seed=i)
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
     def run() -> int:
+        engine.load_weights(weights, version=0)  # else it would know the prompts from the run before
         engine.add(requests)
         count = 0
         while engine.progress():

@@ -168,6 +168,37 @@ def test_a_response_depends_on_its_request_alone(engines: Engines) -> None:
     assert not np.array_equal(drain(together)[9].token_ids, first[0].token_ids)
 
 
+def test_what_others_began_with_changes_no_response(engines: Engines) -> None:
+    """Siblings, more of them than slots, and next turns, which begin with a prompt and its response."""
+    engine, fresh = engines.build(3, True), engines.build(1, True)
+    prompt = [(11 * k) % VOCAB for k in range(19)]
+    params = SamplingParams(7, ignore_eos=True)
+    turns = [Request(i, prompt, params, seed=i, continues=True) for i in range(5)]
+    for _ in range(2):
+        engine.add(turns)
+        together = drain(engine)
+        for request in turns:
+            fresh.sleep()
+            fresh.load_weights(engines.weights, version=0)
+            fresh.add([request])
+            assert same(drain(fresh)[request.id], together[request.id])
+        turns = [
+            Request(r.id, [*r.prompt_ids, *together[r.id].token_ids.tolist(), 5, 6], params, 50 + r.id) for r in turns
+        ]
+
+
+def test_new_weights_leave_nothing_of_the_old(engines: Engines) -> None:
+    """A prompt that was served before gets the response of the new weights."""
+    engine, fresh = engines.build(2, True), engines.build(2, False)
+    engine.add([ask(0, prompt=30)])
+    drain(engine)
+    changed = [(name, tensor * 1.5) for name, tensor in engines.weights]
+    for each in (engine, fresh):
+        each.load_weights(changed, version=1)
+        each.add([ask(0, prompt=30)])
+    assert same(drain(engine)[0], drain(fresh)[0])
+
+
 def test_a_stop_id_ends_the_response_and_is_part_of_it(engines: Engines) -> None:
     engine = engines.build(2, True)
     engine.add([ask(0, 20)])

@@ -414,14 +414,14 @@ def test_deterministic_mode_gives_the_same_bits_whoever_else_is_live(qwen2: tupl
         assert bits(run(engine, requests[:count])) == {i: together[i] for i in range(count)}
 
 
-def test_the_cache_is_as_long_as_needed(qwen2: tuple[Any, Path]) -> None:
+def test_the_cache_is_as_large_as_needed(qwen2: tuple[Any, Path]) -> None:
     _, folder = qwen2
     engine = engine_of(folder, max_slots=2, max_length=256, kv_bucket=16)
     assert engine._cache.capacity == 0
     run(engine, [Request(0, prompt_of(0, 10), SamplingParams(10), seed=0)])
-    assert engine._cache.capacity == 32
+    assert engine._cache.capacity == 2
     run(engine, [Request(0, prompt_of(0, 10), SamplingParams(200), seed=0)])
-    assert 210 <= engine._cache.capacity <= 320
+    assert 14 <= engine._cache.capacity <= 21
     engine.sleep()
     assert engine._cache.capacity == 0
 

@@ -86,7 +86,7 @@ def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], 
     engine.add([Request(i, list(range(prompt)), SamplingParams(response, ignore_eos=True), i) for i in range(3)])
     while engine.progress():
         engine.step(8)
-    cache = sum(layer.numel() * layer.element_size() for layer in engine._cache._layers)
+    cache = sum(layer.numel() * layer.element_size() for layer in engine._cache.layers)
     assert engine._weights is not None
     own = [engine._weights.embedding, engine._weights.norm]
     for layer in engine._weights.layers:
@@ -95,8 +95,28 @@ def test_the_native_engine_holds_no_more_than_planned(lengths: tuple[int, int], 
     planned = {p.name: p.num_bytes for p in generator.generator_parts(config, shape, (), ())}
     repeated = shape.num_layers * (shape.num_heads + shape.num_kv_heads - 2) * shape.head_dim * 4  # norms of each head
     assert planned["weights"] + repeated == sum(t.numel() * t.element_size() for t in own if t is not None)
-    assert planned["KV cache"] / 2 < cache <= planned["KV cache"]
-    assert cache == 3 * engine._cache.capacity * generator.token_bytes(config, shape)
+    copied = 1 + 1 / shape.num_layers
+    assert planned["KV cache"] / 2 < cache * copied <= planned["KV cache"]
+    assert cache == engine._cache.capacity * 4 * generator.token_bytes(config, shape)
+
+
+def test_a_budget_of_the_native_engine_is_planned_or_refused() -> None:
+    """Qwen2.5-7B: 56 KiB a token in bf16, sequences of 1,280 tokens, 40 blocks of 32 each, 70 MiB."""
+    shape = shape_of("Qwen2.5-7B")
+    planned = {}
+    for gib in (None, 1.0, 0.0683593750, 0.06):
+        config = run(generator={"dtype": "bfloat16", "max_slots": 32, "native": {"kv_cache_gib": gib}})
+        planned[gib] = next(p.num_bytes for p in generator.generator_parts(config, shape, (), ()) if "KV" in p.name)
+        problems = [p.text for p in check_sizes(config, RoleLayout.from_config(config), shape)]
+        assert bool(problems) == (gib == 0.06)
+    assert problems == [
+        "generator.native.kv_cache_gib: 0.06 GiB of KV cache, but 1280 tokens, the longest prompt and response, "
+        "need 0.06836; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+    ]
+    one_layer = 29 / 28
+    assert planned[None] == pytest.approx(32 * 70 * 2**20 * one_layer)
+    assert planned[1.0] == pytest.approx(2**30 * one_layer, rel=2e-3) and planned[1.0] <= 2**30 * one_layer
+    assert planned[0.0683593750] == pytest.approx(70 * 2**20 * one_layer)
 
 
 def test_roles_of_one_rank_add_up() -> None:

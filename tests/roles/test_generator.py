@@ -68,6 +68,16 @@ def test_a_refused_prompt_ends_its_samples_and_no_others(stage: Stage, role: Gen
     assert not carry_out(role, m.Burst(8, [2], [1])).turns
 
 
+def test_only_responses_that_an_environment_continues_are_kept(stage: Stage, role: GeneratorRole) -> None:
+    carry_out(role, m.Burst(8, [2], [1]))
+    kept = role.engine._blocks.match(role.samples[SAMPLES[0]].held.token_ids[:-1])
+    assert kept.tail_tokens == len(role.samples[SAMPLES[0]].held.token_ids) - 1
+    admit(role, {9: ("plain", [6, 7, 8])}, [make_sample_id(9, 0, 0)])
+    carry_out(role, m.Burst(8, [], [1]))
+    plain = role.samples[make_sample_id(9, 0, 0)].held.token_ids
+    assert len(plain) > 3 and role.engine._blocks.match(plain[:-1]).tail_tokens == 2
+
+
 def test_a_refused_sample_that_is_dropped_first_is_answered_for(stage: Stage, role: GeneratorRole) -> None:
     stage.heard()
     aborted = carry_out(role, m.AbortSamples(SAMPLES[1:3]))

@@ -50,12 +50,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to generate. `prompt_ids` are all tokens before the next model token, including earlier turns."""
+    """One response to generate. `prompt_ids` are all tokens before the next model token, including earlier turns.
+
+    continues: a later request is likely to begin with this prompt and its response; an engine that caches prefixes
+    should keep those of the response, too.
+    """
 
     id: int
     prompt_ids: Sequence[int]
     params: SamplingParams
     seed: int
+    continues: bool = False
 
 
 class PromptRefused(ValueError):

@@ -1,15 +1,18 @@
 """The native generator: continuous batching in plain torch, in the rank's process.
 
-Live requests occupy consecutive slots 0..B-1 of a slot-wise KV cache that is sliced to the longest live length.
-Admission writes the keys and values of a request's prompt without the last token, which the next decode iteration feeds
-like any other: all sampling happens in one place.
+Live requests occupy consecutive slots; their keys and values are in blocks (blocks.py), which requests with a common
+prefix share. Admission writes the keys and values of a request's tokens without the last one, which the next decode
+iteration feeds like any other: all sampling happens in one place.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +21,11 @@ from hpcrl.config import Config
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.native.architecture import read_architecture
-from hpcrl.engines.gen.native.kv import KVCache, round_up
-from hpcrl.engines.gen.native.slots import Slots
+from hpcrl.engines.gen.native.attention import Adding, Decoding
+from hpcrl.engines.gen.native.blocks import Blocks
+from hpcrl.engines.gen.native.kv import NOWHERE, KVCache, block_bytes
+from hpcrl.engines.gen.native.placing import AdmissionWave, Refusal, RequestBlocks
+from hpcrl.engines.gen.native.slots import Queued, Slots
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.gen.native.tape import Tape
 from hpcrl.engines.gen.native.transformer import Transformer
@@ -28,14 +34,17 @@ from hpcrl.engines.gen.sampling import SamplingPlan, sample, uniforms
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.routes import RouteShape, routes_of
 from hpcrl.rollout.types import FinishReason
-from hpcrl.trajectory import Field
 
 PREFILL_TOKENS = 4096  # in one forward
+PREFILL_READS = 16384  # tokens that the rows of one forward read, with those that they have already
 ADMISSION_SHARE = 32  # 1 / share of the slots must be free before requests are admitted, to prefill several at once
+LOOKAHEAD = 8  # tokens for which blocks are taken at once, so that the way to read the cache is planned less often
+ALL_VERSIONS = sys.maxsize
 
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> NativeEngine:
     """The engine of one replica; its weights come from the trainer."""
+    section, rollout = config.generator.section(NativeConfig), config.rollout
     return NativeEngine(
         model_path,
         tokenizer=tokenizer,
@@ -43,7 +52,9 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         max_length=config.max_sequence_tokens,
         dtype=getattr(torch, config.generator.dtype),
         float32_head=config.generator.head_dtype == "float32",
-        kv_bucket=config.generator.section(NativeConfig).kv_bucket,
+        kv_bucket=section.kv_bucket,
+        kv_cache_bytes=section.kv_cache_bytes,
+        prefix_lag=ceil(rollout.max_lag) if rollout.on_new_weights == "continue" else 0,
         device="cuda" if torch.cuda.is_available() else "cpu",
         deterministic=config.deterministic,
         routes=routes_of(config, model_path),
@@ -51,14 +62,25 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
     )
 
 
+class _Missing(NamedTuple):
+    """Tokens of a slot, from position `start` on, that are not in the cache."""
+
+    slot: int
+    tokens: np.ndarray
+    start: int
+
+
 class NativeEngine:
     """GenEngine for HF folders of the families in families.py. ValueError if the folder or the sizes are invalid.
 
     tokenizer: needed for stop strings only. max_slots: requests decoded at once. max_length: maximum tokens of prompt
-    and response together. float32_head: compute the vocabulary projection in float32. kv_bucket: the KV cache is read
-    up to a multiple of this. deterministic: always decode max_slots rows, and start from an empty cache whenever
-    nothing is live, so that a request's bits do not depend on other requests. routes: record the chosen experts in the
-    column `routes` of outputs. load=False leaves the weights to load_weights().
+    and response together. float32_head: compute the vocabulary projection in float32. kv_bucket: tokens of a block of
+    the KV cache. kv_cache_bytes: the most memory of the KV cache, by default that of max_slots requests of full length;
+    requests wait, or are interrupted and their keys and values computed again, when it is used up. prefix_lag: a prefix
+    in the cache serves later requests under weights that are at most this many versions newer. deterministic: always
+    decode max_slots rows, reserve a request's full length at admission and share the prefill of requests that are
+    admitted together, but no blocks, so that a request's bits do not depend on other requests. routes: record the
+    chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights().
     """
 
     def __init__(
@@ -71,6 +93,8 @@ class NativeEngine:
         dtype: torch.dtype,
         float32_head: bool = False,
         kv_bucket: int = 32,
+        kv_cache_bytes: int | None = None,
+        prefix_lag: int = 0,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
         routes: RouteShape | None = None,
@@ -86,16 +110,29 @@ class NativeEngine:
             )
         self.version = -1
         self.max_slots = max_slots
-        self._max_length, self._bucket, self._deterministic = max_length, kv_bucket, deterministic
+        self._max_length, self._deterministic, self._prefix_lag = max_length, deterministic, prefix_lag
         self._dtype, self._device, self._float32_head = dtype, torch.device(device), float32_head
         self._stops = StopStrings(tokenizer, self._arch.vocab_size) if tokenizer is not None else None
-        self._waiting: dict[int, Request] = {}
+        longest = ceil(max_length / kv_bucket)
+        num_blocks = max_slots * longest
+        if kv_cache_bytes is not None:
+            num_blocks = min(num_blocks, kv_cache_bytes // block_bytes(self._arch, kv_bucket, dtype))
+        if num_blocks < longest:
+            least = longest * block_bytes(self._arch, kv_bucket, dtype)
+            raise ValueError(
+                f"kv_cache_bytes is {kv_cache_bytes}, but one request of max_length {max_length} needs {least}"
+            )
+        self._waiting: dict[int, Queued] = {}
         self._routes = routes.field if routes is not None else None
-        self._slots, self._tape = Slots(max_slots), Tape(max_slots, self._routes)
-        self._cache = KVCache(self._arch, max_slots, kv_bucket, dtype, self._device)
+        self._slots, self._tape = Slots(max_slots, longest), Tape(max_slots, self._routes)
+        self._blocks = Blocks(num_blocks, kv_bucket)
+        self._cache = KVCache(self._arch, num_blocks, kv_bucket, dtype, self._device)
+        self._awaited = 0  # blocks that must be available before the next admission
         self._weights: FusedWeights | None = None
         self._model: Transformer | None = None
         self._plan: SamplingPlan | None = None  # None: the slots have changed
+        self._decoding: Decoding | None = None  # None: the blocks of the slots have changed
+        self._planned_until = 0  # iteration
         self._stop_groups: list[tuple[tuple[str, ...], np.ndarray]] = []
         if load:
             self.load_weights(read_safetensors(Path(model_path)), version=0)
@@ -109,7 +146,7 @@ class NativeEngine:
             vocab_size=self._arch.vocab_size,
             has_tokenizer=self._stops is not None,
         )
-        self._waiting.update((request.id, request) for request in requests)
+        self._waiting.update((request.id, Queued(request, self._tape.nothing)) for request in requests)
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[int]) -> list[Output]:
@@ -119,7 +156,8 @@ class NativeEngine:
             if request_id in self._slots.slot_of:
                 outputs[request_id] = self._output(self._slots.slot_of[request_id], FinishReason.ABORT)
             elif request_id in self._waiting:
-                outputs[request_id] = _empty_output(self._waiting.pop(request_id), self._routes)
+                queued = self._waiting.pop(request_id)
+                outputs[request_id] = _output(queued.request, queued.before, FinishReason.ABORT)
         self._vacate([self._slots.slot_of[i] for i in outputs if i in self._slots.slot_of])
         return list(outputs.values())
 
@@ -140,9 +178,8 @@ class NativeEngine:
     def progress(self) -> dict[int, int]:
         """See GenEngine."""
         running = zip(self._slots.requests, self._slots.tracks, strict=True)
-        return {request.id: self._tape.end - track.start for request, track in running} | dict.fromkeys(
-            self._waiting, 0
-        )
+        waiting = {i: len(queued.before["token_ids"]) for i, queued in self._waiting.items()}
+        return {request.id: self._tape.length(track) for request, track in running} | waiting
 
     @torch.inference_mode()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -158,6 +195,8 @@ class NativeEngine:
             self._weights = weights
             self._model = Transformer(self._arch, weights, self._arch.rotations(self._max_length, self._device))
         self.version = version
+        self._blocks.forget_before(version - self._prefix_lag if self._prefix_lag else ALL_VERSIONS)
+        self._settle(trim=True)
 
     def share_weights(self) -> dict[str, torch.Tensor]:
         """See SharesWeights."""
@@ -170,17 +209,30 @@ class NativeEngine:
         """See GenEngine. ValueError if the weights are not loaded."""
         if self.version < 0 and self._slots.num_live:
             raise ValueError("the generator has no weights: call load_weights() before recompute()")
-        prefixes: dict[bytes, tuple[np.ndarray, list[int]]] = {}
-        for slot, (request, track) in enumerate(zip(self._slots.requests, self._slots.tracks, strict=True)):
-            tokens = np.concatenate((request.prompt_ids, self._tape.read(track, "token_ids")))
-            _share(prefixes, tokens[:-1], slot)
-        self._prefill_all(prefixes)
+        slots = self._slots
+        self._blocks.forget_before(ALL_VERSIONS)
+        for slot in range(slots.num_live):
+            self._blocks.release(slots.blocks_of(slot))
+            slots.set_blocks(slot, [])
+        running = zip(slots.requests, slots.tracks, strict=True)
+        queue = {i: Queued(request, self._tape.content(track)) for i, (request, track) in enumerate(running)}
+        while queue:
+            wave, adding, places = self._wave(), [], {}
+            for slot, queued in queue.items():
+                place = self._place(queued, wave, headroom=0)
+                assert place is not Refusal.FULL, "what shared blocks before does so again"
+                if isinstance(place, RequestBlocks):
+                    places[slot] = place
+            for slot, place in places.items():
+                adding.append(self._occupy(slot, queue.pop(slot), place))
+            self._compute(wave, adding)
 
     def sleep(self) -> None:
         """See GenEngine. ValueError while requests are running."""
         if self._slots.num_live:
             raise ValueError(f"cannot sleep while {self._slots.num_live} requests are running: abort or finish them")
         self._cache.clear()
+        self._blocks.clear()
         self._model, self.version = None, -1
         if self._weights is not None and not self._weights.shared:
             self._weights = None
@@ -194,59 +246,159 @@ class NativeEngine:
         self.sleep()
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, first come, first served, and prefill their prompts."""
+        """Move waiting requests into free slots, first come, first served, as far as there are blocks."""
         free = self.max_slots - self._slots.num_live
         if not self._waiting or free < min(len(self._waiting), max(1, self.max_slots // ADMISSION_SHARE)):
             return
-        if self._deterministic and not self._slots.num_live:
-            self._cache.clear()
-        prefixes: dict[bytes, tuple[np.ndarray, list[int]]] = {}
-        for request_id in list(self._waiting)[:free]:
-            request = self._waiting.pop(request_id)
-            eos = () if request.params.ignore_eos else self._arch.eos_ids
-            slot = self._slots.add(request, (*eos, *request.params.stop_token_ids), self._tape.end)
-            _share(prefixes, request.prompt_ids[:-1], slot)
+        if self._blocks.available < self._awaited:
+            return
+        queue, self._awaited = list(islice(self._waiting.values(), free)), 0
+        while queue and not self._awaited:
+            wave, adding, next_wave = self._wave(), [], []
+            for queued in queue:
+                place = self._place(queued, wave, headroom=self._slots.num_live)
+                if place is Refusal.FULL:
+                    self._awaited = self._blocks.available + 1
+                    break
+                if place is Refusal.NEXT_WAVE:
+                    next_wave.append(queued)
+                    continue
+                request = queued.request
+                del self._waiting[request.id]
+                eos = () if request.params.ignore_eos else self._arch.eos_ids
+                slot = self._slots.add(queued, (*eos, *request.params.stop_token_ids), self._tape.end)
+                adding.append(self._occupy(slot, queued, place))
+            self._compute(wave, adding)
+            queue = next_wave
+
+    def _wave(self) -> AdmissionWave:
+        return AdmissionWave(self._blocks, share=not self._deterministic)
+
+    def _place(self, queued: Queued, wave: AdmissionWave, headroom: int) -> RequestBlocks | Refusal:
+        """A place for all tokens but the last, with room for that. headroom: blocks that the running requests should
+        find available, so that the new one does not interrupt them at once."""
+        tokens, request = queued.tokens(), queued.request
+        length = len(tokens)
+        if self._deterministic:
+            length, headroom = len(request.prompt_ids) + request.params.max_new_tokens, 0
+        return wave.place(tokens[:-1], self._blocks.blocks_for(length), headroom, self.version)
+
+    def _occupy(self, slot: int, queued: Queued, place: RequestBlocks) -> _Missing:
+        self._slots.set_blocks(slot, place.blocks)
+        self._slots.kv_version[slot] = place.version
+        return _Missing(slot, queued.tokens()[place.num_cached : -1], place.num_cached)
+
+    def _compute(self, wave: AdmissionWave, added: list[_Missing]) -> None:
+        """Copy and compute what is missing in the cache, a limited number of tokens at a time."""
         self._plan = None
-        self._prefill_all(prefixes)
-
-    def _prefill_all(self, prefixes: Mapping[bytes, tuple[np.ndarray, list[int]]]) -> None:
-        """Prefill each prefix once into all its slots, a limited number of tokens at a time."""
+        self._settle()
+        self._cache.copy(wave.copies)
+        rows = sorted((row for row in added if len(row.tokens)), key=lambda row: -len(row.tokens))
         # The longest first: neighbours of similar length waste little padding.
-        queue = sorted((group for group in prefixes.values() if len(group[0])), key=lambda group: -len(group[0]))
-        while queue:
-            count = max(1, PREFILL_TOKENS // len(queue[0][0]))
-            self._prefill(queue[:count])
-            queue = queue[count:]
+        for queue in ([row for row in rows if not row.start], [row for row in rows if row.start]):
+            while queue:
+                reads = max(row.start + len(row.tokens) for row in queue)
+                count = max(1, min(PREFILL_TOKENS // len(queue[0].tokens), PREFILL_READS // reads))
+                self._prefill(queue[:count])
+                del queue[:count]
+        self._cache.copy(wave.late_copies)
+        wave.end()
+        if self._deterministic:
+            self._blocks.forget_before(ALL_VERSIONS)
 
-    def _prefill(self, groups: list[tuple[np.ndarray, list[int]]]) -> None:
-        """Prefill prefixes, the longest first, each into all slots that share it."""
+    def _prefill(self, rows: list[_Missing]) -> None:
         assert self._model is not None
-        longest = len(groups[0][0])
-        ids = np.zeros((len(groups), longest), dtype=np.int64)
-        for row, (prefix, _) in zip(ids, groups, strict=True):
-            row[: len(prefix)] = prefix
-        slots = [slot for _, sharing in groups for slot in sharing]
-        source = np.repeat(np.arange(len(groups)), [len(sharing) for _, sharing in groups])
-        self._cache.reserve(longest)
-        self._model.prefill(
-            self._tensor(ids), self._cache, torch.tensor(slots, device=self._device), self._tensor(source)
-        )
+        slots = [row.slot for row in rows]
+        starts = np.array([row.start for row in rows])
+        ends = starts + [len(row.tokens) for row in rows]
+        places = self._cache.places[self._slots.blocks[slots, : self._blocks.blocks_for(int(ends.max()))]]
+        positions = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        ids = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+        adding = Adding.plan(self._cache, places, starts, ends)
+        self._model.prefill(self._tensor(ids), self._tensor(positions), self._cache, adding)
+
+    def _settle(self, trim: bool = False) -> None:
+        """Give all blocks in use a place in memory; trim: give memory back."""
+        slots, blocks, cache = self._slots, self._blocks, self._cache
+        self._decoding = None
+        counts = self._read_blocks()
+        read = slots.blocks[: slots.num_live, : counts.max(initial=0)]
+        ids = read[np.arange(read.shape[1]) < counts[:, None]]
+        shared = np.unique(ids[blocks.users[ids] > 1])
+        # A product has as many rows for each block of a group as the block with the most readers needs.
+        doublings = np.ceil(np.log2(blocks.users[shared]))
+        groups = [ids[blocks.users[ids] == 1], *(shared[doublings == d] for d in np.unique(doublings))]
+        others = self._other_blocks(ids)
+        if (lacking := sum(map(len, groups)) + len(others) - cache.capacity) > 0:
+            # Before the cache grows; but the last blocks of prompts, which nobody shares, stay for waiting siblings.
+            blocks.spare(min(lacking, len(blocks.idle) - self.max_slots))
+            others = self._other_blocks(ids)
+        (cache.trim if trim else cache.settle)(groups, others)
+
+    def _other_blocks(self, read: np.ndarray) -> np.ndarray:
+        """int64 [n]: the blocks in memory that are to be kept, except those that are read."""
+        kept = self._blocks.users > 0
+        kept[self._blocks.idle] = True
+        kept[read] = False
+        return np.flatnonzero(kept & (self._cache.places != NOWHERE))
+
+    def _read_blocks(self) -> np.ndarray:
+        """int64 [live]: the blocks that each slot reads in the next iterations."""
+        slots, live = self._slots, self._slots.num_live
+        wanted = (slots.positions[:live] + LOOKAHEAD) // self._blocks.block_tokens + 1
+        return np.minimum(wanted, slots.num_blocks[:live])
+
+    def _plan_decoding(self) -> Decoding:
+        """Take blocks for the next tokens of every slot, and plan how they are read."""
+        slots, size = self._slots, self._blocks.block_tokens
+        if not self._deterministic:  # then they are reserved
+            self._extend()
+        self._settle()
+        live = slots.num_live
+        counts = np.zeros(self.max_slots if self._deterministic else live, dtype=np.int64)
+        counts[:live] = self._read_blocks()
+        ids = slots.blocks[: len(counts), : counts.max()]
+        places = np.where(np.arange(ids.shape[1]) < counts[:, None], self._cache.places[ids], 0)
+        self._planned_until = self._tape.end + int((counts[:live] * size - slots.positions[:live]).min())
+        return Decoding.plan(self._cache, places, counts, self._arch)
+
+    def _extend(self) -> None:
+        """Take blocks for the next tokens; if there are too few even for the next one, interrupt requests."""
+        slots, size = self._slots, self._blocks.block_tokens
+        while True:
+            live = slots.num_live
+            positions, held = slots.positions[:live], slots.num_blocks[:live]
+            last = positions + slots.last_iteration[:live] - self._tape.end
+            for ahead in (LOOKAHEAD, 0):
+                missing = np.maximum(np.minimum(positions + ahead, last) // size + 1 - held, 0)
+                if missing.sum() <= self._blocks.available:
+                    for slot in np.flatnonzero(missing).tolist():
+                        slots.set_blocks(slot, [*slots.blocks_of(slot), *self._blocks.take(int(missing[slot]))])
+                    return
+            self._interrupt(int(slots.order[:live].argmax()))
+
+    def _interrupt(self, slot: int) -> None:
+        """Let a request wait again, before all others; it goes on later from the tokens that it has."""
+        request, columns = self._slots.requests[slot], self._tape.content(self._slots.tracks[slot])
+        self._waiting = {request.id: Queued(request, columns)} | self._waiting
+        self._awaited = 0
+        self._learn([slot])
+        self._vacate([slot])
 
     def _iterate(self) -> list[Output]:
         """One decode iteration: every live request gets a token. Returns those that finished, in order of slot."""
         assert self._model is not None
         slots, iteration = self._slots, self._tape.end
+        if self._decoding is None or iteration == self._planned_until:
+            self._decoding = self._plan_decoding()
         live = slots.num_live
         rows = self.max_slots if self._deterministic else live
         plan = self._plan or self._replan(rows)
-        length = round_up(int(slots.positions[:live].max()) + 1, self._bucket)
-        self._cache.reserve(length)
         # Old values of free slots must not point past the read range.
         slots.positions[live:rows] = 0
         self._model.routes = None if self._routes is None else []
-        logits = self._model.decode(
-            self._tensor(slots.tokens[:rows]), self._tensor(slots.positions[:rows]), self._cache, length
-        )
+        tokens, positions = self._tensor(slots.tokens[:rows]), self._tensor(slots.positions[:rows])
+        logits = self._model.decode(tokens, positions, live, self._cache, self._decoding)
         routes, self._model.routes = self._model.routes, None
         uniform = self._tensor(uniforms(slots.origins[:rows], iteration))
         ids, logprobs, behaviour = (t.cpu().numpy() for t in sample(logits, plan, uniform))
@@ -275,31 +427,29 @@ class NativeEngine:
                 stopped[slot] |= self._stops.completes(stop, tail.tolist())
         done = np.flatnonzero(stopped | (self._slots.last_iteration[: len(ids)] == iteration)).tolist()
         outputs = [self._output(slot, FinishReason.STOP if stopped[slot] else FinishReason.LENGTH) for slot in done]
+        self._learn([slot for slot in done if self._slots.requests[slot].continues])
         self._vacate(done)
         return outputs
 
     def _output(self, slot: int, reason: FinishReason) -> Output:
-        request, track = self._slots.requests[slot], self._slots.tracks[slot]
-        return Output(
-            id=request.id,
-            token_ids=self._tape.read(track, "token_ids"),
-            gen_logprobs=self._tape.read(track, "gen_logprobs"),
-            versions=self._tape.versions(track),
-            finish_reason=reason,
-            gen_logprobs_behaviour=(
-                self._tape.read(track, "gen_logprobs_behaviour") if request.params.truncates else None
-            ),
-            columns={} if self._routes is None else {"routes": self._tape.read(track, "routes")},
-        )
+        return _output(self._slots.requests[slot], self._tape.content(self._slots.tracks[slot]), reason)
 
-    def _vacate(self, done: list[int]) -> None:
-        """Free these slots; the last live requests and their KV move into the gaps."""
+    def _learn(self, slots: Sequence[int]) -> None:
+        """Let the cache know the blocks of these slots by all of their tokens."""
+        for slot in slots if not self._deterministic else ():
+            queued = Queued(self._slots.requests[slot], self._tape.content(self._slots.tracks[slot]))
+            tokens = queued.tokens()[: self._slots.positions[slot]]
+            version, continues = int(self._slots.kv_version[slot]), queued.request.continues
+            self._blocks.learn(tokens, self._slots.blocks_of(slot), version, continues)
+
+    def _vacate(self, done: Sequence[int]) -> None:
+        """Free these slots; the last live requests move into the gaps."""
         if not done:
             return
-        sources, targets = self._slots.remove(done, self._tape.end)
-        if targets:
-            self._cache.move(sources, targets, int(self._slots.positions[targets].max()))
-        self._plan = None
+        for slot in done:
+            self._blocks.release(self._slots.blocks_of(slot))
+        self._slots.remove(done, self._tape.end)
+        self._plan = self._decoding = None
 
     def _replan(self, rows: int) -> SamplingPlan:
         """Compute values that are constant until a slot gets another request."""
@@ -315,20 +465,15 @@ class NativeEngine:
         return torch.from_numpy(array).to(self._device)
 
 
-def _share(prefixes: dict[bytes, tuple[np.ndarray, list[int]]], tokens: Sequence[int] | np.ndarray, slot: int) -> None:
-    prefix = np.asarray(tokens, dtype=np.int64)
-    prefixes.setdefault(prefix.tobytes(), (prefix, []))[1].append(slot)
-
-
-def _empty_output(request: Request, routes: Field | None) -> Output:
-    """Output of a request that was aborted before its first token."""
-    none = np.empty(0, dtype=np.float32)
+def _output(request: Request, columns: Mapping[str, np.ndarray], reason: FinishReason) -> Output:
+    """columns: as in Tape.content."""
+    behaviour = columns["gen_logprobs_behaviour"] if request.params.truncates else None
     return Output(
         id=request.id,
-        token_ids=np.empty(0, dtype=np.int32),
-        gen_logprobs=none,
-        versions=np.empty(0, dtype=np.int32),
-        finish_reason=FinishReason.ABORT,
-        gen_logprobs_behaviour=none if request.params.truncates else None,
-        columns={} if routes is None else {"routes": np.empty(routes.shape(0), dtype=routes.travels_as)},
+        token_ids=columns["token_ids"],
+        gen_logprobs=columns["gen_logprobs"],
+        versions=columns["versions"],
+        finish_reason=reason,
+        gen_logprobs_behaviour=behaviour,
+        columns={"routes": columns["routes"]} if "routes" in columns else {},
     )

@@ -1,67 +1,102 @@
-"""The KV cache: one row per slot, as long as the longest live request needs."""
+"""The memory of the KV cache: the places of blocks in one tensor per layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcrl.engines.gen.native.architecture import Architecture
 
+NOWHERE = -1
 
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is at least `value`."""
-    return -(-value // multiple) * multiple
+
+def block_bytes(architecture: Architecture, block_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of a block in all layers."""
+    numbers = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
+    return numbers * block_tokens * dtype.itemsize
 
 
 class KVCache:
-    """Keys and values: one tensor [2 (k, v), slots, kv_heads, capacity, head_dim] per layer.
+    """Keys and values of blocks: one tensor [2 (k, v), places, kv_heads, block_tokens, head_dim] per layer.
 
-    Rows of free slots and positions past a request's end hold finite garbage, so that masking it suffices.
+    `settle` puts blocks that about as many requests read next to each other, so that attention reads each of the
+    `ranges` of places with one batched product and without a copy. All places hold finite numbers, so that masking what
+    is not part of a request suffices.
     """
 
     def __init__(
-        self, architecture: Architecture, num_slots: int, bucket: int, dtype: torch.dtype, device: torch.device
+        self, architecture: Architecture, max_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ):
-        self._shape = (2, num_slots, architecture.num_kv_heads)
-        self._num_layers, self._head_dim, self._bucket = architecture.num_layers, architecture.head_dim, bucket
-        self._dtype, self._device = dtype, device
-        self._slots = torch.arange(num_slots, device=device)
+        self.block_tokens, self.max_blocks, self._device = block_tokens, max_blocks, device
+        self._shape = (architecture.num_kv_heads, block_tokens, architecture.head_dim)
+        self.layers = [torch.zeros(2, 0, *self._shape, dtype=dtype, device=device)] * architecture.num_layers
         self.clear()
 
     def clear(self) -> None:
         """Free the memory."""
+        self.places = np.full(self.max_blocks, NOWHERE)  # of each block; int64
+        self.ranges: list[tuple[int, int]] = []  # (first place, end) of each group of blocks
         self.capacity = 0
-        self._layers = [self._zeros(0) for _ in range(self._num_layers)]
+        self._most = 0  # blocks held at once since the last trim
+        self.layers = [layer[:, :0].clone() for layer in self.layers]
 
-    def _zeros(self, capacity: int) -> Tensor:
-        return torch.zeros(*self._shape, capacity, self._head_dim, dtype=self._dtype, device=self._device)
+    def settle(self, groups: Sequence[np.ndarray], others: np.ndarray, capacity: int | None = None) -> None:
+        """Place all blocks that are in use, int64 [n] each: the first group, which changes most, at the first places,
+        the further groups at the last, others between.
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` positions per slot; grows by at least half, so that copies stay rare."""
-        if length <= self.capacity:
-            return
-        capacity = round_up(max(length, self.capacity * 3 // 2), self._bucket)
-        for i, old in enumerate(self._layers):  # layer by layer: one layer's worth of extra memory at a time
-            self._layers[i] = self._zeros(capacity)
-            self._layers[i][..., : self.capacity, :] = old
+        The contents of blocks move along; all other contents are lost. There is more memory afterwards if they need it,
+        at least a quarter more, so that copies of everything stay rare; or memory for `capacity` blocks."""
+        blocks = np.concatenate((*groups, others))
+        old, self._most = self.places, max(self._most, len(blocks))
+        if capacity is None:
+            enough = len(blocks) <= self.capacity
+            capacity = self.capacity if enough else min(self.max_blocks, max(len(blocks), self.capacity * 5 // 4))
+        ends = capacity - np.cumsum([0, *map(len, groups[1:])])
+        self.ranges = [(0, len(groups[0])), *zip(ends[1:].tolist(), ends[:-1].tolist(), strict=True)]
+        self.places = np.full(self.max_blocks, NOWHERE)
+        for group, (first, end) in zip(groups, self.ranges, strict=True):
+            self._place(group, old, first, end)
+        self._place(others, old, len(groups[0]), int(ends[-1]))
+        self._move(old[blocks], self.places[blocks], capacity)
         self.capacity = capacity
 
-    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Store the first P positions of `slots` [M]; kv: [2, M, kv_heads, P, head_dim]."""
-        self._layers[layer][:, slots, :, : kv.shape[3]] = kv
+    def _place(self, group: np.ndarray, old: np.ndarray, first: int, end: int) -> None:
+        """Give blocks places in this range; those that have one there stay."""
+        at = old[group]
+        stays = (at >= first) & (at < end)
+        self.places[group[stays]] = at[stays]
+        vacant = np.ones(end - first, dtype=bool)
+        vacant[at[stays] - first] = False
+        self.places[group[~stays]] = first + np.flatnonzero(vacant)[: np.count_nonzero(~stays)]
 
-    def append(self, layer: int, positions: Tensor, kv: Tensor) -> None:
-        """Store position `positions[i]` of slot i for the first R slots; kv: [R, 2, kv_heads, head_dim]."""
-        self._layers[layer][:, self._slots[: len(positions)], :, positions] = kv
+    def _move(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
+        resized = capacity != self.capacity
+        moves = (sources != NOWHERE) & ((sources != targets) | resized)
+        if not resized and not moves.any():
+            return
+        source, target = (torch.from_numpy(at[moves]).to(self._device) for at in (sources, targets))
+        for i, layer in enumerate(self.layers):  # layer by layer: one layer's worth of extra memory at a time
+            if resized:
+                self.layers[i] = layer.new_zeros(2, capacity, *self._shape)
+            self.layers[i][:, target] = layer[:, source]
 
-    def live(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `rows` slots, [rows * kv_heads, length, head_dim] each, without a copy."""
-        k, v = self._layers[layer][:, :rows].flatten(1, 2)[:, :, :length]
-        return k, v
+    def trim(self, groups: Sequence[np.ndarray], others: np.ndarray) -> None:
+        """`settle`, in no more memory than was needed at once since the last trim."""
+        now = sum(map(len, groups)) + len(others)
+        self.settle(groups, others, max(now, min(self.capacity, self._most)))
+        self._most = now
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of whole slots."""
-        for layer in self._layers:
-            layer[:, targets, :, :length] = layer[:, sources, :, :length]
+    def write(self, layer: int, places: Tensor, slots: Tensor, kv: Tensor) -> None:
+        """Store the keys and values of T tokens, each at a place and a position in the block; kv: [T, 2, kv_heads,
+        head_dim]."""
+        self.layers[layer][:, places, :, slots] = kv
+
+    def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy the contents of blocks (from, to)."""
+        if blocks:
+            source, target = torch.from_numpy(self.places[np.array(blocks).T]).to(self._device)
+            for layer in self.layers:
+                layer[:, target] = layer[:, source]

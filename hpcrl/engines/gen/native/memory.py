@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hpcrl.config import Config
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.planner.generator import token_bytes
 from hpcrl.planner.shapes import ModelShape
+from hpcrl.spec.problems import Problem
 
 
 def cache(config: Config, shape: ModelShape) -> tuple[int, None]:
-    """Bytes of the cache with all slots in use; it cannot run with less."""
-    return token_bytes(config, shape) * config.generator.max_slots * capacity(config), None
+    """Bytes of the cache at its largest, and of the copy of one layer while it grows."""
+    one = _block_bytes(config, shape)
+    num_blocks, budget = config.generator.max_slots * _longest(config), _budget(config)
+    if budget is not None:
+        num_blocks = min(num_blocks, budget // one)
+    return num_blocks * one + num_blocks * one // shape.num_layers, None
 
 
-def capacity(config: Config) -> int:
-    """Maximum positions per slot; the cache grows by half whenever it is too short."""
-    bucket = config.generator.section(NativeConfig).kv_bucket
-    longest = -(-config.max_sequence_tokens // bucket) * bucket
-    grown = max(0, longest - bucket) * 3 // 2
-    return max(longest, -(-grown // bucket) * bucket)
+def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """A budget that does not hold one response of full length."""
+    budget, least = _budget(config), _longest(config) * _block_bytes(config, shape)
+    if budget is not None and budget < least:
+        needed = f"{config.max_sequence_tokens} tokens, the longest prompt and response, need {least / 2**30:.4g}"
+        way_out = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+        yield Problem(
+            ("generator", "native", "kv_cache_gib"),
+            f"generator.native.kv_cache_gib: {budget / 2**30:.4g} GiB of KV cache, but {needed}; {way_out}",
+            (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens"), ("model",)),
+        )
+
+
+def _budget(config: Config) -> int | None:
+    return config.generator.section(NativeConfig).kv_cache_bytes
+
+
+def _block_bytes(config: Config, shape: ModelShape) -> int:
+    return token_bytes(config, shape) * config.generator.section(NativeConfig).kv_bucket
+
+
+def _longest(config: Config) -> int:
+    """Blocks of the longest sequence."""
+    return -(-config.max_sequence_tokens // config.generator.section(NativeConfig).kv_bucket)

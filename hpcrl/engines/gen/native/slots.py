@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -12,14 +15,30 @@ from hpcrl.engines.gen.sampling import SamplingPlan, stream_origin
 NO_TOKEN = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A request that waits for a slot. before: the tokens it has already, as in Tape.content, if it was interrupted."""
+
+    request: Request
+    before: Mapping[str, np.ndarray]
+
+    def tokens(self) -> np.ndarray:
+        """int32: its prompt and what it has of its response."""
+        return np.concatenate((np.asarray(self.request.prompt_ids, dtype=np.int32), self.before["token_ids"]))
+
+
 class Slots:
     """Columns over slots; entries of free slots hold harmless old values."""
 
-    def __init__(self, num_slots: int):
-        self.num_live = 0
+    def __init__(self, num_slots: int, max_blocks: int):
+        self.num_live = self._num_added = 0
         self.requests: list[Request] = []
         self.tracks: list[Track] = []
         self.slot_of: dict[int, int] = {}
+        self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int64)  # ids, in the order of the tokens
+        self.num_blocks = np.zeros(num_slots, dtype=np.int64)
+        self.kv_version = np.zeros(num_slots, dtype=np.int64)  # of the oldest weights behind keys and values
+        self.order = np.zeros(num_slots, dtype=np.int64)  # of admission
         self.tokens = np.zeros(num_slots, dtype=np.int64)  # next token to feed
         self.positions = np.zeros(num_slots, dtype=np.int64)  # its position
         self.last_iteration = np.zeros(num_slots, dtype=np.int64)  # iteration of the last allowed token
@@ -33,29 +52,41 @@ class Slots:
     def _columns(self) -> list[np.ndarray]:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
-    def add(self, request: Request, stop_ids: tuple[int, ...], iteration: int) -> int:
-        """Put a request, whose first token comes at `iteration`, into the next slot; returns the slot."""
-        slot, params = self.num_live, request.params
+    def add(self, queued: Queued, stop_ids: tuple[int, ...], iteration: int) -> int:
+        """Put a request, whose next token comes at `iteration`, into the next slot; returns the slot."""
+        slot, request, params = self.num_live, queued.request, queued.request.params
         self.num_live += 1
+        self._num_added += 1
         self.requests.append(request)
-        self.tracks.append(Track(iteration, [(slot, iteration)]))
+        self.tracks.append(Track(iteration, [(slot, iteration)], queued.before))
         self.slot_of[request.id] = slot
+        self.order[slot] = self._num_added
         if len(stop_ids) > self.stop_ids.shape[1]:
             more = np.full((len(self.tokens), len(stop_ids) - self.stop_ids.shape[1]), NO_TOKEN, dtype=np.int64)
             self.stop_ids = np.concatenate((self.stop_ids, more), axis=1)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
-        self.tokens[slot] = request.prompt_ids[-1]
-        self.positions[slot] = len(request.prompt_ids) - 1
-        self.last_iteration[slot] = iteration + params.max_new_tokens - 1
-        self.origins[slot] = stream_origin(request.seed, iteration)
+        earlier = queued.before["token_ids"]
+        self.tokens[slot] = earlier[-1] if len(earlier) else request.prompt_ids[-1]
+        self.positions[slot] = len(request.prompt_ids) + len(earlier) - 1
+        first = iteration - len(earlier)  # had the request never been interrupted
+        self.last_iteration[slot] = first + params.max_new_tokens - 1
+        self.origins[slot] = stream_origin(request.seed, first)
         self.temperature[slot], self.top_k[slot] = params.temperature, params.top_k
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
         return slot
 
-    def remove(self, slots: list[int], iteration: int) -> tuple[list[int], list[int]]:
-        """Free these slots and move the last live requests into the gaps, where they are from `iteration` on. Returns
-        the moves (from, to), which the KV cache must follow."""
+    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
+        """Let the slot have these blocks only."""
+        self.num_blocks[slot] = len(blocks)
+        self.blocks[slot, : len(blocks)] = blocks
+
+    def blocks_of(self, slot: int) -> list[int]:
+        """The ids of the slot's blocks."""
+        return self.blocks[slot, : self.num_blocks[slot]].tolist()
+
+    def remove(self, slots: Sequence[int], iteration: int) -> None:
+        """Free these slots and move the last live requests into the gaps, where they are from `iteration` on."""
         left = self.num_live - len(slots)
         gone = set(slots)
         targets = [slot for slot in sorted(gone) if slot < left]
@@ -71,7 +102,6 @@ class Slots:
             self.slot_of[self.requests[target].id] = target
         del self.requests[left:], self.tracks[left:]
         self.num_live = left
-        return sources, targets
 
     def plan(self, rows: int, vocab_size: int, device: torch.device) -> SamplingPlan:
         """Sampling parameters of the first `rows` slots."""

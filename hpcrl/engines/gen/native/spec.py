@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcrl.engines.gen.native.families import FAMILIES, unsupported
-from hpcrl.spec.fields import Positive, Section
+from hpcrl.spec.fields import Positive, PositiveFloat, Section
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
 
@@ -17,7 +17,14 @@ class NativeConfig(Section):
     """The memory of the embedded engine."""
 
     kv_bucket: Positive = 32
-    """KV cache lengths are rounded up to this many tokens."""
+    """Tokens of a block of the KV cache; responses with a common prefix share blocks."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Maximum memory of the KV cache, GiB; responses wait while it is full; null: max_slots at full length."""
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """kv_cache_gib in bytes."""
+        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
 
 
 def _check(config: Any) -> Iterator[Problem]:
@@ -35,9 +42,10 @@ SPEC = GenEngineSpec(
     about="The embedded engine: continuous batching in the rank's process, with torch only.",
     make="hpcrl.engines.gen.native.engine:make",
     section=NativeConfig,
-    resume_keys=("kv_bucket",),
+    resume_keys=("kv_bucket", "kv_cache_gib"),
     check=_check,
     plan="hpcrl.engines.gen.native.memory:cache",
+    check_sizes="hpcrl.engines.gen.native.memory:check",
     families=tuple(FAMILIES),
     unsupported=unsupported,
     gives_routes=True,

@@ -5,7 +5,8 @@ A request reads its part of the columns when it ends, so the decode loop does no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,10 +15,11 @@ from hpcrl.trajectory import Field
 
 @dataclass(slots=True)
 class Track:
-    """Location of a request on the tape: the iteration of its first token and its slots over time."""
+    """Location of a request on the tape: the iteration of its first token there and its slots over time."""
 
     start: int
-    stretches: list[tuple[int, int]] = field(default_factory=list)  # (slot, first iteration in it)
+    stretches: list[tuple[int, int]]  # (slot, first iteration in it)
+    before: Mapping[str, np.ndarray]  # columns of its tokens from before it was interrupted, as of Tape.content
 
 
 class Tape:
@@ -36,6 +38,11 @@ class Tape:
             shape = (rows, *routes.shape(num_slots))
             self._columns["routes"] = np.full(shape, routes.fill, dtype=routes.travels_as)
         self._versions = np.zeros(rows, dtype=np.int32)
+        self.nothing: Mapping[str, np.ndarray] = {
+            **{name: column[:0, 0] for name, column in self._columns.items()},
+            "versions": self._versions[:0],
+        }
+        """The content of a request without tokens."""
 
     def write(
         self, version: int, ids: np.ndarray, logprobs: np.ndarray, behaviour: np.ndarray, *routes: np.ndarray
@@ -50,17 +57,25 @@ class Tape:
         self._versions[row] = version
         self.end += 1
 
+    def length(self, track: Track) -> int:
+        """The number of the request's tokens so far."""
+        return len(track.before["token_ids"]) + self.end - track.start
+
     def read(self, track: Track, name: str, last: int | None = None) -> np.ndarray:
         """The request's values of one column, all of them or the `last` ones, as a separate array."""
-        column, start = self._columns[name], track.start
+        column, start, before = self._columns[name], track.start, track.before[name]
         if last is not None:
             start = max(start, self.end - last)
+            before = before[max(0, len(before) - (last - (self.end - start))) :]
         firsts = [max(first, start) - self._base for _, first in track.stretches] + [self.end - self._base]
-        return np.concatenate([column[firsts[i] : firsts[i + 1], slot] for i, (slot, _) in enumerate(track.stretches)])
+        parts = [column[firsts[i] : firsts[i + 1], slot] for i, (slot, _) in enumerate(track.stretches)]
+        return np.concatenate([before, *parts])
 
-    def versions(self, track: Track) -> np.ndarray:
-        """The weight version of each of the request's tokens."""
-        return self._versions[track.start - self._base : self.end - self._base].copy()
+    def content(self, track: Track) -> dict[str, np.ndarray]:
+        """All of the request's values by column, and the weight version of each token as `versions`."""
+        versions = self._versions[track.start - self._base : self.end - self._base]
+        columns = {name: self.read(track, name) for name in self._columns}
+        return columns | {"versions": np.concatenate([track.before["versions"], versions])}
 
     def forget(self, before: int) -> None:
         """Drop the iterations before this one, once they are most of the tape."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcrl.engines.attention import causal_attention
 from hpcrl.engines.gen.native.architecture import Architecture
+from hpcrl.engines.gen.native.attention import Adding, Decoding
 from hpcrl.engines.gen.native.kv import KVCache
 from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer
 
@@ -26,63 +25,33 @@ class Transformer:
         self._gate = _gelu_gated if architecture.family.gemma else _silu_gated
         self.routes: list[Tensor] | None = None  # if set, gets the chosen experts [T, k] of each layer that has some
 
-    def prefill(self, ids: Tensor, cache: KVCache, slots: Tensor, source: Tensor) -> None:
-        """Write the keys and values of N prompts, right-padded to P tokens, into the cache.
-
-        ids: int64 [N, P]. slots, source: int64 [M]; slot slots[j] receives those of prompt source[j], so that siblings
-        share one forward. Values past a prompt's end are garbage that decoding overwrites before reading.
-        """
+    def prefill(self, ids: Tensor, positions: Tensor, cache: KVCache, adding: Adding) -> None:
+        """Write the keys and values of T tokens of several rows into the cache. ids, positions: int64 [T]."""
         a = self._arch
-        count, length = ids.shape
-        rotations = [r[:length].repeat(count, 1)[:, None] for r in self._rotations]
-        x = self._embedded(ids.flatten())
-        for i, layer in enumerate(self._weights.layers):
-            heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]]).view(count, length, -1, a.head_dim)
-            q, k, v = heads.transpose(1, 2).split((a.num_heads, a.num_kv_heads, a.num_kv_heads), dim=1)
-            cache.write(i, slots, torch.stack((k[source], v[source])))
-            if i + 1 < a.num_layers:  # padding on the right: no prompt sees its padding
-                attended = causal_attention(
-                    q, k, v, scale=a.attention_scale, window=self._windows[i], softcap=a.attention_softcap
-                )
-                x = self._block(layer, x, attended.transpose(1, 2).flatten(0, 1).flatten(1))
-
-    def decode(self, ids: Tensor, positions: Tensor, cache: KVCache, length: int) -> Tensor:
-        """Logits float32 [R, vocab] after feeding token ids[i] at positions[i] of slot i, for the first R slots.
-
-        ids, positions: int64 [R]; `length` is more than every position. The tokens' keys and values are stored.
-        """
-        a, rows = self._arch, len(ids)
-        group = a.num_heads // a.num_kv_heads
         rotations = [r[positions][:, None] for r in self._rotations]
         x = self._embedded(ids)
-        masks = {window: self._mask(positions, length, window, x.dtype) for window in set(self._windows)}
         for i, layer in enumerate(self._weights.layers):
             heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
-            cache.append(i, positions, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
-            k, v = cache.live(i, rows, length)
-            # The q heads that share a kv head are rows of one matrix, so keys and values are never repeated.
-            q = heads[:, : a.num_heads].reshape(-1, group, a.head_dim)
-            scores = self._scores(q, k, masks[self._windows[i]])
-            attended = torch.bmm(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
-            x = self._block(layer, x, attended.view(rows, -1))
-        return self._logits(x)
+            cache.write(i, adding.places, adding.slots, heads[:, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
+            if i + 1 < a.num_layers:
+                x = self._block(layer, x, adding.attend(heads, cache.layers[i], a, self._windows[i]))
 
-    def _mask(self, positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[R * kv_heads, q heads of each, length]: 0 where the query at its row's position attends, else -inf."""
-        a, keys = self._arch, torch.arange(length, device=positions.device)
-        unseen = keys > positions[:, None]
-        if window is not None:
-            unseen |= keys <= positions[:, None] - window
-        mask = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -math.inf)
-        group = a.num_heads // a.num_kv_heads
-        return mask[:, None, None].expand(-1, a.num_kv_heads, group, -1).reshape(-1, group, length)
-
-    def _scores(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    def decode(self, ids: Tensor, positions: Tensor, num_live: int, cache: KVCache, decoding: Decoding) -> Tensor:
+        """Logits float32 [R, vocab] after feeding token ids[i] at positions[i] of row i, whose key and value are
+        stored for the first num_live rows; int64 [R]."""
         a = self._arch
-        if a.attention_softcap is None:
-            return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=a.attention_scale)
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(a.attention_scale / a.attention_softcap)
-        return scores.tanh_().mul_(a.attention_softcap).add_(mask)
+        rotations = [r[positions][:, None] for r in self._rotations]
+        x = self._embedded(ids)
+        masks = {w: decoding.mask(positions, cache.block_tokens, x.dtype, w) for w in set(self._windows)}
+        at = positions[:num_live]
+        places = decoding.places[:num_live].gather(1, at[:, None] // cache.block_tokens)[:, 0]
+        slots = at % cache.block_tokens
+        for i, layer in enumerate(self._weights.layers):
+            heads = self._qkv(layer, x, rotations[a.rope_of_layer[i]])
+            cache.write(i, places, slots, heads[:num_live, a.num_heads :].unflatten(1, (2, a.num_kv_heads)))
+            attended = decoding.attend(heads[:, : a.num_heads], cache.layers[i], masks[self._windows[i]], a)
+            x = self._block(layer, x, attended)
+        return self._logits(x)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         x = self._weights.embedding[ids]

@@ -1,0 +1,355 @@
+"""The native generator's KV cache: shared prefixes, the memory budget, and what new weights do to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.native.blocks import Blocks
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.kv import block_bytes
+from tests.engines.test_native import (
+    CONFIGS,
+    engine_of,
+    largest_error,
+    logits_of,
+    make_model,
+    prompt_of,
+    run,
+)
+
+pytestmark = pytest.mark.numerics
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("qwen3")
+    model = make_model(CONFIGS["qwen3"])
+    model.save_pretrained(folder)
+    return model, folder
+
+
+class Counting(NativeEngine):
+    """Counts the tokens whose keys and values it computes before decoding."""
+
+    prefilled = 0
+
+    def _prefill(self, rows: Any) -> None:
+        self.prefilled += sum(len(row.tokens) for row in rows)
+        super()._prefill(rows)
+
+
+def counting(folder: Path, **options: Any) -> Counting:
+    return Counting(
+        folder, **({"max_slots": 4, "max_length": 128, "dtype": torch.float32, "kv_bucket": BLOCK} | options)
+    )
+
+
+def budget(num_blocks: int, folder: Path) -> int:
+    engine = engine_of(folder, load=False)
+    return num_blocks * block_bytes(engine._arch, BLOCK, torch.float32)
+
+
+def group(prompt: Sequence[int], size: int, first_id: int = 0, new: int = 12) -> list[Request]:
+    ids = range(first_id, first_id + size)
+    return [Request(i, prompt, SamplingParams(new + i % 5, ignore_eos=True), seed=i) for i in ids]
+
+
+def used(engine: NativeEngine) -> int:
+    """Blocks that requests use; by what they use, and by what is left."""
+    blocks = engine._blocks
+    assert np.count_nonzero(blocks.users) == blocks.num_blocks - blocks.available
+    return int(np.count_nonzero(blocks.users))
+
+
+@pytest.mark.parametrize("length", [40, 33, 32, 7, 1])
+def test_a_prompt_is_computed_once_however_many_waves_admit_its_group(length: int, qwen3: tuple[Any, Path]) -> None:
+    model, folder = qwen3
+    engine = counting(folder)
+    groups = [group(prompt_of(seed, length), 10, first_id=10 * seed) for seed in range(2)]
+    requests = [request for each in groups for request in each]
+    outputs = run(engine, requests)
+    assert engine.prefilled == 2 * (length - 1)
+    assert largest_error(model, requests, outputs)[0] < 1e-4
+    later = group(groups[1][0].prompt_ids, 3, first_id=50)
+    assert largest_error(model, later, run(engine, later))[0] < 1e-4
+    assert engine.prefilled == 2 * (length - 1)
+    assert used(engine) == 0
+
+
+def test_siblings_share_the_memory_of_their_prompt(qwen3: tuple[Any, Path]) -> None:
+    _, folder = qwen3
+    engine = engine_of(folder, max_slots=8, kv_bucket=BLOCK)
+    engine.add(group(prompt_of(0, 6 * BLOCK + 3), 8))
+    engine.step(2)
+    assert used(engine) == 6 + 8
+    assert [end - first for first, end in engine._cache.ranges] == [8, 6]
+    engine.abort(range(7))
+    engine.step(1)
+    assert used(engine) == 7 and engine._cache.ranges == [(0, 7)]
+
+
+def test_groups_of_different_sizes_share_their_prompts(qwen3: tuple[Any, Path]) -> None:
+    """The blocks of a large group do not make the product of a small one as large."""
+    model, folder = qwen3
+    engine = engine_of(folder, max_slots=24, kv_bucket=BLOCK)
+    sizes = {1: 33, 2: 50, 3: 70, 13: 34}
+    requests = [
+        r for size, length in sizes.items() for r in group(prompt_of(size, length), size, first_id=100 * size, new=3)
+    ]
+    engine.add(requests)
+    engine.step(2)
+    assert engine._decoding is not None
+    # Of each block, the products have 2 q heads for each of 2 kv heads, times the most readers.
+    sizes_of = [(rows.stop - rows.start) / (at.stop - at.start) for at, rows in engine._decoding.products]
+    assert sizes_of == [4 * readers for readers in (1, 2, 3, 13)]
+    assert largest_error(model, requests, run(engine, []))[0] < 1e-4
+
+
+def test_prompts_with_a_common_beginning_share_it(qwen3: tuple[Any, Path]) -> None:
+    """In the same wave, where the second can only be computed after the first, and later."""
+    model, folder = qwen3
+    engine = counting(folder)
+    start = prompt_of(9, 3 * BLOCK)
+    requests = [Request(i, start + prompt_of(i, 4 + i), SamplingParams(8), seed=i) for i in range(7)]
+    outputs = run(engine, requests)
+    assert engine.prefilled == 3 * BLOCK + sum(3 + i for i in range(7))
+    assert largest_error(model, requests, outputs)[0] < 1e-4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_episode_computes_its_observations_only(deterministic: bool, qwen3: tuple[Any, Path]) -> None:
+    """Every turn begins with the tokens of the turns before it; deterministic mode computes them again."""
+    model, folder = qwen3
+    engine = counting(folder, max_slots=3, deterministic=deterministic)
+    contexts = {i: prompt_of(i % 2, 21) for i in range(4)}
+    new = 0
+    for turn in range(4):
+        requests = [
+            Request(i, contexts[i], SamplingParams(9, ignore_eos=True), 10 * turn + i, continues=True) for i in range(4)
+        ]
+        outputs = run(engine, requests)
+        assert largest_error(model, requests, outputs)[0] < 1e-4
+        for i in range(4):
+            observation = prompt_of(100 + 10 * turn + i, 6)
+            contexts[i] = [*contexts[i], *outputs[i].token_ids.tolist(), *observation]
+        # The last token of a response is not in the cache, the last of a prompt is fed by decoding.
+        new += (2 * 20) if turn == 0 else 4 * 6
+    assert engine.prefilled == new if not deterministic else engine.prefilled > 3 * new
+    kept = counting(folder)
+    requests = [replace(requests[0], prompt_ids=prompt_of(0, 21), continues=False)]
+    first = run(kept, requests)[0]
+    run(kept, [replace(requests[0], prompt_ids=[*prompt_of(0, 21), *first.token_ids.tolist(), 5])])
+    assert kept.prefilled == 20 + 10, "a response that is not continued is not kept"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_small_budget_makes_requests_wait_and_changes_no_response(
+    deterministic: bool, qwen3: tuple[Any, Path]
+) -> None:
+    model, folder = qwen3
+    rng = np.random.default_rng(3)
+    requests = [
+        Request(
+            i,
+            prompt_of(i // 2, int(rng.integers(1, 50))),
+            SamplingParams(int(rng.integers(1, 78)), ignore_eos=True, stop_token_ids=(7,), top_p=0.9 if i % 3 else 1.0),
+            seed=i,
+        )
+        for i in range(24)
+    ]
+    roomy = run(engine_of(folder, max_slots=6, kv_bucket=BLOCK), requests)
+    for num_blocks in (8, 11, 17):
+        engine = engine_of(
+            folder,
+            max_slots=6,
+            kv_bucket=BLOCK,
+            kv_cache_bytes=budget(num_blocks, folder),
+            deterministic=deterministic,
+        )
+        interrupted = 0
+        engine.add(requests)
+        outputs: dict[int, Output] = {}
+        progress = engine.progress()
+        while progress:
+            outputs |= {o.id: o for o in engine.step(3)}
+            waiting = [i for i, queued in engine._waiting.items() if len(queued.before["token_ids"])]
+            interrupted += len(waiting)
+            before, progress = progress, engine.progress()
+            assert all(progress[i] >= before[i] for i in progress)
+            assert engine._cache.capacity <= num_blocks
+        assert (interrupted > 0) == (not deterministic)
+        assert outputs.keys() == roomy.keys()
+        assert all(np.array_equal(outputs[i].token_ids, roomy[i].token_ids) for i in roomy)
+        assert max(largest_error(model, requests, outputs)) < 1e-4
+        assert used(engine) == 0
+
+
+def test_an_interrupted_request_can_be_aborted_with_its_tokens(qwen3: tuple[Any, Path]) -> None:
+    _, folder = qwen3
+    requests = [Request(i, prompt_of(i, 30), SamplingParams(90, ignore_eos=True), seed=i) for i in range(3)]
+    whole = run(engine_of(folder), requests)
+    engine = engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=budget(9, folder))
+    engine.add(requests)
+    while not any(count for i, count in engine.progress().items() if i in engine._waiting):
+        engine.step(1)
+    request_id, count = next((i, c) for i, c in engine.progress().items() if i in engine._waiting and c)
+    engine.load_weights(make_model(CONFIGS["qwen3"], seed=1).state_dict().items(), version=3)
+    engine.step(1)
+    output = engine.abort([request_id])[0]
+    assert len(output.versions) == count and (output.versions == 0).all()
+    assert np.array_equal(output.token_ids, whole[request_id].token_ids[:count])
+    assert np.allclose(output.gen_logprobs, whole[request_id].gen_logprobs[:count], atol=1e-5)
+
+
+def test_a_budget_below_one_request_is_refused(qwen3: tuple[Any, Path]) -> None:
+    _, folder = qwen3
+    least = budget(8, folder)
+    engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=least)
+    with pytest.raises(ValueError, match=f"kv_cache_bytes is {least - 1}, but .* max_length 128 needs {least}"):
+        engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=least - 1)
+
+
+def test_the_least_recently_used_prefixes_go_first(qwen3: tuple[Any, Path]) -> None:
+    _, folder = qwen3
+    engine = counting(folder, kv_cache_bytes=budget(14, folder))
+    prompts = [prompt_of(seed, 3 * BLOCK + 1) for seed in range(3)]
+
+    def computes(seed: int) -> int:
+        before = engine.prefilled
+        params = SamplingParams(4, ignore_eos=True)
+        run(engine, [Request(seed, prompts[seed], params, seed=seed, continues=True)])
+        return engine.prefilled - before
+
+    assert [computes(seed) for seed in (0, 1, 2, 0)] == [3 * BLOCK] * 3 + [0]
+    run(engine, [Request(9, prompt_of(9, 5 * BLOCK), SamplingParams(4), seed=9)])  # takes the place of one of them
+    assert [computes(seed) for seed in (0, 2)] == [0, 0] and computes(1) > 0
+
+
+@pytest.mark.parametrize(("lag", "later", "computed"), [(0, 1, 1), (1, 1, 0), (1, 2, 1), (2, 2, 0)])
+def test_new_weights_empty_the_cache_of_prefixes(lag: int, later: int, computed: int, qwen3: tuple[Any, Path]) -> None:
+    """... unless older ones may be used; then a response goes on from keys and values of the old weights."""
+    _, folder = qwen3
+    engine = counting(folder, prefix_lag=lag)
+    prompt = prompt_of(0, 40)
+    run(engine, group(prompt, 1))
+    new = make_model(CONFIGS["qwen3"], seed=1)
+    engine.load_weights(new.state_dict().items(), version=later)
+    assert (not engine._blocks.idle) == bool(computed)
+    request = Request(0, prompt, SamplingParams(1, ignore_eos=True), seed=0)
+    outputs = run(engine, [request])
+    assert engine.prefilled == 39 * (1 + computed)
+    expected = logits_of(new, request, outputs[0]).log_softmax(-1)[0, int(outputs[0].token_ids[0])].item()
+    assert (abs(outputs[0].gen_logprobs[0] - expected) < 1e-4) == bool(computed)
+
+
+def test_siblings_that_come_after_new_weights_compute_their_prompt(qwen3: tuple[Any, Path]) -> None:
+    """Those that run keep their keys and values, and nobody else gets them."""
+    _, folder = qwen3
+    engine = counting(folder, max_slots=2)
+    prompt = prompt_of(0, 40)
+    engine.add(group(prompt, 2, new=30))
+    engine.step(3)
+    new = make_model(CONFIGS["qwen3"], seed=1)
+    engine.load_weights(new.state_dict().items(), version=1)
+    later = group(prompt, 4, first_id=10)
+    outputs = run(engine, later)
+    assert engine.prefilled == 2 * 39
+    assert largest_error(new, later, outputs)[0] < 1e-4
+
+
+def test_recomputing_shares_prompts_too(qwen3: tuple[Any, Path]) -> None:
+    _, folder = qwen3
+    engine = counting(folder, max_slots=4, kv_cache_bytes=budget(9, folder))
+    requests = group(prompt_of(0, 5 * BLOCK), 4, new=20)
+    engine.add(requests)
+    engine.step(6)
+    new = make_model(CONFIGS["qwen3"], seed=1)
+    engine.load_weights(new.state_dict().items(), version=1)
+    running = [count for count in engine.progress().values() if count]
+    engine.prefilled = 0
+    engine.recompute()
+    assert engine.prefilled == 5 * BLOCK + sum(count - 1 for count in running)
+    outputs = run(engine, [])
+    for request in requests:
+        at = outputs[request.id].versions == 1
+        ids = torch.from_numpy(outputs[request.id].token_ids).long()[:, None]
+        expected = logits_of(new, request, outputs[request.id]).log_softmax(-1).gather(1, ids)[:, 0].numpy()
+        assert np.allclose(outputs[request.id].gen_logprobs[at], expected[at], atol=1e-4)
+
+
+def test_memory_is_given_back_after_long_sequences(qwen3: tuple[Any, Path]) -> None:
+    model, folder = qwen3
+    engine = engine_of(folder, max_slots=4, kv_bucket=BLOCK)
+    run(engine, [Request(i, prompt_of(i, 10), SamplingParams(110, ignore_eos=True), seed=i) for i in range(4)])
+    long = engine._cache.capacity
+    assert 32 <= long <= 36
+    for version in (1, 2):
+        engine.load_weights(model.state_dict().items(), version)
+        run(engine, [Request(i, prompt_of(i, 10), SamplingParams(5), seed=i) for i in range(4)])
+    engine.load_weights(model.state_dict().items(), 3)
+    assert engine._cache.capacity <= 8
+    assert all(layer.shape[1] == engine._cache.capacity for layer in engine._cache.layers)
+
+
+def test_new_weights_may_come_at_any_time(qwen3: tuple[Any, Path]) -> None:
+    """Also when a reserved block is about to be used, for which there is no memory yet."""
+    model, folder = qwen3
+    engine = engine_of(folder, max_slots=1, kv_bucket=4, deterministic=True)
+    request = Request(0, prompt_of(0, 10), SamplingParams(30, ignore_eos=True), seed=0)
+    expected = run(engine, [request])[0]
+    engine.sleep()
+    engine.add([request])
+    outputs: list[Output] = []
+    while engine.progress():
+        engine.load_weights(model.state_dict().items(), 0)
+        outputs += engine.step(1)
+    assert np.array_equal(outputs[0].gen_logprobs, expected.gen_logprobs)
+
+
+def test_prompts_that_nobody_asks_for_again_do_not_make_the_cache_grow(qwen3: tuple[Any, Path]) -> None:
+    """Those of episodes that go on do."""
+    _, folder = qwen3
+
+    def capacity(continues: bool) -> int:
+        engine = engine_of(folder, max_slots=2, kv_bucket=BLOCK)
+        params = SamplingParams(6, ignore_eos=True)
+        run(engine, [Request(i, prompt_of(i, 3 * BLOCK), params, seed=i, continues=continues) for i in range(12)])
+        return engine._cache.capacity
+
+    assert 8 <= capacity(continues=False) <= 14
+    assert capacity(continues=True) == 2 * 8, "the whole budget"
+
+
+def test_blocks_by_their_tokens() -> None:
+    """Against a model: every known prefix is found, the longest first, and evicted last block first."""
+    blocks, tokens = Blocks(6, 4), np.arange(10, dtype=np.int32)
+    mine = blocks.take(3)
+    assert blocks.learn(tokens, mine, 5) == mine and blocks.available == 3
+    for length, (full, tail) in {3: (0, 3), 4: (1, 0), 7: (1, 3), 9: (2, 1), 10: (2, 2)}.items():
+        found = blocks.match(tokens[:length])
+        assert (found.blocks, found.tail_tokens) == (mine[:full], tail)
+        assert found.tail == (mine[full] if tail else None)
+    assert blocks.match(tokens[1:]).blocks == [] and blocks.match(tokens[1:]).tail is None
+    longer = np.arange(12, dtype=np.int32)
+    found = blocks.match(longer)
+    assert (found.blocks, found.tail, found.tail_tokens, found.version) == (mine[:2], mine[2], 2, 5)
+    assert blocks.learn(longer, mine, 4) == [mine[2]], "a block that was filled further is known by all of its tokens"
+    assert blocks.match(longer).blocks == mine and blocks.match(longer).version == 4
+    blocks.share(mine[:1])
+    blocks.release(mine)
+    assert blocks.available == 5 and blocks.idle == [mine[2], mine[1]]
+    blocks.take(4)
+    assert blocks.match(longer).blocks == mine[:2]
+    blocks.take(1)
+    assert blocks.match(longer).blocks == mine[:1] and blocks.available == 0
+    blocks.forget_before(6)
+    assert blocks.match(longer).blocks == [] and blocks.available == 0, "it is still in use"
