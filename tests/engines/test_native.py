@@ -205,6 +205,21 @@ def test_logprobs_are_those_of_transformers(model_folder: tuple[Any, Path]) -> N
         weight[3, 5] = exact
 
 
+def test_prompts_that_continue_cached_ones_have_the_logprobs_of_transformers(
+    model_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin with those of others, longer than windows and blocks of queries, of unequal lengths."""
+    monkeypatch.setattr("hpcrl.engines.gen.native.attention.QUERY_BLOCK", 16)
+    model, folder = model_folder
+    engine, start = engine_of(folder), prompt_of(50, 40)
+    run(engine, [Request(99, start, SamplingParams(1), seed=0)])
+    requests = [
+        Request(i, [*start[: 40 - 3 * i], *prompt_of(i, length)], SamplingParams(5), seed=i)
+        for i, length in enumerate((1, 45, 20, 33))
+    ]
+    assert largest_error(model, requests, run(engine, requests))[0] < 1e-5
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_of_a_family_are_those_of_transformers(feature: str, tmp_path: Path) -> None:
     model = make_model(FEATURES[feature])

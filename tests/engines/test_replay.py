@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from hpcrl.algorithms.base import Outputs
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.gen.native.kv import block_bytes
 from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
@@ -59,11 +61,22 @@ def trainer_of(folder: Path, replay: bool = True, **own: Any) -> FSDP2Engine:
 
 
 def generated(
-    folder: Path, weights: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.float32, longer: int = 0
+    folder: Path,
+    weights: dict[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    longer: int = 0,
+    kv_cache_bytes: int | None = None,
 ) -> dict[int, Output]:
     """Responses of unequal length, more than slots, so that requests move between slots; two share a prompt."""
     engine = NativeEngine(
-        folder, max_slots=3, max_length=200, dtype=dtype, kv_bucket=8, routes=SHAPE, load=weights is None
+        folder,
+        max_slots=3,
+        max_length=200,
+        dtype=dtype,
+        kv_bucket=8,
+        kv_cache_bytes=kv_cache_bytes,
+        routes=SHAPE,
+        load=weights is None,
     )
     if weights is not None:
         engine.load_weights(weights.items(), 0)
@@ -108,14 +121,24 @@ def mismatch(trainer: FSDP2Engine, batch: Batch) -> float:
     return float(differences(trainer, batch).mean())
 
 
-def test_recorded_choices_are_those_of_the_model(folder: Path) -> None:
-    """As transformers' routers choose on the whole sequence, whatever slots a request went through."""
+@pytest.mark.parametrize("full", [False, True], ids=["room for all", "a full cache"])
+def test_recorded_choices_are_those_of_the_model(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' routers choose on the whole sequence, whatever slots a request went through and whether it was
+    interrupted."""
+    interrupted: list[int] = []
+    interrupt = NativeEngine._interrupt
+    monkeypatch.setattr(
+        NativeEngine, "_interrupt", lambda self, slot: (interrupted.append(slot), interrupt(self, slot))
+    )
+    room = 25 * block_bytes(read_architecture(folder), 8, torch.float32)  # for one request of full length
+    outputs = generated(folder, longer=100, kv_cache_bytes=room) if full else generated(folder)
+    assert bool(interrupted) == full
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     seen: list[Tensor] = []
     for module in model.modules():
         if type(module).__name__ == "Qwen3MoeTopKRouter":
             module.register_forward_hook(lambda _, __, output: seen.append(output[2]))
-    for number, output in generated(folder).items():
+    for number, output in outputs.items():
         prompt, routes = prompt_of(number), output.columns["routes"]
         assert routes.dtype == np.uint8 and routes.shape == (len(output.token_ids), 4)
         seen.clear()
