@@ -61,6 +61,13 @@ class RoleLayout:
         return next(replica for replica in self.replicas if rank in replica)
 
     @property
+    def generates_on_trainers(self) -> bool:
+        """Whether every generator rank is a trainer rank that yields all weights, so that the trainers' own collectives
+        bring new weights to the generators."""
+        trainers = self.division("trainer")
+        return len(trainers.weights) == 1 and set(self.ranks["generator"]) <= set(trainers.ranks)
+
+    @property
     def free_replicas(self) -> tuple[tuple[int, ...], ...]:
         """Replicas without controller, trainer or reference ranks: they also run during training, and the run survives
         their loss."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.comm.weights import receive_buckets, send_buckets, stage
 from hpcrl.control.world import World
 from hpcrl.spec.division import Division
 
@@ -29,10 +29,18 @@ class DataParallel:
 
     def pass_on(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the head, in host memory. Called by all ranks of a data-parallel rank that has several."""
-        if self.is_head:
-            send_buckets(self._inside, stage(tensors.items(), keep=True), 0)
-            return tensors
-        return {name: tensor for bucket in receive_buckets(self._inside, 0) for name, tensor in bucket.tensors()}
+        kinds = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
+        header = torch.frombuffer(bytearray(msgspec.msgpack.encode(kinds)), dtype=torch.uint8)
+        size = self._from(0, torch.tensor([len(header)]))
+        header = self._from(0, header if self.is_head else torch.empty(int(size), dtype=torch.uint8))
+        if not self.is_head:
+            kinds = msgspec.msgpack.decode(header.numpy().tobytes(), type=list[tuple[str, str, tuple[int, ...]]])
+            tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in kinds}
+        for tensor in tensors.values():
+            if tensor.numel():
+                flat = tensor.contiguous().view(-1).view(torch.uint8)
+                self._from(0, flat)
+        return tensors
 
     def outputs(self, values: Tensor | None, num_tokens: int) -> Tensor:
         """float32 [T]: the values of these rows' tokens from the rank that holds the outputs; others may pass None.
@@ -42,11 +50,14 @@ class DataParallel:
             given = values
         else:
             given = torch.empty(num_tokens)
-        if self._inside is not None:
-            options = dist.BroadcastOptions()
-            options.rootRank = self._output
-            self._inside.broadcast([given], options).wait()
-        return given
+        return given if self._inside is None else self._from(self._output, given)
+
+    def _from(self, root: int, tensor: Tensor) -> Tensor:
+        """The tensor of that rank of the group, in place on the others."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._inside.broadcast([tensor], options).wait()
+        return tensor
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum over data-parallel ranks; called by all ranks of the engine."""

@@ -1,107 +1,356 @@
-"""Named tensors in buckets, from one rank of a group to the others: mainly weights, staged once per version and pulled
-by one replica after another.
+"""Weights from the trainer ranks that hold them to the ranks of generator replicas that need them, in steps.
 
-Weights are staged in host memory, since the GPU holds the trainer's state, and broadcast by gloo, or by NCCL with one
-bucket on the GPU at a time.
+A step's messages are packed, in the generator's dtype, on the device of the group, while those of the step before are
+under way; a generator rank loads the tensors of a step while the next arrives. Neither side holds more than two steps,
+and the receiving side the tensor that it puts together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-BUCKET_BYTES = 256 << 20
-ALIGN = 16
+from hpcrl.comm.weights_plan import BUCKET_BYTES, Piece, arriving_dtype, padded, plan_pieces
+from hpcrl.spec.weights import Box, Held, Need, everything
 
-
-class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a bucket: HF name, dtype as torch names it, shape."""
-
-    name: str
-    dtype: str
-    shape: list[int]
+LAST_WAIT_S = 0.05
+"""Time for a rank that others have waited for already."""
 
 
-class Bucket:
-    """Tensors packed into one byte tensor: in host memory, or on the GPU that received it."""
+@dataclass(frozen=True)
+class Channel:
+    """A group of all trainer ranks and the ranks of one replica, and the plan of its updates.
 
-    def __init__(self, entries: list[Entry], data: torch.Tensor):
-        self.entries, self.data = entries, data
+    needs: rank of the replica -> what it needs of every tensor of the layout.
+    """
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, view into the bucket) in order."""
-        at = 0
-        for entry in self.entries:
-            dtype = getattr(torch, entry.dtype)
-            size = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-            yield entry.name, self.data[at : at + size].view(dtype).view(entry.shape)
-            at += _padded(size)
+    group: Any  # ProcessGroupGloo or ProcessGroupNCCL, whose methods torch's stubs lack
+    ranks: Sequence[int]
+    layout: Sequence[Held]
+    needs: Mapping[int, Sequence[Need]]
 
+    @cached_property
+    def steps(self) -> list[list[Piece]]:
+        """See plan_pieces."""
+        return plan_pieces(self.layout, self.needs, BUCKET_BYTES)
 
-def stage(named: Iterable[tuple[str, torch.Tensor]], keep: bool) -> list[Bucket]:
-    """Exhaust `named` (for weights a collective on the trainers); with `keep`, return copies in buckets of about 256
-    MiB."""
-    buckets: list[Bucket] = []
-    entries: list[Entry] = []
-    parts: list[torch.Tensor] = []
-
-    def flush() -> None:
-        buckets.append(Bucket(list(entries), torch.cat(parts)))
-        entries.clear()
-        parts.clear()
-
-    for name, tensor in named:
-        if not keep:
-            continue
-        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-        # Copied before the next one is drawn: the engine may reuse the memory. A bucket is allocated twice meanwhile.
-        parts.append(_padded_bytes(tensor.detach()))
-        if sum(part.numel() for part in parts) >= BUCKET_BYTES:
-            flush()
-    if entries:
-        flush()
-    return buckets
+    @property
+    def device(self) -> torch.device:
+        """The device of tensors that travel."""
+        return _device(self.group)
 
 
-def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory as bytes, padded to ALIGN so that the next tensor can be viewed in any dtype."""
-    size = tensor.numel() * tensor.element_size()
-    copy = torch.zeros(_padded(size), dtype=torch.uint8)
-    copy[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return copy
+def connect(group: Any, ranks: Sequence[int], rank: int, senders: Collection[int], receivers: Collection[int]) -> None:
+    """Make the connections of later updates: a rank that is lost then must not hold up the others, which first contact
+    does. Called by all senders and receivers."""
+    # Two ranks connect together; in this order, no ranks wait for each other in a circle.
+    for pair in sorted({(min(s, r), max(s, r)) for s in senders for r in receivers if s != r}):
+        if rank in pair:
+            act, peer = (group.send, pair[1]) if rank == pair[0] else (group.recv, pair[0])
+            act([torch.zeros(1, dtype=torch.uint8, device=_device(group))], ranks.index(peer), 0).wait()
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+def send_layout(group: Any, ranks: Sequence[int], layout: Sequence[Held], receivers: Collection[int]) -> None:
+    """Tell ranks of the group which tensors there are, and who holds them; they call receive_layout()."""
+    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(layout)), dtype=torch.uint8).to(_device(group))
+    size = torch.tensor([len(data)], device=data.device)
+    for receiver in receivers:
+        for tensor in (size, data):
+            group.send([tensor], ranks.index(receiver), 0).wait()
 
 
-def send_buckets(group: Any, buckets: list[Bucket], root: int) -> None:
-    """Broadcast the buckets over a group (gloo or NCCL) from group rank `root`; called by that rank."""
-    header = torch.frombuffer(bytearray(msgspec.msgpack.encode([b.entries for b in buckets])), dtype=torch.uint8)
-    _broadcast(group, torch.tensor([header.numel()]), root)
-    _broadcast(group, header, root)
-    for bucket in buckets:
-        _broadcast(group, bucket.data, root)
+def receive_layout(group: Any, ranks: Sequence[int], sender: int) -> list[Held]:
+    """The layout that `sender` sends with send_layout()."""
+    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
+    group.recv([size], ranks.index(sender), 0).wait()
+    data = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
+    group.recv([data], ranks.index(sender), 0).wait()
+    return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=list[Held])
 
 
-def receive_buckets(group: Any, root: int) -> Iterator[Bucket]:
-    """The buckets of send_buckets as they arrive; called, and exhausted, by every other rank of the group."""
-    size = int(_broadcast(group, torch.zeros(1, dtype=torch.int64), root))
-    header = _broadcast(group, torch.empty(size, dtype=torch.uint8), root)
-    for entries in msgspec.msgpack.decode(header.cpu().numpy().tobytes(), type=list[list[Entry]]):
-        nbytes = [int(np.prod(e.shape, dtype=np.int64)) * getattr(torch, e.dtype).itemsize for e in entries]
-        yield Bucket(entries, _broadcast(group, torch.empty(sum(map(_padded, nbytes)), dtype=torch.uint8), root))
+@dataclass
+class _Message:
+    """Pieces that one rank or several get alike."""
+
+    pieces: list[Piece]
+    num_bytes: int
+    receivers: list[tuple[int, int]] = field(default_factory=list)  # (key of the channel, rank)
+
+    def has(self, pieces: Sequence[Piece]) -> bool:
+        """Whether these pieces are the same parts of the weights."""
+        contents = [[(piece.tensor, piece.box, piece.dtype) for piece in some] for some in (self.pieces, pieces)]
+        return contents[0] == contents[1]
 
 
-def _broadcast(group: Any, tensor: torch.Tensor, root: int) -> torch.Tensor:
-    """The root's tensor, on the group's device. NCCL: later work on this rank's current stream waits for it."""
-    tensor = tensor.to("cpu" if isinstance(group, dist.ProcessGroupGloo) else "cuda")
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    group.broadcast([tensor], options).wait()
-    return tensor
+class Schedule:
+    """What a trainer rank sends in an update: the same every time."""
+
+    def __init__(self, rank: int, channels: Mapping[int, Channel]):
+        self.rank, self.channels = rank, channels
+        self.layout = next(iter(channels.values())).layout
+        self.parts = [held.part_of(rank) for held in self.layout]
+        holders = {holder for held in self.layout for _, some in held.parts for holder in some}
+        # Nobody has a choice of senders: replicas with the same needs have the same plan.
+        fixed = all(len(some) == 1 for held in self.layout for _, some in held.parts)
+        self.steps: list[list[_Message]] = []
+        planned: dict[int, Channel] = {}
+        for key, channel in channels.items():
+            alike = fixed and holders.isdisjoint(channel.needs)
+            same = (k for k, c in planned.items() if alike and [*c.needs.values()] == [*channel.needs.values()])
+            if (twin := next(same, None)) is not None:
+                self._add_receivers(key, twin, dict(zip(planned[twin].needs, channel.needs, strict=True)))
+                continue
+            self._add_channel(key, channel)
+            if alike:
+                planned[key] = channel
+        self.most_bytes = max(sum(message.num_bytes for message in messages) for messages in self.steps)
+
+    def _add_receivers(self, key: int, twin: int, ranks: Mapping[int, int]) -> None:
+        """Another channel whose ranks get what those of `twin` get."""
+        for message in itertools.chain.from_iterable(self.steps):
+            message.receivers += [(key, ranks[receiver]) for other, receiver in message.receivers if other == twin]
+
+    def _add_channel(self, key: int, channel: Channel) -> None:
+        for number, all_pieces in enumerate(channel.steps):
+            if number == len(self.steps):
+                self.steps.append([])
+            to: dict[int, list[Piece]] = defaultdict(list)
+            for piece in all_pieces:
+                if piece.sender == self.rank:
+                    to[piece.receiver].append(piece)
+            for receiver, pieces in to.items():
+                message = next((m for m in self.steps[number] if m.has(pieces)), None)
+                if message is None:
+                    message = _Message(pieces, sum(padded(piece.num_bytes) for piece in pieces))
+                    self.steps[number].append(message)
+                message.receivers.append((key, receiver))
+
+
+class Sending:
+    """A trainer rank's side of one update.
+
+    weights: this rank's part of every tensor of which it holds one, in the order of the layout. errors: the first error
+    of each channel that failed; the rest of its messages are skipped, and the other channels go on. A receiver that
+    does not take a step within patience_s counts as failed.
+    """
+
+    def __init__(self, schedule: Schedule, keys: Collection[int], weights: Iterator[Tensor], patience_s: float):
+        self._schedule, self._patience_s = schedule, patience_s
+        self._keys = [key for key in schedule.channels if key in keys]
+        self.errors: dict[int, RuntimeError] = {}
+        self.own: dict[int, Tensor] = {}  # by step: what this rank, which also generates, sends to itself
+        self._weights = weights
+        self._held = (number for number, part in enumerate(schedule.parts) if part is not None)
+        self._tensor: tuple[int, Tensor] | None = None
+        self._done = 0
+        device = schedule.channels[self._keys[0]].device if self._keys else torch.device("cpu")
+        self._buffers = [torch.empty(schedule.most_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._works: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+
+    def advance(self, steps: int) -> None:
+        """Start the first `steps` steps."""
+        while self._done < min(steps, len(self._schedule.steps)):
+            self._wait(self._done - 2)
+            self._start(self._done)
+            self._done += 1
+
+    def finish(self) -> None:
+        """Send all that is left; every tensor of `weights` is drawn."""
+        self.advance(len(self._schedule.steps))
+        for step in range(self._done):
+            self._wait(step)
+        for _ in self._weights:
+            pass
+        self._buffers.clear()
+
+    def _start(self, step: int) -> None:
+        start, places = 0, []
+        for message in self._schedule.steps[step]:
+            receivers = [(key, rank) for key, rank in message.receivers if key in self._keys and key not in self.errors]
+            if receivers:
+                places.append((message, receivers, self._buffers[step % 2][start : start + message.num_bytes]))
+                start += message.num_bytes
+        self._pack([(message.pieces, buffer) for message, _, buffer in places])
+        for _, receivers, buffer in places:
+            for key, receiver in receivers:
+                channel = self._schedule.channels[key]
+                if receiver == self._schedule.rank:
+                    self.own[step] = buffer
+                    continue
+                try:
+                    work = channel.group.send([buffer], channel.ranks.index(receiver), 0)
+                    self._works[step].append((key, work))
+                except RuntimeError as error:
+                    self.errors.setdefault(key, error)
+
+    def _pack(self, messages: list[tuple[list[Piece], Tensor]]) -> None:
+        """Copy the pieces to their places, tensor by tensor."""
+        places = []
+        for pieces, buffer in messages:
+            for piece, view in zip(pieces, views(pieces, buffer), strict=True):
+                places.append((piece, view))
+        for piece, view in sorted(places, key=lambda place: place[0].tensor):
+            part = self._schedule.parts[piece.tensor]
+            assert part is not None, "the plan has a rank send what it holds"
+            view.copy_(inside(self._draw(piece.tensor), piece.box, part))
+
+    def _draw(self, number: int) -> Tensor:
+        while self._tensor is None or self._tensor[0] < number:
+            self._tensor = next(self._held), next(self._weights).detach()
+        return self._tensor[1]
+
+    def _wait(self, step: int) -> None:
+        """Wait for the messages of a step, whose buffer is needed again."""
+        deadline = time.monotonic() + self._patience_s
+        for key, work in self._works.pop(step, ()):
+            if key in self.errors:
+                continue
+            try:
+                work.wait(timedelta(seconds=max(LAST_WAIT_S, deadline - time.monotonic())))
+            except RuntimeError as error:
+                self.errors[key] = error
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A piece's place among the messages of a step."""
+
+    step: int
+    sender: int
+    box: Box
+    place: int
+
+
+class Receiving:
+    """What a generator rank gets in an update: the same every time. num_bytes: of all its messages."""
+
+    def __init__(self, rank: int, channel: Channel):
+        self.rank, self.channel = rank, channel
+        self.pieces: list[dict[int, list[Piece]]] = []  # by step and sender, in the order of the message
+        self._arrivals: dict[int, list[_Arrival]] = defaultdict(list)  # by tensor
+        for step, all_pieces in enumerate(channel.steps):
+            pieces: dict[int, list[Piece]] = defaultdict(list)
+            for piece in all_pieces:
+                if piece.receiver == rank:
+                    place = len(pieces[piece.sender])
+                    self._arrivals[piece.tensor].append(_Arrival(step, piece.sender, piece.box, place))
+                    pieces[piece.sender].append(piece)
+            self.pieces.append(pieces)
+        self.sizes = [{s: sum(padded(p.num_bytes) for p in own) for s, own in pieces.items()} for pieces in self.pieces]
+        self.num_bytes = sum(sum(sizes.values()) for sizes in self.sizes)
+
+    def tensors(self, sending: Sending | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every tensor of which this rank needs something, each valid until the next is drawn.
+
+        A tensor has its full shape; numbers that the rank does not need are arbitrary. sending: this rank's own side,
+        which goes on meanwhile and ends with the last tensor. RuntimeError if a sender is lost.
+        """
+        arrived = _Arrived(self, sending)
+        needed = self._needed()
+        whole_bytes = max(
+            (_num_bytes(held, dtype) for number, held, dtype in needed if not self._is_one(number)), default=0
+        )
+        whole = torch.empty(whole_bytes, dtype=torch.uint8, device=self.channel.device)
+        for number, held, dtype in needed:
+            if self._is_one(number):
+                yield held.name, arrived.view(self._arrivals[number][0])
+                continue
+            tensor = whole[: _num_bytes(held, dtype)].view(dtype).view(held.shape)
+            for arrival in self._arrivals[number]:
+                view = arrived.view(arrival)
+                inside(tensor, arrival.box, everything(held.shape)).copy_(view)
+            yield held.name, tensor
+        if sending is not None:
+            sending.finish()
+
+    def _needed(self) -> list[tuple[int, Held, torch.dtype]]:
+        """The tensors of which this rank gets something, and their dtypes here."""
+        pairs = enumerate(zip(self.channel.layout, self.channel.needs[self.rank], strict=True))
+        return [(i, held, getattr(torch, arriving_dtype(held, need))) for i, (held, need) in pairs if need.boxes]
+
+    def _is_one(self, number: int) -> bool:
+        """Whether the tensor comes in one piece, which needs no other place."""
+        arrivals = self._arrivals[number]
+        return len(arrivals) == 1 and arrivals[0].box == everything(self.channel.layout[number].shape)
+
+
+class _Arrived:
+    """The messages of an update as they arrive: those of one step, and of the next into a second buffer."""
+
+    def __init__(self, receiving: Receiving, sending: Sending | None):
+        self._of, self._sending, self._channel = receiving, sending, receiving.channel
+        widest = max(sum(size for sender, size in s.items() if sender != receiving.rank) for s in receiving.sizes)
+        self._buffers = [torch.empty(widest, dtype=torch.uint8, device=self._channel.device) for _ in range(2)]
+        self._step = -1
+        self._views: dict[int, list[Tensor]] = {}
+        self._works: dict[int, list[Any]] = {}
+        self._messages: dict[int, dict[int, Tensor]] = {}
+        self._post(0)
+
+    def view(self, arrival: _Arrival) -> Tensor:
+        """The piece, after its step has arrived."""
+        while self._step < arrival.step:
+            self._next()
+        return self._views[arrival.sender][arrival.place]
+
+    def _next(self) -> None:
+        self._step += 1
+        step, rank = self._step, self._of.rank
+        self._post(step + 1)
+        if self._sending is not None:
+            self._sending.advance(step + 2)
+        for work in self._works.pop(step):
+            work.wait()
+        messages = self._messages.pop(step)
+        if rank in self._of.sizes[step]:
+            assert self._sending is not None, "a rank that sends to itself sends"
+            messages[rank] = self._sending.own.pop(step)
+        self._views = {sender: list(views(self._of.pieces[step][sender], data)) for sender, data in messages.items()}
+
+    def _post(self, step: int) -> None:
+        """Start to receive a step; the step that had its buffer was copied."""
+        if step >= len(self._of.sizes):
+            return
+        start, self._works[step], self._messages[step] = 0, [], {}
+        for sender, size in self._of.sizes[step].items():
+            if sender == self._of.rank:
+                continue
+            buffer = self._messages[step][sender] = self._buffers[step % 2][start : start + size]
+            self._works[step].append(self._channel.group.recv([buffer], self._channel.ranks.index(sender), 0))
+            start += size
+
+
+def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:
+    """The pieces in their message, in order."""
+    start = 0
+    for piece in pieces:
+        dtype = getattr(torch, piece.dtype)
+        shape = [last - first for first, last in piece.box]
+        yield message[start : start + piece.num_bytes].view(dtype).view(shape)
+        start += padded(piece.num_bytes)
+
+
+def inside(tensor: Tensor, box: Box, part: Box) -> Tensor:
+    """The box of a tensor of which `tensor` is the part `part`."""
+    index = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(box, part, strict=True))
+    return tensor[index]
+
+
+def _num_bytes(held: Held, dtype: torch.dtype) -> int:
+    return math.prod(held.shape) * dtype.itemsize
+
+
+def _device(group: Any) -> torch.device:
+    return torch.device("cpu" if isinstance(group, dist.ProcessGroupGloo) else "cuda")

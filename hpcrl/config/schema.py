@@ -325,6 +325,8 @@ class Config(Section):
     """Check everything, print the plan, start nothing."""
     debug: Literal["none", "rollout_only", "train_only", "fake"] = "none"
     """Partial run: generate only, train only on another run's rollouts, or both with engines without a model (fake)."""
+    check_weights: bool = False
+    """Compare checksums of the weights of trainer and generators after every update; slow."""
     rollouts: str | None = None
     """Run folder whose rollouts are used by debug=train_only."""
     model: ModelConfig = ModelConfig()

@@ -42,7 +42,7 @@ def blocking_wait() -> Iterator[None]:
 
 
 class AbortableGroup:
-    """A process group over world ranks, for point-to-point transfers and broadcasts.
+    """A process group over world ranks, for point-to-point transfers.
 
     lost_ranks(): the world ranks that the controller has given up. A wait that lasts timeout_s, not counting the time
     in which the job is suspended, gives the group up too.
@@ -55,16 +55,12 @@ class AbortableGroup:
         self._timeout_s, self._lost_ranks = timeout_s, lost_ranks
         self._why = ""  # it was given up
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> AbortableWork:
-        """As a process group's; GroupLost if the group is given up already."""
-        return self._started(self._group.broadcast, tensors, options)
-
     def send(self, tensors: list[Tensor], dest: int, tag: int) -> AbortableWork:
-        """See broadcast()."""
+        """As a process group's; GroupLost if the group is given up already."""
         return self._started(self._group.send, tensors, dest, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> AbortableWork:
-        """See broadcast()."""
+        """See send()."""
         return self._started(self._group.recv, tensors, source, tag)
 
     def _started(self, start: Callable[..., Any], *arguments: Any) -> AbortableWork:

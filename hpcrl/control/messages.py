@@ -29,13 +29,13 @@ class BuildRole(Message):
 
 
 class BuildGroup(Message):
-    """All of `ranks` join the explicit group `name`. weights: for large tensors, which go from GPU to GPU if every rank
-    has its own GPU."""
+    """All of `ranks` join the explicit group `name`. replica: its number, if the group brings weights to it, which go
+    from GPU to GPU if every rank has its own GPU."""
 
     name: str
     ranks: list[int]
     epoch: int = 0
-    weights: bool = False
+    replica: int | None = None
 
 
 class Ask(Message):
@@ -262,21 +262,12 @@ class WriteRollouts(Message):
 # -- commands: weights and checkpoints ---------------------------------------------------------------------------
 
 
-class Stage(Message):
-    """Gather the weights and keep a copy of this version on the ranks that publish. `sources` has one entry for every
-    replica and share of the parameters; the last frees the copy."""
-
-    version: int
-    sources: list[int]
-
-
 class Pull(Message):
-    """Load staged weights into a generator replica. Each source (rank, group) sends its share over the group, or copies
-    it if it is the replica itself."""
+    """Load the trainers' weights as this version into these replicas, numbers of RoleLayout.replicas. Collective over
+    the trainer ranks and the replicas."""
 
     version: int
-    sources: list[tuple[int, str]]
-    ranks: list[int]
+    replicas: list[int]
 
 
 class SaveState(Message):
@@ -345,7 +336,6 @@ Command = (
     | TrainStep
     | DropBatch
     | WriteRollouts
-    | Stage
     | Pull
     | SaveState
     | FinishSave

@@ -14,6 +14,7 @@ from hpcrl.config.cluster import memory_bytes
 from hpcrl.metrics.duration import duration
 from hpcrl.node.memory import memory_limit
 from hpcrl.planner.advice import advise
+from hpcrl.planner.generator import update_traffic
 from hpcrl.planner.host import excess, host_bytes
 from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, memory
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
@@ -134,6 +135,26 @@ def check_host_memory(config: Config, layout: RoleLayout, shape: ModelShape) -> 
             "cluster.oversubscribe=true"
         )
         yield Problem(key, f"{'.'.join(key)}: {text}", (("layout",), ("model",)))
+
+
+def update_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
+    """What new weights cost each rank, and the least time; nothing for an engine without a plan."""
+    if not layout.replicas:
+        return
+    try:
+        train_plan(config)
+    except CannotPlanError:
+        return
+    received, sent = update_traffic(config, layout, shape)
+    if not received:  # trainer and generator are one rank
+        return
+    rate = config.cluster.link_gb_per_s
+    way = "by the trainers' gather" if layout.generates_on_trainers else "from the trainer ranks that hold them"
+    yield (
+        "update",
+        f"new weights {way}: {size(received)} to each generator rank, {size(sent)} from each trainer rank, at least "
+        f"{_seconds(max(received, sent) / (rate * 1e9))} at {rate:g} GB/s (cluster.link_gb_per_s)",
+    )
 
 
 def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:

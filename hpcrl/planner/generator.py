@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.config import Config
+from hpcrl.comm.weights_plan import BUCKET_BYTES, ITEM_BYTES
+from hpcrl.config import Config, RoleName
 from hpcrl.planner.activations import FP32
 from hpcrl.planner.memory_parts import BYTES, Part, Phase, split_size
 from hpcrl.planner.shapes import ModelShape
@@ -13,9 +14,8 @@ from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+from hpcrl.spec.weights import count
 
-BUCKET_BYTES = 256 << 20
-"""As in comm/weights.py; the last tensor of a bucket may exceed it."""
 PREFILL_TOKENS = 4096
 """As in engines/gen/native/engine.py."""
 LOGIT_COPIES = 3  # logits, probabilities, their cumulative sum; on a GPU also the probabilities as integers
@@ -87,22 +87,33 @@ def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
     return paged_cache(config, shape)[0], None
 
 
-def hand_over_parts(config: Config, shape: ModelShape, publishes: bool) -> list[Part]:
-    """Parts of a rank during the transfer of weights. publishes: it keeps a share of them, the largest, for replicas.
+def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles: Collection[RoleName]) -> list[Part]:
+    """Parts of a rank during the transfer of weights (hpcrl.roles.publishing), beside what the training engine gathers
+    to yield a tensor: on either side two steps, and where tensors come in pieces the one that is put together."""
+    if layout.generates_on_trainers:
+        return []
+    plan, wire, parts = train_plan(config), BYTES[config.generator.dtype], []
+    step = min(BUCKET_BYTES, shape.num_parameters * wire)
+    if "trainer" in roles:
+        sent = 2 * step // plan.num_senders(config, len(layout.ranks["trainer"]))
+        parts.append(Part("trainer", "weights to send", sent, ("publish",)))
+    if "generator" in roles:
+        received = 2 * step // layout.generator_tensor_parallel + plan.largest_tensor(shape) * wire
+        parts.append(Part("generator", "weights received", received, ("publish",)))
+    return parts
 
-    Publishing ranks stage the weights in host memory; every rank in the transfer has one bucket on its device.
-    """
-    plan = train_plan(config)
-    master, largest = plan.published_bytes(config), plan.largest_tensor(shape) * plan.published_bytes(config)
-    bucket = min(BUCKET_BYTES + largest, shape.num_parameters * master)
-    if not publishes:
-        return [Part("generator", "weight bucket", bucket, ("publish",))]
-    staged = plan.largest_share(config, shape) * master
-    return [
-        Part("trainer", "weight bucket", bucket, ("publish",)),
-        # A bucket's tensors exist twice while the bucket is assembled.
-        Part("trainer", "staged weights", staged + bucket, ("publish",), on_host=True),
-    ]
+
+def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tuple[int, int]:
+    """(bytes to the first generator rank, bytes from a trainer rank on average) of a weight update, as if no rank had
+    both roles; the trainers' gather, if generators run there, brings each rank what it lacks."""
+    need, size = GEN_ENGINES[config.generator.engine].need, layout.generator_tensor_parallel
+    needs = [(p, need(config, p.name, tuple(p.shape), 0, size)) for p in shape.parameters]
+    received = sum(ITEM_BYTES[n.dtype or config.model.dtype] * count(box) for p, n in needs for box in n.boxes)
+    trainers = len(layout.ranks["trainer"])
+    if layout.generates_on_trainers:
+        received -= received // trainers
+        return received, received
+    return received, received * len(layout.ranks["generator"]) // trainers
 
 
 def _mlp_width(shape: ModelShape) -> int:

@@ -13,7 +13,6 @@ from hpcrl.planner.generator import (
     check_replicas_split,
     generator_parts,
     hand_over_parts,
-    in_one_process,
     shares_weights,
     token_bytes,
 )
@@ -147,10 +146,8 @@ def _summed(
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
     if shares:
         parts = [moved for part in parts for moved in _moves_out(part)]
-    if in_one_process(config, layout):
-        parts = [part for part in parts if part.during != ("publish",)]
-    elif layout.replicas and ("trainer" in roles or "generator" in roles):
-        parts += hand_over_parts(config, shape, publishes="trainer" in roles)
+    if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
+        parts += hand_over_parts(config, layout, shape, roles)
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
         own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)

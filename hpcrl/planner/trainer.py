@@ -29,14 +29,11 @@ class TrainPlan(Protocol):
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         """Bytes of weights and optimizer state in one checkpoint, for all ranks together."""
 
-    def published_bytes(self, config: Config) -> int:
-        """Bytes per number of the weights sent to the generators."""
-
     def largest_tensor(self, shape: ModelShape) -> int:
         """Numbers in the largest tensor sent to the generators at once."""
 
-    def largest_share(self, config: Config, shape: ModelShape) -> int:
-        """Numbers in the largest share of the weights sent to the generators (Division.weights)."""
+    def num_senders(self, config: Config, num_ranks: int) -> int:
+        """The trainer ranks between which the bytes of every tensor that goes to other ranks are divided."""
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         """Changes of the engine's keys that save memory, by cost."""

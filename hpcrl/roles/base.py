@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.comm.transfer import Fabric
+from hpcrl.comm.transfer import Fabric, blames_peer
 from hpcrl.config import Config
+from hpcrl.control.messages import Done
 from hpcrl.control.world import World
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
@@ -57,3 +58,11 @@ class Rank(Protocol):
 
     def emit(self, event: Any) -> None:
         """Send an event to the controller."""
+
+
+def without(worker: Rank, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
+    """The answer if ranks did not take part in a transfer; raises `error` if the run needs them."""
+    disposable = {rank for replica in worker.layout.free_replicas for rank in replica}
+    if not blames_peer(error) or not disposable.issuperset(ranks):
+        raise error
+    return Done(seq, unreached=sorted(ranks))

@@ -1,19 +1,18 @@
-"""Commands that transfer bulk data between ranks: rollouts to trainers, log-probs back, weights to generators."""
+"""Commands that transfer rollouts between ranks: responses to trainers, and log-probs back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from hpcrl.comm.transfer import PeerLost, blames_peer, from_ragged
-from hpcrl.comm.weights import Bucket, receive_buckets, send_buckets
-from hpcrl.control.messages import Done, DropBatch, HandOver, Logprobs, Move, Pull, SendTokens
-from hpcrl.roles.base import Rank
+from hpcrl.comm.transfer import PeerLost, from_ragged
+from hpcrl.control.messages import Done, DropBatch, HandOver, Logprobs, Move, SendTokens
+from hpcrl.roles.base import Rank, without
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import ReferenceRole, TrainerRole
 from hpcrl.rollout.batch import Batch, on_policy, pack
@@ -55,7 +54,6 @@ class Exchange:
             DropBatch: self._drop_batch,
             Logprobs: self._logprobs,
             SendTokens: self._send_tokens,
-            Pull: self._pull,
         }
 
     def _hand_over(self, command: HandOver, seq: int) -> Done:
@@ -69,7 +67,7 @@ class Exchange:
         try:
             received = exchange(worker.world.rank, command.moves, fields[Level.TOKEN], fields[Level.ROW], pick, TEXT)
         except PeerLost as lost:
-            return self._without((lost.peer,), seq, lost)
+            return without(worker, (lost.peer,), seq, lost)
         if not received and not command.forms:
             return Done(seq)
         share = self._shares.setdefault(command.batch, _Share())
@@ -116,45 +114,6 @@ class Exchange:
                     values[starts[rows[sample]] : starts[rows[sample] + 1]] = part
             setattr(batch, command.field, values)
         return Done(seq)
-
-    def _pull(self, command: Pull, seq: int) -> Done:
-        worker = self._worker
-        rank, generator = worker.world.rank, cast(GeneratorRole | None, worker.roles.get("generator"))
-        if rank not in command.ranks or generator is None:
-            try:
-                for _ in self._buckets(command):
-                    pass
-            except RuntimeError as error:
-                return self._without(command.ranks, seq, error)
-            return Done(seq)
-        if generator.trainer is not None:
-            generator.trainer.load(command.version)
-        else:
-            named = (tensor for bucket in self._buckets(command) for tensor in bucket.tensors())
-            generator.engine.load_weights(named, command.version)
-        if worker.config.rollout.on_new_weights == "recompute":
-            generator.engine.recompute()
-        return Done(seq)
-
-    def _buckets(self, command: Pull) -> Iterator[Bucket]:
-        """The weights for this rank, share by share as they arrive; sends this rank's own shares in between."""
-        rank, fabrics = self._worker.world.rank, self._worker.fabrics
-        for source, group in command.sources:
-            fabric = fabrics.get(group)
-            if rank == source:
-                staged = cast(TrainerRole, self._worker.roles["trainer"]).staged(command.version)
-                if fabric is not None:
-                    send_buckets(fabric.group, staged, fabric.ranks.index(rank))
-                yield from staged
-            elif rank in command.ranks and fabric is not None:
-                yield from receive_buckets(fabric.group, fabric.ranks.index(source))
-
-    def _without(self, ranks: Collection[int], seq: int, error: RuntimeError) -> Done:
-        """The answer if ranks did not take part; raises `error` if the run needs them."""
-        disposable = {rank for replica in self._worker.layout.free_replicas for rank in replica}
-        if not blames_peer(error) or not disposable.issuperset(ranks):
-            raise error
-        return Done(seq, unreached=sorted(ranks))
 
 
 def _travelling(names: Sequence[str], level: Level) -> list[tuple[str, np.dtype]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import cast
+
+from torch import Tensor
 
 from hpcrl.engines.gen.base import GenEngine, SharesWeights
 from hpcrl.engines.train.base import LocalWeights, TrainEngine
@@ -35,9 +38,13 @@ class OneProcess:
         trainer = cast(TrainerRole, rank.roles["trainer"]).engine
         return cls(generator, trainer, shares_weights(rank.config, rank.layout))
 
-    def load(self, version: int) -> None:
-        """Load the trainer's weights into the generator under this version."""
-        self._generator.load_weights(self._local.local_weights().items(), version)
+    def weights(self) -> Collection[tuple[str, Tensor]]:
+        """The trainer's parameters themselves, for load()."""
+        return self._local.local_weights().items()
+
+    def load(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the trainer's weights, all of weights(), into the generator under this version."""
+        self._generator.load_weights(named, version)
         self._loaded_at = self._trainer.optimizer_step
 
     def check(self) -> None:

@@ -17,7 +17,6 @@ from hpcrl.checkpoint.check import FileCheck
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Writer
 from hpcrl.comm.data_parallel import DataParallel
-from hpcrl.comm.weights import Bucket, stage
 from hpcrl.control.messages import (
     Advantages,
     CheckFiles,
@@ -31,7 +30,6 @@ from hpcrl.control.messages import (
     Logprobs,
     PassOn,
     SaveState,
-    Stage,
     TrainStep,
     WriteRollouts,
 )
@@ -39,7 +37,6 @@ from hpcrl.data import sft_rows
 from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train.base import TrainEngine, check_objective
 from hpcrl.metrics.stats import scalar
-from hpcrl.planner.generator import in_one_process
 from hpcrl.roles.base import Rank
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
@@ -115,9 +112,6 @@ class TrainerRole(_EngineRole):
         super().__init__(worker, trainable=True)
         check_objective(self.engine, self._algorithm.objective)
         self._rows: Any = None
-        self._staged: list[Bucket] = []
-        self._staged_version = -1
-        self._num_pulls = 0  # outstanding, of the staged version
         self._writer = Writer()
         self._check: FileCheck | None = None
 
@@ -127,7 +121,6 @@ class TrainerRole(_EngineRole):
             Advantages: self._advantages,
             TrainStep: self._train_step,
             WriteRollouts: self._write_rollouts,
-            Stage: self._stage,
             SaveState: self._save,
             FinishSave: self._finish_save,
             CheckFiles: self._check_files,
@@ -174,22 +167,6 @@ class TrainerRole(_EngineRole):
         num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
         write_rollouts(folder, self._worker.world.rank, num_files, batch, command.facts)
         return Done(seq)
-
-    def _stage(self, command: Stage, seq: int) -> Done:
-        if in_one_process(self._worker.config, self._worker.layout):  # the generator takes them from where they are
-            return Done(seq)
-        self._num_pulls, self._staged_version = command.sources.count(self._worker.world.rank), command.version
-        self._staged = stage(self.engine.named_weights(), self._num_pulls > 0)
-        return Done(seq)
-
-    def staged(self, version: int) -> list[Bucket]:
-        """The staged weights for one replica; freed after the last replica, since they are as large as the model."""
-        assert version == self._staged_version and self._num_pulls, f"{version} is not staged, or pulled too often"
-        buckets = self._staged
-        self._num_pulls -= 1
-        if not self._num_pulls:
-            self._staged = []
-        return buckets
 
     def _save(self, command: SaveState, seq: int) -> Done:
         self._writer.start(Path(command.folder), self.engine.snapshot(command.copy))

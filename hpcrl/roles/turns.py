@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from hpcrl.control.messages import Admit, Burst, Export, Logprobs, Pull, Stage, TrainStep
+from hpcrl.control.messages import Admit, Burst, Export, Logprobs, Pull, TrainStep
 from hpcrl.roles.base import Role
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import TrainerRole
@@ -17,7 +17,6 @@ TURNS: dict[type, str] = {
     Logprobs: "train",
     TrainStep: "train",
     Export: "train",
-    Stage: "publish",
     Pull: "publish",
     Admit: "generate",
     Burst: "generate",

@@ -28,6 +28,7 @@ from hpcrl.planner.host import takes_turns
 from hpcrl.roles.base import Answers, Role
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.peaks import PHASES, Peaks
+from hpcrl.roles.publishing import Publishing
 from hpcrl.roles.turns import Turns
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
@@ -56,7 +57,8 @@ class Worker:
             BuildGroup: self._build_group,
             Ask: self._ask,
         }
-        self._handlers |= Exchange(self).handlers()
+        self._publishing = Publishing(self)
+        self._handlers |= Exchange(self).handlers() | self._publishing.handlers()
         self._peaks = Peaks()
         self._turns = Turns(self.roles) if takes_turns(config, layout) else None
         self._commands: Listener | None = None
@@ -184,8 +186,11 @@ class Worker:
         return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"])
 
     def _build_group(self, command: BuildGroup, seq: int) -> Done:
-        build = self.world.weights_group if command.weights else self.world.group
-        self.fabrics[command.name] = Fabric(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
+        build = self.world.group if command.replica is None else self.world.weights_group
+        fabric = Fabric(build(command.name, command.ranks, command.epoch), tuple(command.ranks))
+        self.fabrics[command.name] = fabric
+        if command.replica is not None:
+            self._publishing.open(fabric, command.replica)
         return Done(seq)
 
     def _ask(self, command: Ask, seq: int) -> Done:

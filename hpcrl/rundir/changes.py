@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "keep_checkpoints",
     "resume",
     "dry_run",
+    "check_weights",
     "run_name",
     "run_dir",
     "trainer.max_mismatch",

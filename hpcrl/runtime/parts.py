@@ -130,52 +130,30 @@ class Reference:
 
 
 class Weights:
-    """Weights from the trainers to the generator replicas: staged once, pulled by one replica after another."""
+    """Weights from the trainers to the generator replicas."""
 
     def __init__(self, controller: Controller, layout: RoleLayout):
-        self._controller = controller
+        self._controller, self._layout = controller, layout
         self._trainers, self._replicas = layout.ranks["trainer"], layout.replicas
-        shares = layout.division("trainer").weights
-        self._sources = [
-            [
-                (next((rank for rank in owners if rank in replica), owners[i % len(owners)]), f"weights/{i}/{share}")
-                for share, owners in enumerate(shares)
-            ]
-            for i, replica in enumerate(self._replicas)
-        ]
 
     def build_groups(self) -> None:
-        """One group per replica and share of the parameters, unless the rank that has the share is the replica."""
-        for replica, sources in zip(self._replicas, self._sources, strict=True):
-            for source, group in sources:
-                if replica != (source,):
-                    ranks = sorted({source, *replica})
-                    self._controller.call(dict.fromkeys(ranks, messages.BuildGroup(group, ranks, weights=True)))
+        """One group per replica, with all trainers, unless the trainers' own collectives do."""
+        if self._layout.generates_on_trainers:
+            return
+        for number, replica in enumerate(self._replicas):
+            ranks = sorted({*self._trainers, *replica})
+            build = messages.BuildGroup(f"weights/{number}", ranks, replica=number)
+            self._controller.call(dict.fromkeys(ranks, build))
 
     def publish(self, version: int) -> Stats:
         """Load the trainers' weights into every living replica under this version, except replicas lost meanwhile."""
-        waiting = [
-            (replica, sources)
-            for replica, sources in zip(self._replicas, self._sources, strict=True)
-            if self._controller.lost.isdisjoint(replica)
-        ]
-        if not waiting:
+        living = [i for i, ranks in enumerate(self._replicas) if self._controller.lost.isdisjoint(ranks)]
+        if not living:
             return {}
         start = time.perf_counter()
-        stage = messages.Stage(version, [source for _, sources in waiting for source, _ in sources])
-        started = [self._controller.start(dict.fromkeys(self._trainers, stage))]
-        while waiting:
-            wave: dict[int, messages.Pull] = {}
-            later = []
-            for replica, sources in waiting:
-                ranks = {*replica, *(source for source, _ in sources)}
-                if ranks & wave.keys():
-                    later.append((replica, sources))
-                else:
-                    wave |= dict.fromkeys(ranks, messages.Pull(version, sources, list(replica)))
-            started.append(self._controller.start(wave))
-            waiting = later
-        answers = [answer for commands in started for answer in self._controller.finish(commands).values()]
+        pull = messages.Pull(version, living)
+        ranks = sorted({*self._trainers, *(rank for number in living for rank in self._replicas[number])})
+        answers = self._controller.call(dict.fromkeys(ranks, pull)).values()
         lose_unreached(self._controller, answers)
         return merge([answers_stats(answers), timed("time/step_model_update", start)])
 

@@ -12,6 +12,7 @@ from hpcrl.spec.fields import Section
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.table import load
+from hpcrl.spec.weights import Need, all_in_generators_dtype
 
 Check = Callable[[Any], Iterable[Problem]]
 
@@ -151,6 +152,9 @@ class GenEngineSpec(Spec):
     Its section stands under generator.NAME.
     """
 
+    need: Callable[[Any, str, tuple[int, ...], int, int], Need] = all_in_generators_dtype
+    """`need(config, name, shape, index, num_ranks)`: what rank `index` of the num_ranks of a replica must get of this
+    weight. load_weights() gets tensors of full shape; numbers outside the need are arbitrary."""
     families: tuple[str, ...] | None = None
     """Model families it runs, as config.json's model_type; None: all."""
     unsupported: Callable[[Mapping[str, Any], int], Iterable[str]] = lambda model, longest: ()

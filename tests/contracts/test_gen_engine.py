@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams, SharesWeights
+from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams, SharesWeights, ShowsWeights
 from hpcrl.rollout.types import FinishReason
 from hpcrl.spec.tables import GEN_ENGINES
 from tests.contracts import factories
@@ -256,6 +256,33 @@ def test_an_iterator_of_weights_that_breaks_off_leaves_none(engines: Engines) ->
     assert (drain(engine)[0].versions == 1).all()
 
 
+def test_weights_are_taken_before_the_next_overwrites_them(engines: Engines) -> None:
+    """As they come from other ranks: full tensors, one after another, in one memory."""
+    engine, loaded = engines.build(1, False), engines.build(1, True)
+    memory = torch.empty(max(tensor.nbytes for _, tensor in engines.weights), dtype=torch.uint8)
+
+    def overwritten() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in engines.weights:
+            view = memory.fill_(0x55)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            yield name, view.copy_(tensor)
+        memory.fill_(0x55)
+
+    engine.load_weights(overwritten(), version=0)
+    for each in (engine, loaded):
+        each.add([ask(0, 8)])
+    assert same(drain(engine)[0], drain(loaded)[0])
+
+
+def test_weights_that_an_engine_shows_are_those_it_got(engines: Engines) -> None:
+    engine = engines.build(1, True)
+    if not isinstance(engine, ShowsWeights):
+        return  # they are checked as it gets them
+    given = dict(engines.weights)
+    shown = {name: tensor.clone() for name, tensor in engine.loaded_weights(given)}
+    assert shown.keys() == given.keys()
+    assert all(torch.equal(shown[name], tensor) for name, tensor in given.items())
+
+
 def test_weights_can_come_later(engines: Engines) -> None:
     engine, loaded = engines.build(2, False), engines.build(2, True)
     assert engine.version == -1 and engine.step(1) == []
@@ -295,6 +322,8 @@ def test_shared_weights_are_read_from_where_they_are(engines: Engines) -> None:
     assert own and all(tensor.is_contiguous() and not tensor.is_inference() for tensor in own.values())
     mine = {name: own[name].copy_(tensor) if name in own else tensor for name, tensor in given.items()}
     engine.load_weights(mine.items(), version=4)
+    if isinstance(engine, ShowsWeights):
+        assert all(torch.equal(shown, given[name]) for name, shown in engine.loaded_weights(given))
     for each in (engine, loaded):
         each.add([ask(0), ask(1)])
     first, second = drain(engine), drain(loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,31 @@ class Critical(Objective):
         raise AssertionError("refused before")
 
 
+def check_weights(engine: TrainEngine) -> None:
+    """The parts that the ranks hold, together, are the weights, which can be had in another type."""
+    named, layout = dict(engine.named_weights()), engine.weight_layout()
+    layouts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(layouts, layout)
+    assert all(other == layout for other in layouts)
+    assert [(held.name, held.shape) for held in layout] == [(name, tuple(t.shape)) for name, t in named.items()]
+    mine = [(held.name, part) for held in layout if (part := held.part_of(dist.get_rank())) is not None]
+    parts = [(name, part, tensor.clone()) for (name, part), tensor in zip(mine, engine.held_weights(), strict=True)]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, parts)
+    for held in layout:
+        whole, boxes = torch.full(held.shape, math.nan, dtype=getattr(torch, held.dtype)), []
+        for name, part, tensor in (item for of_rank in gathered for item in of_rank):
+            if name == held.name:
+                whole[tuple(slice(*bounds) for bounds in part)] = tensor
+                boxes.append(part)
+        assert sorted(set(boxes)) == sorted(box for box, _ in held.parts), held.name
+        assert torch.equal(whole, named[held.name]), held.name
+    first, *others = named
+    converted = dict(engine.named_weights({name: torch.bfloat16 for name in others}))
+    assert torch.equal(converted[first], named[first])
+    assert all(torch.equal(converted[name], named[name].bfloat16()) for name in others)
+
+
 def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Path) -> None:
     """The contract, as assertions; every rank of the default group runs it."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -111,6 +137,7 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     written: list[list[str]] = [[] for _ in range(size)]
     dist.all_gather_object(written, mine)
     assert sorted(name for names in written for name in names) == sorted(path.name for path in folder.iterdir())
+    check_weights(engine)
     saved = dict(engine.named_weights())
     engine.train_step(batch, plan, Likelihood(), norms)
     continued = dict(engine.named_weights())

@@ -23,17 +23,30 @@ LIBRARY_S = 6.0  # gloo's own timeout
 RANKS = range(SIZE)
 
 
-def options(root: int) -> Any:
-    chosen = dist.BroadcastOptions()
-    chosen.rootRank = root
-    return chosen
+class ByBroadcast:
+    """Transfers of gloo that tell that they have ended, as those of NCCL do: gloo's own tell it only to one who waits.
+    What a rank sends goes to all others."""
+
+    def __init__(self, gloo: Any, rank: int):
+        self._gloo, self._rank, self.abort = gloo, rank, gloo.abort
+
+    def send(self, tensors: list[torch.Tensor], dest: int, tag: int) -> Any:
+        return self._from(self._rank, tensors)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return self._from(source, tensors)
+
+    def _from(self, root: int, tensors: list[torch.Tensor]) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._gloo.broadcast(tensors, options)
 
 
-def groups(threads: Threads, name: str, timeout_s: float = 30.0) -> tuple[list[Any], list[AbortableGroup]]:
-    """A group of all ranks, as each of them has it: gloo's, and the one around it."""
+def groups(threads: Threads, name: str, timeout_s: float = 30.0) -> tuple[list[ByBroadcast], list[AbortableGroup]]:
+    """A group of all ranks, as each of them has it: the library's, and the one around it."""
     worlds = [replace(world, timeout_s=LIBRARY_S / 0.8) for world in threads.worlds]
-    gloo = threads.every(lambda rank: worlds[rank].group(name, RANKS, 0))
-    return gloo, [AbortableGroup(gloo[i], name, RANKS, timeout_s, worlds[i].lost_ranks) for i in RANKS]
+    plain = threads.every(lambda rank: ByBroadcast(worlds[rank].group(name, RANKS, 0), rank))
+    return plain, [AbortableGroup(plain[i], name, RANKS, timeout_s, worlds[i].lost_ranks) for i in RANKS]
 
 
 def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Threads) -> None:
@@ -41,12 +54,13 @@ def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Thre
 
     def publish(rank: int) -> torch.Tensor:
         tensor = torch.full((1000,), float(rank))
-        assert made[rank].broadcast([tensor], options(1)).wait()
+        work = made[1].send([tensor], 0, 0) if rank == 1 else made[rank].recv([tensor], 1, 0)
+        assert work.wait()
         return tensor
 
     assert all(torch.equal(tensor, torch.ones(1000)) for tensor in threads.every(publish))
     with pytest.raises((RuntimeError, ValueError), match="root|rank"):
-        made[0].broadcast([torch.zeros(1)], options(7)).wait()
+        made[0].recv([torch.zeros(1)], 7, 0).wait()
 
 
 @pytest.mark.parametrize(
@@ -60,20 +74,20 @@ def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Thre
 def test_a_wait_for_a_rank_that_does_not_come_ends(
     threads: Threads, told: set[int] | None, timeout_s: float, own_s: float | None, why: str, request: Any
 ) -> None:
-    """Rank 2 never broadcasts. The second wait of a group that is given up ends at once."""
-    gloo, made = groups(threads, request.node.name, timeout_s)
+    """Rank 2 never sends. The second wait of a group that is given up ends at once."""
+    plain, made = groups(threads, request.node.name, timeout_s)
     group = made[1]
     if told is not None:
         threading.Timer(0.2, threads.worlds[0].tell_lost, [told]).start()
     started = time.monotonic()
     with pytest.raises(GroupLost, match=why) as lost:
-        group.broadcast([torch.zeros(4)], options(2)).wait(None if own_s is None else timedelta(seconds=own_s))
+        group.recv([torch.zeros(4)], 2, 0).wait(None if own_s is None else timedelta(seconds=own_s))
     assert blames_peer(lost.value)
     assert time.monotonic() - started < LIBRARY_S - 1.0
     with pytest.raises(GroupLost, match=why):
         group.send([torch.zeros(4)], 0, 0)
     for rank in (0, 2):  # gloo would wait for them at its end
-        gloo[rank].broadcast([torch.zeros(4)], options(2))
+        plain[rank].recv([torch.zeros(4)], 2, 0)
 
 
 @pytest.mark.parametrize("before", [None, "0"])
@@ -96,16 +110,14 @@ store = dist.TCPStore("127.0.0.1", port, is_master=False)
 with blocking_wait():
     nccl = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
 group = AbortableGroup(nccl, "pair", (0, 1), 60.0, lambda: {1} if store.check(["lost"]) else set())
-options = dist.BroadcastOptions()
-options.rootRank = 1
 tensor = torch.zeros(1 << 20, device="cuda")
-group.broadcast([tensor], options).wait()
+(group.send if rank == 1 else group.recv)([tensor], 1 - rank, 0).wait()
 if rank == 1:
     store.set("gone", "")
     sys.exit(0) if sys.argv[3] == "dies" else time.sleep(600)
 store.wait(["gone"])
 try:
-    work = group.broadcast([tensor], options)
+    work = group.recv([tensor], 1, 0)
     if sys.argv[3] == "hangs":
         store.set("lost", "")
     work.wait(timedelta(seconds=20))

@@ -1,25 +1,31 @@
-"""Weights staged in buckets and broadcast: every bit, shape and dtype, in order."""
+"""Weights from the ranks that hold them to those that need them: every bit, shape and dtype, in order."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hpcrl.comm import weights
-from hpcrl.comm.weights import Bucket, receive_buckets, send_buckets, stage
+from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect, inside, receive_layout, send_layout
+from hpcrl.comm.weights_check import checksum
 from hpcrl.rollout.store import RolloutReader
+from hpcrl.spec.weights import Box, Held, Need, everything
 from tests.dist.conftest import SIZE, Threads
 
 SHAPES = [(3, 5), (1,), (), (7, 1, 3), (0, 4), (64,), (33, 9), (0,)]
 DTYPES = {"float32": torch.int32, "bfloat16": torch.int16}  # and the integers to look at their bits
+PATIENCE_S = 20.0
+Named = dict[str, Tensor]
 
 
-def make_weights(dtype: str) -> dict[str, torch.Tensor]:
+def make_weights(dtype: str) -> Named:
     """Tensors of any bits, NaN included; one is not contiguous and one requires gradients."""
     bits = DTYPES[dtype]
     torch.manual_seed(3)
@@ -29,82 +35,166 @@ def make_weights(dtype: str) -> dict[str, torch.Tensor]:
     }
     made["transposed"] = made["layers.6.weight"].t()
     made["parameter"] = torch.nn.Parameter(made["layers.5.weight"].clone())
-    return made
+    return {f"{dtype}.{name}": tensor for name, tensor in made.items()}
 
 
-def assert_same(buckets: list[Bucket], expected: dict[str, torch.Tensor]) -> None:
-    got = dict(named for bucket in buckets for named in bucket.tensors())
+def bits_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(DTYPES[str(tensor.dtype).removeprefix("torch.")])
+
+
+def assert_same(got: Named, expected: Named) -> None:
     assert list(got) == list(expected)
     for name, tensor in expected.items():
-        assert got[name].shape == tensor.shape, name
-        assert got[name].dtype == tensor.dtype, name
-        bits = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        assert torch.equal(got[name].view(bits), tensor.detach().contiguous().view(bits)), name
+        assert (got[name].shape, got[name].dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(bits_of(got[name]), bits_of(tensor)), name
+
+
+def layout_of(named: Named, ranks: Sequence[int], rows: bool) -> list[Held]:
+    """Rows divided over the ranks, or everything on all of them."""
+    found = []
+    for name, tensor in named.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        divided = rows and tensor.ndim > 0
+        made = Held.rows if divided else Held.whole
+        found.append(made(name, dtype, tensor.shape, len(ranks) if divided else range(len(ranks))).of(ranks))
+    return found
+
+
+def held(named: Named, layout: Sequence[Held], rank: int) -> Iterator[Tensor]:
+    """What an engine yields: copies in one memory, which the next overwrites."""
+    memory = torch.empty(4096, dtype=torch.uint8)
+    for item in layout:
+        if (part := item.part_of(rank)) is not None:
+            tensor = named[item.name].detach()[tuple(slice(*bounds) for bounds in part)]
+            copy = memory.fill_(0x55)[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            yield copy.copy_(tensor)
+
+
+def transfer(
+    threads: Threads, name: str, named: Named, layout: list[Held], needs: dict[int, list[Need]], times: int = 1
+) -> list[Named]:
+    """What every rank of a world got at the last of several updates."""
+
+    def update(rank: int) -> Named:
+        group = threads.worlds[rank].group(f"weights/{name}", range(SIZE), 0)
+        senders = {sender for item in layout for _, holders in item.parts for sender in holders} or {0}
+        first, told = min(senders), layout
+        connect(group, range(SIZE), rank, senders, needs)
+        if rank == first:
+            send_layout(group, range(SIZE), layout, set(needs) - senders)
+        elif rank not in senders and rank in needs:
+            told = receive_layout(group, range(SIZE), first)
+        channel = Channel(group, range(SIZE), told, needs)
+        schedule = Schedule(rank, {0: channel}) if rank in senders else None
+        receiving = Receiving(rank, channel) if rank in needs else None
+        got: Named = {}
+        for _ in range(times):
+            sending = Sending(schedule, [0], held(named, layout, rank), PATIENCE_S) if schedule is not None else None
+            if receiving is not None:
+                got = {key: tensor.clone() for key, tensor in receiving.tensors(sending)}
+            elif sending is not None:
+                sending.finish()
+            assert sending is None or not sending.errors
+        return got
+
+    return threads.every(update)
+
+
+def all_of(named: Named, dtype: str = "") -> list[Need]:
+    return [Need(dtype, (everything(tensor.shape),)) for tensor in named.values()]
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "BUCKET_BYTES", 256)
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["copies", "rows"])
+@pytest.mark.parametrize("senders", [[0], [0, 2], [1, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("dtypes", [["float32"], ["bfloat16"], ["float32", "bfloat16"]], ids="-".join)
-def test_what_is_staged_arrives_on_the_other_ranks(threads: Threads, small_buckets: None, dtypes: list[str]) -> None:
-    expected = {f"{dtype}.{name}": t for dtype in dtypes for name, t in make_weights(dtype).items()}
-    buckets = stage(iter(expected.items()), keep=True)
-    assert len(buckets) > 2
-    assert_same(buckets, expected)
-    name, root = "weights/" + "-".join(dtypes), 1
-
-    def publish(rank: int) -> list[Bucket]:
-        group = threads.worlds[rank].group(name, range(SIZE), 0)
-        if rank == root:
-            send_buckets(group, buckets, root)
-            return buckets
-        return list(receive_buckets(group, root))
-
-    for received in threads.every(publish):
-        assert_same(received, expected)
+def test_what_trainers_hold_arrives(
+    threads: Threads, small_steps: None, dtypes: list[str], senders: list[int], rows: bool
+) -> None:
+    """Rank 1 generates, beside the trainers or as one of them."""
+    named = {name: tensor for dtype in dtypes for name, tensor in make_weights(dtype).items()}
+    layout = layout_of(named, senders, rows)
+    name = f"{'-'.join(dtypes)}/{senders}/{rows}"
+    got = transfer(threads, name, named, layout, {1: all_of(named)}, times=2)
+    assert_same(got[1], named)
+    assert got[0] == got[2] == {}
 
 
-@pytest.mark.parametrize("expected", [{}, {"none": torch.empty(0, 3)}], ids=["no tensors", "an empty tensor"])
-def test_nothing_to_send(threads: Threads, expected: dict[str, torch.Tensor], request: pytest.FixtureRequest) -> None:
-    buckets = stage(iter(expected.items()), keep=True)
+def test_ranks_of_a_replica_get_their_slices_in_their_dtype(threads: Threads, small_steps: None) -> None:
+    """Rank 0 holds everything, ranks 1 and 2 need half of the columns, and the whole of what has none."""
+    named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.ndim != 3}
 
-    def publish(rank: int) -> list[Bucket] | None:
-        group = threads.worlds[rank].group(f"weights/{request.node.name}", range(SIZE), 0)
-        return send_buckets(group, buckets, 0) if rank == 0 else list(receive_buckets(group, 0))
+    def half(shape: Sequence[int], index: int) -> Box:
+        if len(shape) < 2:
+            return everything(shape)
+        middle = shape[1] // 2
+        return (0, shape[0]), ((0, middle), (middle, shape[1]))[index]
 
-    for received in threads.every(publish)[1:]:
-        assert_same(received, expected)
-
-
-def test_a_staged_copy_does_not_follow_the_weights() -> None:
-    weight = torch.zeros(4)
-    buckets = stage(iter({"w": weight}.items()), keep=True)
-    weight += 1
-    assert_same(buckets, {"w": torch.zeros(4)})
-
-
-def test_ranks_that_do_not_publish_only_take_part() -> None:
-    drawn = []
-
-    def gather():  # a collective on the trainers: every rank must draw all of it
-        for name, tensor in make_weights("float32").items():
-            drawn.append(name)
-            yield name, tensor
-
-    assert stage(gather(), keep=False) == []
-    assert len(drawn) == len(SHAPES) + 2
+    needs = {
+        rank: [Need("bfloat16", (half(tensor.shape, rank - 1),)) for tensor in named.values()] for rank in (1, 2)
+    }
+    got = transfer(threads, "slices", named, layout_of(named, [0], False), needs)
+    for rank in (1, 2):
+        assert list(got[rank]) == list(named)
+        for name, tensor in named.items():
+            index = tuple(slice(*bounds) for bounds in half(tensor.shape, rank - 1))
+            assert torch.equal(bits_of(got[rank][name][index]), bits_of(tensor.detach()[index].bfloat16())), name
 
 
-def test_weights_that_reuse_memory_are_copied_as_they_come() -> None:
-    memory = torch.empty(4)
+@pytest.mark.parametrize("named", [{}, {"none": torch.empty(0, 3)}], ids=["no tensors", "an empty tensor"])
+def test_nothing_to_send(threads: Threads, named: Named, request: pytest.FixtureRequest) -> None:
+    got = transfer(threads, request.node.name, named, layout_of(named, [0], False), {1: all_of(named)})
+    assert_same(got[1], named)
 
-    def named():
-        for number in (1.0, 2.0):
-            yield f"w{number}", memory.fill_(number)
 
-    assert_same(stage(named(), keep=True), {"w1.0": torch.full((4,), 1.0), "w2.0": torch.full((4,), 2.0)})
+def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: None) -> None:
+    """Rank 0 trains; rank 1 generates, and rank 2, which is in a group of its own, does not take its part."""
+    named = make_weights("float32")
+    layout = layout_of(named, [0], False)
+
+    def update(rank: int) -> tuple[Named, list[int]]:
+        groups = {
+            other: threads.worlds[rank].group(f"weights/lost/{other}", (0, other), 0) if rank in (0, other) else None
+            for other in (1, 2)
+        }
+        for other, group in groups.items():
+            if group is not None:
+                connect(group, (0, other), rank, [0], [other])
+        channels = {other: Channel(group, (0, other), layout, {other: all_of(named)}) for other, group in groups.items()}
+        if rank == 1:
+            return {name: tensor.clone() for name, tensor in Receiving(1, channels[1]).tensors()}, []
+        if rank == 0:
+            sending = Sending(Schedule(0, channels), [1, 2], held(named, layout, 0), patience_s=5.0)
+            sending.finish()
+            return {}, sorted(sending.errors)
+        return {}, []
+
+    got = threads.every(update)
+    assert got[0] == ({}, [2])
+    assert_same(got[1][0], named)
+
+
+def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
+    for name, tensor in {**make_weights("float32"), **make_weights("bfloat16")}.items():
+        tensor, shape = tensor.detach().clone(), tensor.shape
+        whole = checksum(tensor, everything(shape), shape)
+        for axis, size in enumerate(shape):
+            cut = [[*everything(shape)], [*everything(shape)]]
+            cut[0][axis], cut[1][axis] = (0, size // 3), (size // 3, size)
+            parts = [checksum(inside(tensor, tuple(box), everything(shape)), tuple(box), shape) for box in cut]
+            assert sum(parts) == whole, name
+        flat = tensor.view(-1).view(DTYPES[str(tensor.dtype).removeprefix("torch.")]) if tensor.is_contiguous() else []
+        for place in range(len(flat)):
+            flat[place] ^= 1 << (place % 15)
+            assert checksum(tensor, everything(shape), shape) != whole, (name, place)
+            flat[place] ^= 1 << (place % 15)
+        if len(flat) > 1 and flat[0] != flat[-1]:
+            flat[[0, -1]] = flat[[-1, 0]]
+            assert checksum(tensor, everything(shape), shape) != whole, name
 
 
 @pytest.mark.gpu

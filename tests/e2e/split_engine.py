@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,9 @@ class SplitEngine:
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._whole.load_weights(named, version)
+
+    def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._whole.loaded_weights(names)
 
     def recompute(self) -> None:
         self._whole.recompute()

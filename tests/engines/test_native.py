@@ -37,7 +37,7 @@ from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.families import unsupported
 from hpcrl.engines.gen.native.transformer import Transformer
-from hpcrl.engines.gen.native.weights import FusedWeights
+from hpcrl.engines.gen.native.weights import FusedWeights, read_safetensors
 from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.rollout.types import FinishReason
 
@@ -277,6 +277,18 @@ def test_weights_under_the_names_in_memory_equal_those_on_disk(model_folder: tup
         del named["lm_head.weight"]
         with pytest.raises(ValueError, match=r"1 of \d+ weights are missing, e.g. \['lm_head.weight'\]"):
             engine.load_weights(named.items(), version=1)
+
+
+def test_weights_come_back_as_they_were_loaded(model_folder: tuple[Any, Path]) -> None:
+    """Under the names in memory and on disk; those to which Gemma's norms add 1 are left out."""
+    model, folder = model_folder
+    engine = engine_of(folder)
+    gemma = model.config.model_type.startswith("gemma")
+    for named in (dict(model.state_dict()), dict(read_safetensors(folder))):
+        shown = {name: tensor.clone() for name, tensor in engine.loaded_weights(named)}
+        assert all(torch.equal(tensor, named[name]) for name, tensor in shown.items())
+        missing = named.keys() - shown.keys()
+        assert all("norm" in name for name in missing) and bool(missing) == gemma
 
 
 def test_an_update_in_flight_keeps_the_cache_and_uses_the_new_weights(model_folder: tuple[Any, Path]) -> None:

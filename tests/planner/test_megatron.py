@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.engines.train.megatron.activations import megatron_activations
 from hpcrl.engines.train.megatron.memory import (
@@ -77,24 +78,16 @@ def test_a_tied_head_is_an_embedding_on_the_last_stage() -> None:
     assert rank_numbers(shape, MegatronConfig())[0][0] == shape.num_parameters  # 1187 x 128 rows: no padding
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes", "numbers"),
-    [
-        # 12 layers of q and o 2 x 4096 x 8192, k and v 2 x 4096 x 512, norms, router, 128 experts of 3 x 4096 x 1536:
-        # the first and the last stage have 11 of them, and the embedding or the head of 151936 x 4096
-        ("Qwen3-235B-A22B", LARGEST, 12 * (71_303_168 + 2 * 4096 + 2 * 128 + 128 * 4096 + 2_415_919_104)),
-        # 12 layers of 14,912,384 and the embedding of 151936 x 896; the tied head is not sent twice
-        ("Qwen2.5-0.5B", {"pipeline_parallel": 2}, 12 * 14_912_384 + 136_134_656),
-        # 7 layers of 233,057,792, the head of 152064 x 3584 and the final norm, in the last of four stages
-        ("Qwen2.5-7B", {"pipeline_parallel": 4}, 7 * 233_057_792 + 544_997_376 + 3584),
-        ("Qwen2.5-7B", {"tensor_parallel": 4}, 7_615_616_512),
-    ],
-)
-def test_staged_weights_are_those_of_the_largest_stage(model: str, sizes: dict[str, Any], numbers: int) -> None:
-    """On the host, in bf16, beside a second copy of a bucket: 256 MiB and the largest tensor."""
-    shape, config = read_shape(PUBLISHED[model][0]), run_of(256 if sizes is LARGEST else 8, **sizes)
-    staged = next(part for part in hand_over_parts(config, shape, publishes=True) if part.on_host)
-    assert staged.num_bytes == 2 * numbers + (256 << 20) + 2 * shape.vocab_size * shape.hidden_size
+def test_no_rank_holds_a_copy_of_the_weights_that_travel(shape: ModelShape) -> None:
+    """On a trainer rank two steps of 256 MiB; on a generator rank of eight an eighth of that, and the largest tensor,
+    the embedding of 151936 x 4096 in bf16. Nothing in host memory."""
+    config = run_of(256, generator=8, **LARGEST)
+    config = config.model_copy(update={"generator": config.generator.model_copy(update={"dtype": "bfloat16"})})
+    parts = hand_over_parts(config, RoleLayout.from_config(config), shape, ("trainer", "generator"))
+    assert [(part.role, part.num_bytes, part.on_host) for part in parts] == [
+        ("trainer", 2 * (256 << 20), False),
+        ("generator", 2 * (32 << 20) + 2 * 151_936 * 4096, False),
+    ]
 
 
 def test_the_stages_send_every_parameter_once(shape: ModelShape) -> None:

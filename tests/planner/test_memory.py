@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpcrl.cluster.layout import RoleLayout
-from hpcrl.comm import weights as transport
+from hpcrl.comm.weights import Channel, Receiving, Schedule
 from hpcrl.config import Config, load, parse
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
@@ -20,9 +20,11 @@ from hpcrl.engines.routes import RouteShape
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner import generator
 from hpcrl.planner.advice import advise
+from hpcrl.planner.generator import hand_over_parts
 from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
 from hpcrl.planner.memory_parts import Part
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+from hpcrl.spec.weights import Held, all_in_generators_dtype
 from tests.engines.worlds import make_model_folder
 from tests.planner.models import PUBLISHED
 from tests.planner.test_parallel import LARGEST, run_of
@@ -49,7 +51,6 @@ def part(kind: RankMemory, role: str, name: str) -> Part:
 
 
 def test_the_engine_has_the_constants_of_the_plan() -> None:
-    assert transport.BUCKET_BYTES == generator.BUCKET_BYTES
     assert native.PREFILL_TOKENS == generator.PREFILL_TOKENS
 
 
@@ -118,6 +119,28 @@ def test_a_budget_of_the_native_engine_is_planned_or_refused() -> None:
     assert planned[None] == pytest.approx(32 * 70 * 2**20 * one_layer)
     assert planned[1.0] == pytest.approx(2**30 * one_layer, rel=2e-3) and planned[1.0] <= 2**30 * one_layer
     assert planned[0.0683593750] == pytest.approx(70 * 2**20 * one_layer)
+
+
+@pytest.mark.parametrize(("trainers", "generators"), [(1, 1), (4, 2), (3, 2)])
+def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators: int) -> None:
+    """Qwen2.5-0.5B in two steps and more: the buffers of either side, and the bytes that come and go."""
+    shape, layout = shape_of("Qwen2.5-0.5B"), {"trainer": {"num_ranks": trainers}}
+    apart = layout | {"generator": {"num_ranks": generators, "colocate_with": None}}
+    config = run(layout=apart, cluster={})
+    ranks = RoleLayout.from_config(config)
+    senders, receivers = ranks.ranks["trainer"], ranks.ranks["generator"]
+    held = [Held.rows(p.name, "float32", p.shape, trainers).of(senders) for p in shape.parameters]
+    needs = [all_in_generators_dtype(config, item.name, item.shape, 0, 1) for item in held]
+    channels = {i: Channel(None, (*senders, rank), held, {rank: needs}) for i, rank in enumerate(receivers)}
+    found = [Schedule(rank, channels) for rank in senders]
+    arriving = Receiving(receivers[0], channels[0])
+    received, sent = generator.update_traffic(config, ranks, shape)
+    assert received == 2 * shape.num_parameters <= arriving.num_bytes <= 1.05 * received
+    assert sent == received * generators // trainers
+    planned = {part.name: part.num_bytes for part in hand_over_parts(config, ranks, shape, ("trainer", "generator"))}
+    assert max(s.most_bytes for s in found) * 2 == pytest.approx(planned["weights to send"], rel=0.02)
+    widest, largest = max(sum(sizes.values()) for sizes in arriving.sizes), 2 * shape.vocab_size * shape.hidden_size
+    assert 2 * widest + largest == pytest.approx(planned["weights received"], rel=0.02)
 
 
 def test_roles_of_one_rank_add_up() -> None:

@@ -44,6 +44,9 @@ class Pair:
     def new_generator(self, dtype: torch.dtype) -> NativeEngine:
         return NativeEngine(self.folder, max_slots=4, max_length=32, dtype=dtype, kv_bucket=8, load=False)
 
+    def load(self, version: int) -> None:
+        self.link.load(self.link.weights(), version)
+
     def train(self) -> None:
         self.trainer.train_step(self.batch, [[0, 1, 2]], Weighted(), norms_of(self.batch))
 
@@ -76,7 +79,7 @@ def test_a_shared_model_trains_and_generates_like_two(family: str, dtype: str, t
     shared, apart = Pair(family, tmp_path / "a", dtype=dtype), Pair(family, tmp_path / "b", shared=False, dtype=dtype)
     for version in (0, 1):
         for pair in (shared, apart):
-            pair.link.load(version)
+            pair.load(version)
         assert shared.held_twice() < 0.01 and apart.held_twice() == 1.0
         mine, theirs = shared.answers(shared.generator), apart.answers(apart.generator)
         for i, output in mine.items():
@@ -94,7 +97,7 @@ def test_a_shared_model_trains_and_generates_like_two(family: str, dtype: str, t
 
 def test_tokens_never_get_the_version_of_other_weights(tmp_path: Path) -> None:
     pair = Pair("qwen3", tmp_path)
-    pair.link.load(0)
+    pair.load(0)
     params = SamplingParams(8, ignore_eos=True)
     pair.generator.add([Request(0, [1, 2, 3], params, 0)])
     pair.generator.step(3)
@@ -102,7 +105,7 @@ def test_tokens_never_get_the_version_of_other_weights(tmp_path: Path) -> None:
     pair.train()
     with pytest.raises(RuntimeError, match=r"changed at optimizer step 1 and were published at 0: tokens decoded now"):
         pair.link.check()
-    pair.link.load(1)
+    pair.load(1)
     pair.link.check()
     [output] = pair.generator.step(8)
     assert output.versions.tolist() == [0] * 3 + [1] * 5
@@ -112,13 +115,13 @@ def test_tokens_never_get_the_version_of_other_weights(tmp_path: Path) -> None:
 
 def test_sleep_keeps_the_trainers_parameters(tmp_path: Path) -> None:
     pair = Pair("qwen2", tmp_path)
-    pair.link.load(0)
+    pair.load(0)
     before, places = pair.answers(pair.generator), pair.addresses()
     pair.generator.sleep()
     assert pair.generator.version == -1
     pair.train()
     pair.generator.wake()
-    pair.link.load(1)
+    pair.load(1)
     after = pair.answers(pair.generator)
     assert pair.addresses() == places and pair.held_twice() < 0.01
     assert any((before[i].gen_logprobs != after[i].gen_logprobs).any() for i in before)
@@ -135,7 +138,7 @@ def test_a_checkpoint_fills_the_shared_tensors(tmp_path: Path) -> None:
     write_files(tmp_path / "state", pair.trainer.snapshot(copy=False))
     other.trainer.load(tmp_path / "state")
     for each in (pair, other):
-        each.link.load(1)
+        each.load(1)
     mine, theirs = pair.answers(pair.generator), other.answers(other.generator)
     assert all((mine[i].gen_logprobs == theirs[i].gen_logprobs).all() for i in mine)
 

@@ -28,7 +28,7 @@ def test_peaks_belong_to_the_phase_of_their_command() -> None:
         "generate": Burst(1, [], []),
         "train": TrainStep(1, [], 1.0, 1.0),
         "reference": Logprobs(1, "reference", "ref_logprobs", []),
-        "publish": Pull(1, [], []),
+        "publish": Pull(1, []),
     }
     trim_heap()
     take_peak()

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import parse
-from hpcrl.control.messages import Admit, Burst, Export, Forget, Logprobs, Pull, Sampling, Stage, TrainStep
+from hpcrl.control.messages import Admit, Burst, Export, Forget, Logprobs, Pull, Sampling, TrainStep
 from hpcrl.planner.host import takes_turns
 from hpcrl.roles.turns import Turns
 
@@ -42,8 +42,7 @@ class Recorder:
 
 
 STEP: list[Any] = [
-    Stage(1, [1]),
-    Pull(1, [], [1]),
+    Pull(1, [0]),
     Admit([], [], SAMPLING),
     Burst(4, [], []),
     Burst(4, [], []),
@@ -51,8 +50,7 @@ STEP: list[Any] = [
     Logprobs(1, "trainer", "old_logprobs", []),
     TrainStep(1, [], 1.0, 1.0),
     TrainStep(1, [], 1.0, 1.0),
-    Stage(2, [1]),
-    Pull(2, [], [1]),
+    Pull(2, [0]),
     Export("folder"),
 ]
 

@@ -5,7 +5,7 @@ One engine serves one replica. All ranks of a replica make the same calls in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -109,7 +109,8 @@ class GenEngine(Protocol):
         """Request id -> number of tokens generated so far, for every running or waiting request."""
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights by tensors under their HF names. Running requests keep their KV cache and continue.
+        """Replace the weights by tensors under their HF names, in any type; a tensor of an iterator is valid until the
+        next is drawn. Running requests keep their KV cache and continue.
         ValueError on an unknown or missing name or a wrong shape, before anything is changed if possible."""
 
     def recompute(self) -> None:
@@ -134,3 +135,13 @@ class SharesWeights(Protocol):
         """The engine's own tensors by HF name, uninitialised, in the layout of transformers' parameters; the trainer's
         parameters may be these from now on. Called before the first load_weights(), which from then on copies only
         what is not in place already and still sets the version. sleep() keeps them."""
+
+
+@runtime_checkable
+class ShowsWeights(Protocol):
+    """A generation engine that can give weights back, for check_weights=true; other weights are checked as it gets
+    them."""
+
+    def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The loaded tensors under these names, bit for bit, taken from what it computes with; without those that it
+        cannot give back."""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from hpcrl.algorithms.base import Objective
 from hpcrl.checkpoint.writer import Files
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from hpcrl.spec.weights import Held
 
 
 class TrainEngine(Protocol):
@@ -46,14 +49,23 @@ class TrainEngine(Protocol):
         counts actor/skipped_update.
         """
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """Copies of the full weights, one at a time, in a fixed order, under the names of transformers' state_dict(), a
-        tied weight once. Collective: every rank must exhaust it. A rank yields its share of the parameters according to
-        the division; all shares together have each name once."""
+        tied weight once; those in `dtypes` converted, before ranks exchange anything. Collective: every rank must
+        exhaust it. A rank yields its share of the parameters according to the division; all shares together have each
+        name once."""
+
+    def weight_layout(self) -> list[Held]:
+        """The tensors of all shares, in a fixed order, and which ranks of the engine hold which part. The same on all
+        ranks and at all times."""
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """This rank's part of every tensor of the layout of which it holds one, in that order: possibly the parameters
+        themselves. Every rank must exhaust it; it may be collective."""
 
     def offload(self, weights: bool = True) -> None:
         """Move gradients and optimizer state, and the parameters unless weights=False, to host memory (idempotent).
-        Before log-probs, a step or named_weights() of what was moved, onload() moves it back."""
+        Before log-probs, a step, named_weights() or held_weights() of what was moved, onload() moves it back."""
 
     def onload(self) -> None:
         """Move them back (idempotent)."""

@@ -23,6 +23,7 @@ from hpcrl.spec.kinds import (
 )
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Problem
+from hpcrl.spec.weights import Need
 
 
 class LeaveOneOut(PolicyLoss):
@@ -107,9 +108,18 @@ STAGES = TrainEngineSpec(
     deterministic=True,
 )
 
+
+def _columns(config: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> Need:
+    """All of A, and a share of B's columns, in the trainer's type."""
+    width = shape[1] if name == "A" else -(-shape[1] // num_ranks)
+    first = 0 if name == "A" else index * width
+    return Need("", (((0, shape[0]), (first, min(first + width, shape[1]))),))
+
+
 COLUMNS = GenEngineSpec(
     about="Generates with the model of the stages engine; ranks of a replica share its columns.",
     make="hpcrl_example.stages:make_generator",
+    need=_columns,
     tensor_parallel=True,
     deterministic=True,
 )

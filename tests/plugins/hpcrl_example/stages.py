@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.rollout.types import FinishReason
+from hpcrl.spec.weights import Held
 
 NAMES = ("A", "B")
 WIDTH = 8
@@ -49,7 +51,7 @@ class StagesEngine:
         self._config, self._total_steps, self.optimizer_step = config.trainer, total_steps, 0
         num, rank, size = config.trainer.section(StagesConfig).num, dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(0)
-        shapes = {"A": (vocab_size, WIDTH), "B": (WIDTH, vocab_size)}
+        self._shapes = shapes = {"A": (vocab_size, WIDTH), "B": (WIDTH, vocab_size)}
         drawn = {name: torch.randn(*shapes[name], generator=generator, dtype=torch.float64) for name in NAMES}
         self.is_first, self.is_last = rank % num == 0, rank % num == num - 1
         mine = NAMES if num == 1 else (NAMES[rank % num],)
@@ -131,10 +133,22 @@ class StagesEngine:
         hidden.backward(gradient)
         return {}
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
         for name, weight in self.weights.items():
-            yield name, weight.detach().clone()
+            yield name, weight.detach().to(dtypes.get(name, weight.dtype), copy=True)
+
+    def weight_layout(self) -> list[Held]:
+        """See TrainEngine."""
+        size, num = dist.get_world_size(), self._config.section(StagesConfig).num
+        return [
+            Held.whole(name, "float64", self._shapes[name], range(stage % num, size, num))
+            for stage, name in enumerate(NAMES)
+        ]
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """See TrainEngine."""
+        yield from self.weights.values()
 
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine: it lives on the host."""

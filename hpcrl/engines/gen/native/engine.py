@@ -8,7 +8,7 @@ iteration feeds like any other: all sampling happens in one place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -203,6 +203,11 @@ class NativeEngine:
         assert self._weights is None, "share_weights() comes before the first load_weights()"
         self._weights = FusedWeights(self._arch, self._dtype, self._device, self._float32_head, shared=True)
         return self._weights.parameters()
+
+    def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ShowsWeights."""
+        assert self._weights is not None, "load_weights() comes before"
+        return self._weights.loaded(names)
 
     @torch.inference_mode()
     def recompute(self) -> None:

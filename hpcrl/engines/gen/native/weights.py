@@ -140,6 +140,23 @@ class FusedWeights:
             return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
         return F.linear(hidden, self.head).float()
 
+    def loaded(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as they were loaded under these names, from the fused matrices; without those whose sum with a
+        constant is kept, which does not give their bits back."""
+        inverse = self._interleaved.argsort()
+        for name in names:
+            target = self._targets.get(name)
+            if target is None or target.add:
+                continue
+            tensor = target.view
+            if tensor.shape != target.shape:  # copies for each head: one that differs, if there is one
+                tensor = tensor[(tensor != tensor[0]).any(dim=-1).long().argmax()]
+            if target.rotary_heads:
+                heads = tensor.unflatten(0, (-1, self._arch.head_dim))
+                rotary, others = heads[: target.rotary_heads], heads[target.rotary_heads :]
+                tensor = torch.cat((rotary[:, inverse.to(tensor.device)], others)).flatten(0, 1)
+            yield name, tensor
+
     def _accept(self, name: str, tensor: Tensor) -> tuple[_Target | None, tuple[str, ...]]:
         """The destination of the tensor and the required names that it covers."""
         if name.endswith("rotary_emb.inv_freq"):  # in old Llama checkpoints; follows from the config

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hpcrl.engines.train.fake.spec import SPEC
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from hpcrl.spec.weights import Held
 
 VOCABULARY = 64
 """Size of the table; the square of a real vocabulary would not fit in memory."""
@@ -109,9 +111,17 @@ class FakeTrainEngine:
                 collected.append({"actor/grad_norm": scalar(grad_norm.item())})
         return merge(collected)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
-        yield "transitions", self.transitions.detach().clone()
+        yield "transitions", self.transitions.detach().to(dtypes.get("transitions", torch.float32), copy=True)
+
+    def weight_layout(self) -> list[Held]:
+        """See TrainEngine."""
+        return [Held.whole("transitions", "float32", self.transitions.shape, range(self.data_parallel_size))]
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """See TrainEngine."""
+        yield self.transitions.detach()
 
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. The parameter is on the host."""

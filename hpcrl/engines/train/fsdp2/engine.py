@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,6 +42,7 @@ from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from hpcrl.spec.weights import Held
 
 SMALL_MODEL_BYTES = 4 << 30
 """A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
@@ -410,13 +412,14 @@ class FSDP2Engine:
 
     # ---- weights and state
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
-        if self.sharded and self.keep_gathered and self.dtype == self.compute_dtype:
-            self.model.unshard()  # one collective instead of one per tensor
+        wanted = {dtypes.get(name, self.dtype) for name in self.weight_names}
+        if self.sharded and self.keep_gathered and wanted == {self.compute_dtype}:
+            self.model.unshard()  # one collective, in the type of the computation, instead of one per tensor
         try:
             for name in self.weight_names:
-                yield name, _full(operator.attrgetter(name)(self.model.hf))
+                yield name, _full(operator.attrgetter(name)(self.model.hf), dtypes.get(name, self.dtype))
         finally:
             self._reshard()
 
@@ -431,6 +434,25 @@ class FSDP2Engine:
             tensor.copy_(parameter.detach())
             parameter.data = tensor
         self._lent = True
+
+    def weight_layout(self) -> list[Held]:
+        """See TrainEngine: FSDP2 divides the rows of every parameter."""
+        found = []
+        for name in self.weight_names:
+            tensor = operator.attrgetter(name)(self.model.hf)
+            dtype, size = str(tensor.dtype).removeprefix("torch."), self.data_parallel_size
+            if isinstance(tensor, DTensor):
+                found.append(Held.rows(name, dtype, tensor.shape, size))
+            else:
+                found.append(Held.whole(name, dtype, tensor.shape, range(size)))
+        return found
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """See TrainEngine. No collective: the shards as they are."""
+        for name in self.weight_names:
+            shard = _local(operator.attrgetter(name)(self.model.hf)).detach()
+            if shard.numel():
+                yield shard
 
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host; parameters shared with a generator stay."""
@@ -489,9 +511,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of the whole tensor, converted before it is gathered. Collective if it is sharded."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
+        return cast(DTensor, tensor.detach().to(dtype)).full_tensor()
     # A copy: FSDP frees gathered parameters when it reshards, even if they are still referenced.
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return _local(tensor).detach().to(dtype, copy=True)
 
 
 def _untied_names(hf: PreTrainedModel) -> list[str]:

@@ -70,7 +70,6 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
     recomputed = recomputed_layer(shape, tokens, compute) if own.activation_checkpointing else 0
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
-    whole = _stays_gathered(shape, compute, True) and master == compute
     snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
     reduced: tuple[Phase, ...] = ("update",) if _stays_gathered(shape, compute, True) else ("train", "update")
@@ -87,13 +86,18 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
         Part("trainer", "logits", logits, ("train",)),
         Part("trainer", "snapshot", snapshot * bool(config.save_every), on_host=True),  # from the first save on
-        Part(
-            "trainer",
-            "gathered weights",
-            (shape.num_parameters * whole + 2 * PLAN.largest_tensor(shape)) * master,
-            ("publish",),
-        ),
+        Part("trainer", "gathered weights", _gathered_to_publish(config, shape), ("publish",)),
     ]
+
+
+def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
+    """Bytes of full weights on a rank that gives them to its own generator: everything, if it stays gathered, and a
+    tensor and the next one, in the generator's type. A rank that sends its weights gathers nothing."""
+    if not RoleLayout.from_config(config).generates_on_trainers:
+        return 0
+    wire, compute = BYTES[config.generator.dtype], BYTES[config.trainer.param_dtype]
+    whole = shape.num_parameters * compute if _stays_gathered(shape, compute, True) and wire == compute else 0
+    return whole + 2 * PLAN.largest_tensor(shape) * wire
 
 
 def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
@@ -117,7 +121,6 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "logits", logits_bytes(shape, tokens, trainer.logits_chunk_tokens, num_bytes), ("train",)),
         Part("trainer", "snapshot", (numbers * num_bytes + optimizer) * bool(config.save_every), on_host=True),
-        Part("trainer", "weights to hand over", PLAN.largest_tensor(shape) * num_bytes, ("publish",)),
     ]
 
 
@@ -141,14 +144,11 @@ class FSDP2Plan:
         numbers, master = shape.num_parameters, BYTES[config.model.dtype]
         return numbers * master + optimizer_bytes(shape, numbers, master)
 
-    def published_bytes(self, config: Config) -> int:
-        return BYTES[config.model.dtype]
-
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer
 
-    def largest_share(self, config: Config, shape: ModelShape) -> int:
-        return shape.num_parameters
+    def num_senders(self, config: Config, num_ranks: int) -> int:
+        return num_ranks
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         return {

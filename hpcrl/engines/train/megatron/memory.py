@@ -141,14 +141,11 @@ class MegatronPlan:
         compute = BYTES[config.trainer.param_dtype]  # weights, two moments, a master copy of weights that are not fp32
         return shape.num_parameters * (compute + 2 * FP32 + FP32 * (compute < FP32))
 
-    def published_bytes(self, config: Config) -> int:
-        return BYTES[config.trainer.param_dtype]
-
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(p.size if p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)
 
-    def largest_share(self, config: Config, shape: ModelShape) -> int:
-        return max(sum(p.size for p in stage) for stage in stage_parameters(shape, own(config)))
+    def num_senders(self, config: Config, num_ranks: int) -> int:
+        return 1  # a tensor is put together from the ranks that share it, one of which sends it
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         megatron, at = own(config), ("trainer", "megatron")

@@ -1,0 +1,104 @@
+"""Checksums of weights on both sides of an update (check_weights=true).
+
+The checksum of a tensor is the sum, modulo 2**64, of the bits of each number times an odd factor of its place. So the
+sums of disjoint parts add up to that of the tensor, whichever ranks hold the parts, and numbers at wrong places count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hpcrl.comm.weights import Channel, inside
+from hpcrl.comm.weights_plan import arriving_dtype
+from hpcrl.spec.weights import Box, Held, Need, everything, intersection
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FACTOR = 0x4A8BE9229ED9BA3A  # even: a place times this, plus 1, is odd
+CHUNK = 1 << 20  # numbers at once; each takes 24 bytes
+
+
+def checksum(part: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
+    """int64 scalar: of the numbers in a box of a tensor of this shape."""
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    if not part.numel():
+        return total
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    places = torch.zeros((), dtype=torch.int64, device=part.device)
+    for (first, last), stride in zip(box[1:], strides[1:], strict=True):
+        places = places[..., None] + torch.arange(first, last, device=part.device) * stride
+    rows = part.reshape(-1, *part.shape[1:]) if part.ndim else part.reshape(1)
+    step = max(1, CHUNK // max(1, places.numel()))
+    for start in range(0, len(rows), step):
+        bits = rows[start : start + step].contiguous().view(BITS[part.element_size()]).long()
+        at = torch.arange(start, start + len(bits), device=part.device)
+        first, stride = (box[0][0], strides[0]) if box else (0, 1)
+        indices = ((at + first) * stride).view(-1, *[1] * places.ndim) + places
+        total += (bits * (indices * FACTOR + 1)).sum()
+    return total
+
+
+def held_sums(rank: int, layout: Sequence[Held], needs: Sequence[Sequence[Need]], weights: Iterable[Tensor]) -> Tensor:
+    """int64 [ranks of a replica, tensors]: this trainer rank's share of the checksums of what each rank of a replica
+    needs. A part that several ranks hold counts on the first. weights: TrainEngine.held_weights()."""
+    sums = torch.zeros(len(needs), len(layout), dtype=torch.int64)
+    own = ((number, held) for number, held in enumerate(layout) if held.part_of(rank) is not None)
+    for (number, held), tensor in zip(own, weights, strict=True):
+        box, holders = next(part for part in held.parts if rank in part[1])
+        if holders[0] != rank:
+            continue
+        for index, need in enumerate(needs):
+            dtype = getattr(torch, arriving_dtype(held, need[number]))
+            for wanted in need[number].boxes:
+                if (shared := intersection(box, wanted)) is not None:
+                    part = inside(tensor.detach(), shared, box).to(dtype)
+                    sums[index, number] += checksum(part, shared, held.shape).cpu()
+    return sums
+
+
+class LoadedSums:
+    """The checksums of what a generator rank needs, of tensors under their names."""
+
+    def __init__(self, layout: Sequence[Held], needs: Sequence[Need]):
+        self._layout, self._needs = layout, needs
+        self._numbers = {held.name: number for number, held in enumerate(layout)}
+        self.sums = torch.zeros(len(layout), dtype=torch.int64)
+
+    def noting(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as they come; their checksums are in `sums` afterwards, in place of earlier ones."""
+        for name, tensor in named:
+            number = self._numbers[name]
+            held, need, self.sums[number] = self._layout[number], self._needs[number], 0
+            values = tensor.to(getattr(torch, arriving_dtype(held, need)))
+            for box in need.boxes:
+                part = inside(values, box, everything(held.shape))
+                self.sums[number] += checksum(part, box, held.shape).cpu()
+            yield name, tensor
+
+    def differing(self, expected: Tensor) -> list[str]:
+        """The names of tensors whose checksum is another."""
+        return [self._layout[number].name for number in (self.sums != expected).nonzero()[:, 0].tolist()]
+
+
+def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
+    """int64 [tensors]: what all trainers have in held_sums() for this rank of the replica. Called by the trainers, with
+    `own`, and the ranks of the replica, which alone use the result."""
+    works, kept = [], []  # kept: tensors must outlive their transfer
+    total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
+    for index, receiver in enumerate(channel.needs):
+        if rank == receiver:
+            for trainer in trainers:
+                if trainer == rank:
+                    kept.append(own[index].to(channel.device))
+                else:
+                    kept.append(torch.zeros_like(total))
+                    works.append(channel.group.recv([kept[-1]], channel.ranks.index(trainer), 0))
+        elif rank in trainers:
+            kept.append(own[index].to(channel.device).contiguous())
+            works.append(channel.group.send([kept[-1]], channel.ranks.index(receiver), 0))
+    for work in works:
+        work.wait()
+    return sum(kept, total).cpu()

@@ -1,0 +1,102 @@
+"""The plan of an update: every needed number once, from who holds it, in steps of limited size."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from hpcrl.comm.weights import Channel, Schedule
+from hpcrl.comm.weights_plan import padded, plan_pieces
+from hpcrl.spec.weights import Box, Held, Need, count, everything
+
+SHAPES = [(12, 7), (1,), (9, 4, 3), (0, 4), (), (40,), (64, 64)]
+ALL = [Need("bfloat16", (everything(shape),)) for shape in SHAPES]
+HALVES = [
+    [Need("", (((0, s[0]), (i * s[1] // 2, (i + 1) * s[1] // 2), *everything(s[2:])),) if len(s) > 1 else (everything(s),)) for s in SHAPES]
+    for i in (0, 1)
+]
+
+
+def rows(ranks: list[int]) -> list[Held]:
+    size = len(ranks)
+    made = (Held.rows("w", "float32", s, size) if s else Held.whole("w", "float32", s, range(size)) for s in SHAPES)
+    return [held.of(ranks) for held in made]
+
+
+def copies(ranks: list[int]) -> list[Held]:
+    return [Held.whole("w", "float32", shape, ranks) for shape in SHAPES]
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*bounds) for bounds in box)
+
+
+@pytest.mark.parametrize("layout", [rows([4]), rows([4, 5, 6]), copies([4]), copies([5, 6])],
+    ids=["one", "rows", "copy", "copies"],
+)
+@pytest.mark.parametrize("needs", [{1: ALL}, {1: ALL, 2: ALL}, {1: HALVES[0], 2: HALVES[1]}, {5: ALL}], ids=list)
+@pytest.mark.parametrize("step_bytes", [64, 1024, 1 << 20])
+def test_every_needed_number_comes_once_from_who_holds_it(
+    layout: list[Held], needs: dict[int, list[Need]], step_bytes: int
+) -> None:
+    counts = {rank: [torch.zeros(shape) for shape in SHAPES] for rank in needs}
+    steps = plan_pieces(layout, needs, step_bytes)
+    for step in steps:
+        assert sum(padded(piece.num_bytes) for piece in step) <= step_bytes
+    pieces = [piece for step in steps for piece in step]
+    assert [piece.tensor for piece in pieces] == sorted(piece.tensor for piece in pieces)
+    for piece in pieces:
+        counts[piece.receiver][piece.tensor][at(piece.box)] += 1
+        part = layout[piece.tensor].part_of(piece.sender)
+        assert part is not None and all(a <= c <= d <= b for (a, b), (c, d) in zip(part, piece.box, strict=True))
+    for rank, own in needs.items():
+        for number, need in enumerate(own):
+            for box in need.boxes:
+                counts[rank][number][at(box)] -= 1
+        assert not any(count.any() for count in counts[rank]), rank
+
+
+def test_who_holds_a_need_sends_it_to_itself_and_copies_are_shared_out() -> None:
+    layout = [Held.whole(f"w{i}", "float32", (16, 16), [3, 4, 5]) for i in range(30)]
+    need = [Need("", (everything((16, 16)),))] * 30
+    pieces = [piece for step in plan_pieces(layout, {4: need, 7: need}) for piece in step]
+    assert {piece.sender for piece in pieces if piece.receiver == 4} == {4}
+    assert Counter(piece.sender for piece in pieces if piece.receiver == 7) == {3: 10, 4: 10, 5: 10}
+
+
+def test_all_senders_of_a_large_tensor_have_a_part_in_each_step() -> None:
+    layout, need = [Held.rows("w", "float32", (4096, 8), 4)], [Need("", (everything((4096, 8)),))]
+    steps = plan_pieces(layout, {9: need}, 4096)
+    assert len(steps) == 32
+    assert all({piece.sender for piece in step} == {0, 1, 2, 3} for step in steps)
+
+
+@pytest.mark.parametrize("layout", [rows([0, 1]), copies([0, 1])], ids=["rows", "copies"])
+def test_what_replicas_get_alike_is_packed_once(layout: list[Held]) -> None:
+    channels = {
+        replica: Channel(None, (0, 1, *ranks), layout, {rank: HALVES[i] for i, rank in enumerate(ranks)})
+        for replica, ranks in enumerate([(2, 3), (4, 5), (6, 7)])
+    }
+    got: Counter[int] = Counter()
+    for rank in (0, 1):
+        for message in [message for step in Schedule(rank, channels).steps for message in step]:
+            for replica, receiver in message.receivers:
+                assert receiver in channels[replica].needs
+                got[receiver] += sum(piece.num_bytes for piece in message.pieces)
+            if layout[0].parts[0][1] == (0,):
+                assert [receiver - message.receivers[0][1] for _, receiver in message.receivers] == [0, 2, 4]
+    wanted = [sum(4 * count(box) for need in half for box in need.boxes) for half in HALVES]
+    assert got == {rank: wanted[rank % 2] for rank in range(2, 8)}
+
+
+def test_a_number_that_nobody_holds_is_an_error() -> None:
+    layout = [Held("w", "float32", (4, 4), ((((0, 3), (0, 4)), (0,)),))]
+    with pytest.raises(ValueError, match="generator rank 1 needs 16 numbers of weight w, and the trainer ranks hold 12"):
+        plan_pieces(layout, {1: [Need("", (everything((4, 4)),))]})
+
+
+def test_integers_travel_as_they_are() -> None:
+    layout, need = [Held.whole("w", "int64", (3,), [0])], [Need("bfloat16", (everything((3,)),))]
+    assert [piece.dtype for step in plan_pieces(layout, {1: need}) for piece in step] == ["int64"]
