@@ -22,7 +22,7 @@ layout.reward.colocate_with=generator layout.reward.num_ranks=null
 layout.env.colocate_with=generator layout.env.num_ranks=null
 """.split()  # noqa: SIM905
 """Rank 1 trains, 2 (or 2 and 3) generate, score and play."""
-TWO_TURNS = ["deterministic=true", "env.played.name=scripted", "env.played.add_reward=true"]
+TWO_TURNS = ["deterministic=true", "env.played.name=scripted", "env.played.add_reward=true", "check_weights=true"]
 LAYOUTS: dict[str, tuple[list[str], list[str]]] = {
     "apart": ([*APART, "layout.generator.num_ranks=1"], [*APART, *SPLIT, "layout.generator.num_ranks=2"]),
     "colocated": (["layout.generator.num_ranks=1"], SPLIT),

@@ -18,7 +18,14 @@ from tests.e2e.test_resume import WORDS, check_accounts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Which responses end first may decide what a step trains on only where prompts are left over.
-ALL = [*WORDS, "rollout.filter_std=false", "rollout.extra_prompts=0", "max_steps=3", "eval_every=1"]
+ALL = [
+    *WORDS,
+    "rollout.filter_std=false",
+    "rollout.extra_prompts=0",
+    "max_steps=3",
+    "eval_every=1",
+    "check_weights=true",
+]
 APART = """
 layout=disaggregated layout.trainer.num_ranks=1 layout.reference.colocate_with=trainer layout.reference.num_ranks=null
 layout.reward.colocate_with=trainer layout.reward.num_ranks=null

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.serialization import skip_data
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
+from hpcrl.engines.train.fsdp2.weights import local
 
 FACTS = "trainer.json"
 ALIGNMENT = 64  # of slices in the file, as torch.save aligns tensors
@@ -95,7 +95,7 @@ class Snapshots:
             self._lay_out(tensors, copy)
             self._laid_out = kinds
         for name, place in self._layout.places.items() if copy else ():
-            place.copy_(_local(tensors[name]))
+            place.copy_(local(tensors[name]))
         random_state = io.BytesIO()
         torch.save(_random_state(), random_state)
         files: Files = {f"random_rank{dist.get_rank()}.pt": random_state.getvalue()}
@@ -134,7 +134,7 @@ class _Layout(StorageWriter):
     def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         """The file's bytes in order; tensors on a GPU are copied one at a time."""
         for name, (head, tail) in self._frames.items():
-            value = _local(tensors[name]).detach().cpu().contiguous()
+            value = local(tensors[name]).detach().cpu().contiguous()
             yield memoryview(head)
             yield value.view(-1).view(torch.uint8).numpy().data
             yield memoryview(tail + bytes(-(len(head) + value.nbytes + len(tail)) % ALIGNMENT))
@@ -185,10 +185,6 @@ class _Layout(StorageWriter):
         """Keep the metadata of every slice of every rank's file. Called on rank 0."""
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self.metadata = pickle.dumps(metadata)
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _shard_name() -> str:

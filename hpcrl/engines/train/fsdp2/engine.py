@@ -7,7 +7,6 @@ used where they are.
 from __future__ import annotations
 
 import math
-import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +38,7 @@ from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
+from hpcrl.engines.train.fsdp2.weights import NamedWeights, local, whole_copy
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -119,7 +119,7 @@ class FSDP2Engine:
         del source
         self.packing = self._probe_packing()
         self.model.set_head_dtype(config.head_dtype)
-        self.weight_names = _untied_names(self.model.hf)
+        self.weights = NamedWeights(self.model.hf)
         self.optimizer = self._make_optimizer() if trainable else None
         self._snapshots = checkpoint.Snapshots(self.model, self.optimizer)
 
@@ -387,7 +387,7 @@ class FSDP2Engine:
     def _update(self) -> Stats:
         """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, to count once. Collective."""
         assert self.optimizer is not None
-        gradients = [_local(p.grad) for p in self.shards if p.grad is not None]
+        gradients = [local(p.grad) for p in self.shards if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).float().square().to(self.device)
         dist.all_reduce(norm)
         grad_norm, rate = math.sqrt(norm.item()), learning_rate(self.config, self.optimizer_step, self.total_steps)
@@ -414,45 +414,34 @@ class FSDP2Engine:
 
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
-        wanted = {dtypes.get(name, self.dtype) for name in self.weight_names}
+        wanted = {dtypes.get(name, self.dtype) for name in self.weights.names}
         if self.sharded and self.keep_gathered and wanted == {self.compute_dtype}:
             self.model.unshard()  # one collective, in the type of the computation, instead of one per tensor
         try:
-            for name in self.weight_names:
-                yield name, _full(operator.attrgetter(name)(self.model.hf), dtypes.get(name, self.dtype))
+            for name, tensor in self.weights.items():
+                yield name, whole_copy(tensor, dtypes.get(name, self.dtype))
         finally:
             self._reshard()
 
     def local_weights(self) -> dict[str, Tensor]:
         """See LocalWeights."""
-        return {name: operator.attrgetter(name)(self.model.hf).detach() for name in self.weight_names}
+        return {name: tensor.detach() for name, tensor in self.weights.items()}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """See LocalWeights."""
         for name, tensor in tensors.items():
-            parameter = operator.attrgetter(name)(self.model.hf)
+            parameter = self.weights[name]
             tensor.copy_(parameter.detach())
             parameter.data = tensor
         self._lent = True
 
     def weight_layout(self) -> list[Held]:
-        """See TrainEngine: FSDP2 divides the rows of every parameter."""
-        found = []
-        for name in self.weight_names:
-            tensor = operator.attrgetter(name)(self.model.hf)
-            dtype, size = str(tensor.dtype).removeprefix("torch."), self.data_parallel_size
-            if isinstance(tensor, DTensor):
-                found.append(Held.rows(name, dtype, tensor.shape, size))
-            else:
-                found.append(Held.whole(name, dtype, tensor.shape, range(size)))
-        return found
+        """See TrainEngine."""
+        return self.weights.layout(self.data_parallel_size)
 
     def held_weights(self) -> Iterator[Tensor]:
-        """See TrainEngine. No collective: the shards as they are."""
-        for name in self.weight_names:
-            shard = _local(operator.attrgetter(name)(self.model.hf)).detach()
-            if shard.numel():
-                yield shard
+        """See TrainEngine. No collective."""
+        return self.weights.held()
 
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host; parameters shared with a generator stay."""
@@ -505,26 +494,6 @@ class FSDP2Engine:
             "num_ranks": self.data_parallel_size,
             "device": str(self.device),
         }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of the whole tensor, converted before it is gathered. Collective if it is sharded."""
-    if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-        return cast(DTensor, tensor.detach().to(dtype)).full_tensor()
-    # A copy: FSDP frees gathered parameters when it reshards, even if they are still referenced.
-    return _local(tensor).detach().to(dtype, copy=True)
-
-
-def _untied_names(hf: PreTrainedModel) -> list[str]:
-    """The names of state_dict(), with each tied tensor once, under its first name."""
-    first: dict[int, str] = {}
-    for name, tensor in hf.state_dict(keep_vars=True).items():
-        first.setdefault(id(tensor), name)
-    return list(first.values())
 
 
 def _agreed(work: Callable[[], T]) -> T:
