@@ -135,9 +135,9 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
     start = runs.running("run", past=step)
     assert f"resumed from step_{step:06d}" in start.text
     os.kill(start.ranks[1], signal.SIGSTOP)
-    assert_ended(
-        start, ExitCode.DEADLINE, r"rank 1 \(trainer, .*gave no sign of life for \d+ s in \w+", within_s=COMMAND_S
-    )
+    # On a busy machine the controller's deadline for the command may come before the agent's for signs of life.
+    cause = r"rank 1 \(trainer, .*(gave no sign of life for \d+ s in|in command) \w+"
+    assert_ended(start, ExitCode.DEADLINE, cause, within_s=COMMAND_S)
 
     start = runs.running("run", past=newest(run_dir))
     os.kill(start.ranks[0], signal.SIGKILL)
