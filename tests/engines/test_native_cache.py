@@ -353,3 +353,49 @@ def test_blocks_by_their_tokens() -> None:
     assert blocks.match(longer).blocks == mine[:1] and blocks.available == 0
     blocks.forget_before(6)
     assert blocks.match(longer).blocks == [] and blocks.available == 0, "it is still in use"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_response_that_began_under_too_old_weights_is_not_kept(lag: int, qwen3: tuple[Any, Path]) -> None:
+    """Its next turn, and a sibling of it, get the log-probs of the new weights."""
+    _, folder = qwen3
+    engine = counting(folder, prefix_lag=lag)
+    prompt = prompt_of(0, 40)
+    first = Request(0, prompt, SamplingParams(20, ignore_eos=True), seed=0, continues=True)
+    engine.add([first])
+    engine.step(3)
+    for version in range(1, lag + 2):
+        engine.load_weights(make_model(CONFIGS["qwen3"], seed=version).state_dict().items(), version=version)
+    output = run(engine, [])[0]
+    engine.prefilled = 0
+    turns = [
+        Request(i, ids, SamplingParams(5), seed=i)
+        for i, ids in enumerate(([*prompt, *output.token_ids.tolist(), 5], prompt))
+    ]
+    outputs = run(engine, turns)
+    assert engine.prefilled == 60
+    assert largest_error(make_model(CONFIGS["qwen3"], seed=lag + 1), turns, outputs)[0] < 1e-4
+
+
+def test_recomputing_needs_no_more_blocks_than_there_are(qwen3: tuple[Any, Path]) -> None:
+    """Also when running requests have filled their blocks, so that one of them is about to be interrupted."""
+    model, folder = qwen3
+    engine = counting(folder, max_slots=2, max_length=5 * BLOCK, kv_cache_bytes=budget(5, folder))
+    requests = [Request(i, prompt_of(i, 20), SamplingParams(30, ignore_eos=True), seed=i) for i in range(2)]
+    engine.add(requests)
+    while engine._slots.positions[0] < 2 * BLOCK:
+        engine.step(1)
+    assert engine._slots.num_live == 2 and engine._blocks.available == 1
+    engine.recompute()
+    assert largest_error(model, requests, run(engine, []))[0] < 1e-4
+
+
+def test_who_waits_behind_an_aborted_request_is_admitted(qwen3: tuple[Any, Path]) -> None:
+    _, folder = qwen3
+    engine = engine_of(folder, kv_bucket=BLOCK, kv_cache_bytes=budget(8, folder))
+    params = SamplingParams(20, ignore_eos=True)
+    engine.add([Request(i, prompt_of(i, length), params, seed=i) for i, length in enumerate((60, 90, 5))])
+    engine.step(1)
+    engine.abort([1])
+    engine.step(1)
+    assert engine.progress() == {0: 2, 2: 1}

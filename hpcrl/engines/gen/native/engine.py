@@ -158,6 +158,7 @@ class NativeEngine:
             elif request_id in self._waiting:
                 queued = self._waiting.pop(request_id)
                 outputs[request_id] = _output(queued.request, queued.before, FinishReason.ABORT)
+                self._awaited = 0  # the next in line may need less
         self._vacate([self._slots.slot_of[i] for i in outputs if i in self._slots.slot_of])
         return list(outputs.values())
 
@@ -224,7 +225,7 @@ class NativeEngine:
         while queue:
             wave, adding, places = self._wave(), [], {}
             for slot, queued in queue.items():
-                place = self._place(queued, wave, headroom=0)
+                place = self._place(queued, wave, running=True)
                 assert place is not Refusal.FULL, "what shared blocks before does so again"
                 if isinstance(place, RequestBlocks):
                     places[slot] = place
@@ -261,7 +262,7 @@ class NativeEngine:
         while queue and not self._awaited:
             wave, adding, next_wave = self._wave(), [], []
             for queued in queue:
-                place = self._place(queued, wave, headroom=self._slots.num_live)
+                place = self._place(queued, wave)
                 if place is Refusal.FULL:
                     self._awaited = self._blocks.available + 1
                     break
@@ -279,13 +280,17 @@ class NativeEngine:
     def _wave(self) -> AdmissionWave:
         return AdmissionWave(self._blocks, share=not self._deterministic)
 
-    def _place(self, queued: Queued, wave: AdmissionWave, headroom: int) -> RequestBlocks | Refusal:
-        """A place for all tokens but the last, with room for that. headroom: blocks that the running requests should
-        find available, so that the new one does not interrupt them at once."""
-        tokens, request = queued.tokens(), queued.request
-        length = len(tokens)
+    def _place(self, queued: Queued, wave: AdmissionWave, running: bool = False) -> RequestBlocks | Refusal:
+        """A place for all tokens but the last, of a request that is to run, with room for the last and as many blocks
+        available as others run, so that the new one does not interrupt them at once; or of one that is running, which
+        may not have had more."""
+        tokens, request, headroom = queued.tokens(), queued.request, 0
         if self._deterministic:
-            length, headroom = len(request.prompt_ids) + request.params.max_new_tokens, 0
+            length = len(request.prompt_ids) + request.params.max_new_tokens
+        elif running:
+            length = len(tokens) - 1
+        else:
+            length, headroom = len(tokens), self._slots.num_live
         return wave.place(tokens[:-1], self._blocks.blocks_for(length), headroom, self.version)
 
     def _occupy(self, slot: int, queued: Queued, place: RequestBlocks) -> _Missing:
@@ -440,12 +445,14 @@ class NativeEngine:
         return _output(self._slots.requests[slot], self._tape.content(self._slots.tracks[slot]), reason)
 
     def _learn(self, slots: Sequence[int]) -> None:
-        """Let the cache know the blocks of these slots by all of their tokens."""
+        """Let the cache know the blocks of these slots by all of their tokens, except those of too old weights."""
         for slot in slots if not self._deterministic else ():
-            queued = Queued(self._slots.requests[slot], self._tape.content(self._slots.tracks[slot]))
-            tokens = queued.tokens()[: self._slots.positions[slot]]
-            version, continues = int(self._slots.kv_version[slot]), queued.request.continues
-            self._blocks.learn(tokens, self._slots.blocks_of(slot), version, continues)
+            version, request = int(self._slots.kv_version[slot]), self._slots.requests[slot]
+            if version < self.version - self._prefix_lag:
+                continue
+            tokens = Queued(request, self._tape.content(self._slots.tracks[slot])).tokens()
+            cached = tokens[: self._slots.positions[slot]]
+            self._blocks.learn(cached, self._slots.blocks_of(slot), version, request.continues)
 
     def _vacate(self, done: Sequence[int]) -> None:
         """Free these slots; the last live requests move into the gaps."""
