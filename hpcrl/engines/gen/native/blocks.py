@@ -72,7 +72,8 @@ class Blocks:
         """Blocks for one user; the least recently used prefixes are forgotten if too few are unused. At most
         `available`."""
         while len(self._unused) < count:
-            # The blocks of a prefix became idle last to first: no block goes before those that continue it.
+            # The blocks of a prefix became idle last to first: a block goes after those that continue it, unless they
+            # continue another request's block of the same tokens; then nobody finds them and they go in their turn.
             self._forget(next(iter(self._idle)))
         taken = [self._unused.pop() for _ in range(count)]
         self.users[taken] = 1

@@ -79,8 +79,8 @@ class NativeEngine:
     requests wait, or are interrupted and their keys and values computed again, when it is used up. prefix_lag: a prefix
     in the cache serves later requests under weights that are at most this many versions newer. deterministic: always
     decode max_slots rows, reserve a request's full length at admission and share the prefill of requests that are
-    admitted together, but no blocks, so that a request's bits do not depend on other requests. routes: record the
-    chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights().
+    admitted together, but no blocks, so that a request's bits depend on no other requests than those. routes: record
+    the chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights().
     """
 
     def __init__(
