@@ -399,3 +399,48 @@ def test_who_waits_behind_an_aborted_request_is_admitted(qwen3: tuple[Any, Path]
     engine.abort([1])
     engine.step(1)
     assert engine.progress() == {0: 2, 2: 1}
+
+
+@pytest.mark.parametrize("mode", ["continue", "recompute"])
+def test_any_order_of_calls_leaves_no_trace_in_responses(mode: str, qwen3: tuple[Any, Path]) -> None:
+    """Requests, steps, aborts, new weights at random, with a full cache: what belongs to one policy has its log-probs,
+    and at the end no block is in use."""
+    _, folder = qwen3
+    models = [make_model(CONFIGS["qwen3"], seed) for seed in range(3)]
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        engine = engine_of(folder, max_slots=6, max_length=40, kv_bucket=4, kv_cache_bytes=budget(4, folder))
+        stems = [prompt_of(10 * seed + i, 15) for i in range(2)]
+        born: dict[int, int] = {}
+        requests: dict[int, Request] = {}
+        outputs: dict[int, Output] = {}
+        for version in range(4):
+            engine.load_weights(models[version % 3].state_dict().items(), version)
+            if mode == "recompute":
+                engine.recompute()
+            for i, count in engine.progress().items():
+                born[i] = born[i] if count or i in engine._slots.slot_of else version
+            for _ in range(3):
+                stem = stems[int(rng.integers(2))]
+                prompt = [*stem[: int(rng.integers(1, 16))], *prompt_of(len(requests), int(rng.integers(4)))]
+                params = SamplingParams(int(rng.integers(1, 20)), temperature=rng.choice([0.0, 1.0]), ignore_eos=True)
+                continues = bool(rng.integers(2))
+                new = [Request(len(requests) + i, prompt, params, seed=i, continues=continues) for i in range(3)]
+                engine.add(new)
+                requests |= {request.id: request for request in new}
+                born |= {request.id: version for request in new}
+                done = [*engine.step(int(rng.integers(1, 9))), *engine.abort([int(rng.integers(len(requests)))])]
+                outputs |= {output.id: output for output in done if len(output.token_ids)}
+                stems += [[*requests[o.id].prompt_ids, *o.token_ids.tolist()][:15] for o in done]
+                stems = stems[-2:]
+                used(engine)
+        outputs |= run(engine, [])
+        assert used(engine) == 0
+        for i, output in outputs.items():
+            ids = torch.from_numpy(output.token_ids).long()[:, None]
+            if mode == "continue" and born[i] != output.versions[-1]:
+                continue
+            for version in set(output.versions.tolist()):
+                expected = logits_of(models[version % 3], requests[i], output).log_softmax(-1).gather(1, ids)[:, 0]
+                at = output.versions == version
+                assert np.allclose(output.gen_logprobs[at], expected.numpy()[at], atol=1e-4)
