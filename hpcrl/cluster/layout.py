@@ -65,7 +65,7 @@ class RoleLayout:
         """Whether every generator rank is a trainer rank that yields all weights, so that the trainers' own collectives
         bring new weights to the generators."""
         trainers = self.division("trainer")
-        return len(trainers.weights) == 1 and set(self.ranks["generator"]) <= set(trainers.ranks)
+        return len(trainers.weights) == 1 and set(self.ranks["generator"]) <= set(trainers.weights[0])
 
     @property
     def free_replicas(self) -> tuple[tuple[int, ...], ...]:

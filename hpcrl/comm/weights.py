@@ -102,12 +102,10 @@ class Schedule:
         self.layout = next(iter(channels.values())).layout
         self.parts = [held.part_of(rank) for held in self.layout]
         holders = {holder for held in self.layout for _, some in held.parts for holder in some}
-        # Nobody has a choice of senders: replicas with the same needs have the same plan.
-        fixed = all(len(some) == 1 for held in self.layout for _, some in held.parts)
         self.steps: list[list[_Message]] = []
         planned: dict[int, Channel] = {}
         for key, channel in channels.items():
-            alike = fixed and holders.isdisjoint(channel.needs)
+            alike = holders.isdisjoint(channel.needs)  # with the same needs, such replicas have the same plan
             same = (k for k, c in planned.items() if alike and [*c.needs.values()] == [*channel.needs.values()])
             if (twin := next(same, None)) is not None:
                 self._add_receivers(key, twin, dict(zip(planned[twin].needs, channel.needs, strict=True)))
@@ -309,8 +307,6 @@ class _Arrived:
         self._step += 1
         step, rank = self._step, self._of.rank
         self._post(step + 1)
-        if self._sending is not None:
-            self._sending.advance(step + 2)
         for work in self._works.pop(step):
             work.wait()
         messages = self._messages.pop(step)
@@ -320,16 +316,25 @@ class _Arrived:
         self._views = {sender: list(views(self._of.pieces[step][sender], data)) for sender, data in messages.items()}
 
     def _post(self, step: int) -> None:
-        """Start to receive a step; the step that had its buffer was copied."""
+        """Start to receive a step, and to send one's own; the step that had its buffer was copied."""
         if step >= len(self._of.sizes):
             return
-        start, self._works[step], self._messages[step] = 0, [], {}
+        start, rank, self._messages[step] = 0, self._of.rank, {}
         for sender, size in self._of.sizes[step].items():
-            if sender == self._of.rank:
-                continue
-            buffer = self._messages[step][sender] = self._buffers[step % 2][start : start + size]
-            self._works[step].append(self._channel.group.recv([buffer], self._channel.ranks.index(sender), 0))
-            start += size
+            if sender != rank:
+                self._messages[step][sender] = self._buffers[step % 2][start : start + size]
+                start += size
+        # NCCL carries out the transfers between two ranks one after another. Of two that send to each other, the higher
+        # one sends first, or both would wait to receive.
+        senders = sorted(self._messages[step], reverse=True)
+        first = [sender for sender in senders if sender > rank]
+        self._works[step] = [self._receive(step, sender) for sender in first]
+        if self._sending is not None:
+            self._sending.advance(step + 1)
+        self._works[step] += [self._receive(step, sender) for sender in senders[len(first) :]]
+
+    def _receive(self, step: int, sender: int) -> Any:
+        return self._channel.group.recv([self._messages[step][sender]], self._channel.ranks.index(sender), 0)
 
 
 def views(pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:

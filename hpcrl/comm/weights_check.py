@@ -86,19 +86,19 @@ class LoadedSums:
 def add_sums(channel: Channel, rank: int, trainers: Sequence[int], own: Tensor) -> Tensor:
     """int64 [tensors]: what all trainers have in held_sums() for this rank of the replica. Called by the trainers, with
     `own`, and the ranks of the replica, which alone use the result."""
-    works, kept = [], []  # kept: tensors must outlive their transfer
+    works, sent, got = [], [], []  # sent: tensors must outlive their transfer
     total = torch.zeros(len(channel.layout), dtype=torch.int64, device=channel.device)
     for index, receiver in enumerate(channel.needs):
         if rank == receiver:
             for trainer in trainers:
                 if trainer == rank:
-                    kept.append(own[index].to(channel.device))
+                    got.append(own[index].to(channel.device))
                 else:
-                    kept.append(torch.zeros_like(total))
-                    works.append(channel.group.recv([kept[-1]], channel.ranks.index(trainer), 0))
+                    got.append(torch.zeros_like(total))
+                    works.append(channel.group.recv([got[-1]], channel.ranks.index(trainer), 0))
         elif rank in trainers:
-            kept.append(own[index].to(channel.device).contiguous())
-            works.append(channel.group.send([kept[-1]], channel.ranks.index(receiver), 0))
+            sent.append(own[index].to(channel.device).contiguous())
+            works.append(channel.group.send([sent[-1]], channel.ranks.index(receiver), 0))
     for work in works:
         work.wait()
-    return sum(kept, total).cpu()
+    return sum(got, total).cpu()

@@ -12,6 +12,8 @@ from hpcrl.spec.weights import Box, Held, Need, count, intersection
 
 BUCKET_BYTES = 256 << 20
 """Most bytes that the ranks of a replica get in one step, so that no rank sends or gets more."""
+SHARED_BYTES = 1 << 20
+"""Most bytes of a piece that several ranks hold and one sends; what is larger is divided among them."""
 ALIGN = 16
 """Bytes to which parts are padded in a message, so that the next can be viewed in any dtype."""
 FLOATS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -50,7 +52,8 @@ def plan_pieces(
     """The pieces of each step, tensor by tensor. needs: rank of a replica -> its need of every tensor of the layout.
 
     A rank gets what it needs once: from itself, if it holds it, or else from that holder which has sent it the fewest
-    bytes. A step has at most bucket_bytes; larger pieces are cut. ValueError if nobody holds a need.
+    bytes. Replicas that hold nothing thus get the same pieces from the same senders, which pack them once. A step has
+    at most bucket_bytes; larger pieces are cut. ValueError if nobody holds a need.
     """
     steps: list[list[Piece]] = [[]]
     used = 0
@@ -58,8 +61,8 @@ def plan_pieces(
     for number, held in enumerate(layout):
         pieces = [
             piece
-            for receiver, need in needs.items()
-            for piece in _pieces(number, held, need[number], receiver, loads[receiver])
+            for index, (receiver, need) in enumerate(needs.items())
+            for piece in _pieces(number, held, need[number], receiver, index, loads[receiver])
         ]
         columns = [_cut(piece, bucket_bytes // len(pieces)) for piece in pieces]
         # A chunk of every piece in turn: all senders of a large tensor have a part in each step.
@@ -75,20 +78,26 @@ def plan_pieces(
     return steps
 
 
-def _pieces(number: int, held: Held, need: Need, receiver: int, load: Counter[int]) -> list[Piece]:
-    """The pieces of one tensor for one rank. load: bytes that it gets from each sender, which grow."""
+def _pieces(number: int, held: Held, need: Need, receiver: int, index: int, load: Counter[int]) -> list[Piece]:
+    """The pieces of one tensor for one rank. index: its place in the replica. load: bytes that it gets from each
+    sender, which grow."""
     dtype, pieces = arriving_dtype(held, need), []
     for wanted in need.boxes:
         found = 0
         for part, holders in held.parts:
             if (box := intersection(part, wanted)) is None:
                 continue
-            turn = (receiver + number) % len(holders)
-            nearest = [*holders[turn:], *holders[:turn]]
-            sender = receiver if receiver in holders else min(nearest, key=lambda rank: load[rank])
-            pieces.append(Piece(number, box, dtype, sender, receiver))
-            load[sender] += pieces[-1].num_bytes
             found += count(box)
+            piece = Piece(number, box, dtype, receiver, receiver)
+            if receiver in holders:
+                pieces.append(piece)
+                continue
+            turn = (index + number) % len(holders)
+            nearest = [*holders[turn:], *holders[:turn]]
+            for share in _cut(piece, max(SHARED_BYTES, -(-piece.num_bytes // len(holders)))):
+                sender = min(nearest, key=lambda rank: load[rank])
+                pieces.append(replace(share, sender=sender))
+                load[sender] += share.num_bytes
         if found != count(wanted):
             text = f"generator rank {receiver} needs {count(wanted)} numbers of weight {held.name}"
             raise ValueError(f"{text}, and the trainer ranks hold {found} of them")

@@ -98,7 +98,7 @@ def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles
         sent = 2 * step // plan.num_senders(config, len(layout.ranks["trainer"]))
         parts.append(Part("trainer", "weights to send", sent, ("publish",)))
     if "generator" in roles:
-        received = 2 * step // layout.generator_tensor_parallel + plan.largest_tensor(shape) * wire
+        received = 2 * min(BUCKET_BYTES // layout.generator_tensor_parallel, step) + plan.largest_tensor(shape) * wire
         parts.append(Part("generator", "weights received", received, ("publish",)))
     return parts
 

@@ -87,6 +87,7 @@ def engine(division: Callable[[Any, int], Division]) -> TrainEngineSpec:
 TWISTED = engine(lambda config, num_ranks: Division(((0, 1), (1, 2)), (0, 1), ((0,),)))
 SMALL = engine(lambda config, num_ranks: Division.unsplit(num_ranks - 1))
 LARGE = engine(lambda config, num_ranks: Division.unsplit(num_ranks + 1))
+FIRST_YIELDS = engine(lambda config, num_ranks: Division((tuple(range(num_ranks)),), (0,), ((0,),)))
 RAISING = engine(lambda config, num_ranks: Division.unsplit(num_ranks // 0))
 
 
@@ -105,6 +106,13 @@ def test_a_division_of_an_installed_engine_that_cannot_be_is_one_line(name: str,
         RoleLayout.from_config(parse({"trainer": {"engine": path}}))
     (text,) = told.value.problems
     assert text.startswith(f"layout.trainer: trainer.engine={path}{said}"), text
+
+
+@pytest.mark.parametrize(("num_generators", "gathered"), [(1, True), (2, False)])
+def test_a_rank_that_yields_no_weights_gets_those_of_others(num_generators: int, gathered: bool) -> None:
+    layout = {"generator": {"num_ranks": num_generators, "colocate_with": "trainer"}, "trainer": {"num_ranks": 2}}
+    config = parse({"trainer": {"engine": "tests.cluster.test_division:FIRST_YIELDS"}, "layout": layout})
+    assert RoleLayout.from_config(config).generates_on_trainers == gathered
 
 
 def test_a_replica_shares_all_of_its_ranks_with_an_engine_or_none() -> None:

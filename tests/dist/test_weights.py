@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from hpcrl.comm import weights
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect, inside, receive_layout, send_layout
-from hpcrl.comm.weights_check import checksum
+from hpcrl.comm.weights_check import LoadedSums, add_sums, checksum, held_sums
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.spec.weights import Box, Held, Need, everything
 from tests.dist.conftest import SIZE, Threads
@@ -143,6 +146,58 @@ def test_ranks_of_a_replica_get_their_slices_in_their_dtype(threads: Threads, sm
         for name, tensor in named.items():
             index = tuple(slice(*bounds) for bounds in half(tensor.shape, rank - 1))
             assert torch.equal(bits_of(got[rank][name][index]), bits_of(tensor.detach()[index].bfloat16())), name
+
+
+class OneAfterAnother:
+    """A gloo group in which, as in one of NCCL, the transfers between two ranks are carried out one after another."""
+
+    def __init__(self, group: Any):
+        self._group, self._peers = group, [ThreadPoolExecutor(1) for _ in range(SIZE)]
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Later:
+        return Later(self._peers[peer].submit(lambda: self._group.send(tensors, peer, tag).wait()))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Later:
+        return Later(self._peers[peer].submit(lambda: self._group.recv(tensors, peer, tag).wait()))
+
+
+class Later:
+    def __init__(self, done: Future[None]):
+        self._done = done
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._done.result(None if timeout is None else timeout.total_seconds())
+
+
+@pytest.mark.parametrize("kind", [lambda group: group, OneAfterAnother], ids=["gloo", "in order"])
+def test_ranks_of_a_replica_that_also_train_send_to_each_other(
+    threads: Threads,
+    small_steps: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Callable[[Any], Any],
+    request: pytest.FixtureRequest,
+) -> None:
+    """All ranks train, ranks 0 and 1 generate; their checksums are those of the trainers, too."""
+    monkeypatch.setattr(weights, "_device", lambda group: torch.device("cpu"))
+    named = make_weights("float32")
+    layout, needs = layout_of(named, range(SIZE), True), [all_of(named, "bfloat16")] * 2
+
+    def update(rank: int) -> tuple[Named, list[str]]:
+        group = kind(threads.worlds[rank].group(f"weights/{request.node.name}", range(SIZE), 0))
+        channel = Channel(group, range(SIZE), layout, dict(enumerate(needs)))
+        sending = Sending(Schedule(rank, {0: channel}), [0], held(named, layout, rank), PATIENCE_S)
+        loaded, got = LoadedSums(layout, needs[0]), Named()
+        if rank in channel.needs:
+            got = {name: tensor.clone() for name, tensor in loaded.noting(Receiving(rank, channel).tensors(sending))}
+        else:
+            sending.finish()
+        sums = add_sums(channel, rank, range(SIZE), held_sums(rank, layout, needs, held(named, layout, rank)))
+        return got, loaded.differing(sums) if got else []
+
+    wanted = {name: tensor.detach().bfloat16() for name, tensor in named.items()}
+    for got, differing in threads.every(update)[:2]:
+        assert_same(got, wanted)
+        assert differing == []
 
 
 @pytest.mark.parametrize("named", [{}, {"none": torch.empty(0, 3)}], ids=["no tensors", "an empty tensor"])

@@ -73,6 +73,14 @@ def test_all_senders_of_a_large_tensor_have_a_part_in_each_step() -> None:
     assert all({piece.sender for piece in step} == {0, 1, 2, 3} for step in steps)
 
 
+def test_a_large_tensor_that_several_ranks_hold_is_divided_among_them() -> None:
+    layout, need = [Held.whole("w", "float32", (4096, 256), [0, 1, 2])], [Need("", (everything((4096, 256)),))]
+    channels = {replica: Channel(None, (0, 1, 2, replica), layout, {replica: need}) for replica in (3, 4, 5, 6)}
+    sent = [sum(p.num_bytes for p in plan_pieces(layout, {3: need})[0] if p.sender == rank) for rank in (0, 1, 2)]
+    assert sum(sent) == 4 << 20 and max(sent) < 1.01 * min(sent)
+    assert max(Schedule(rank, channels).most_bytes for rank in (0, 1, 2)) < 1.01 * (4 << 20) / 3
+
+
 @pytest.mark.parametrize("layout", [rows([0, 1]), copies([0, 1])], ids=["rows", "copies"])
 def test_what_replicas_get_alike_is_packed_once(layout: list[Held]) -> None:
     channels = {
@@ -85,8 +93,7 @@ def test_what_replicas_get_alike_is_packed_once(layout: list[Held]) -> None:
             for replica, receiver in message.receivers:
                 assert receiver in channels[replica].needs
                 got[receiver] += sum(piece.num_bytes for piece in message.pieces)
-            if layout[0].parts[0][1] == (0,):
-                assert [receiver - message.receivers[0][1] for _, receiver in message.receivers] == [0, 2, 4]
+            assert [receiver - message.receivers[0][1] for _, receiver in message.receivers] == [0, 2, 4]
     wanted = [sum(4 * count(box) for need in half for box in need.boxes) for half in HALVES]
     assert got == {rank: wanted[rank % 2] for rank in range(2, 8)}
 

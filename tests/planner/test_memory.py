@@ -13,7 +13,7 @@ import torch
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.weights import Channel, Receiving, Schedule
-from hpcrl.config import Config, load, parse
+from hpcrl.config import Config, TinyModel, load, parse
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native import engine as native
 from hpcrl.engines.routes import RouteShape
@@ -23,7 +23,7 @@ from hpcrl.planner.advice import advise
 from hpcrl.planner.generator import hand_over_parts
 from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
 from hpcrl.planner.memory_parts import Part
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.spec.weights import Held, all_in_generators_dtype
 from tests.engines.worlds import make_model_folder
 from tests.planner.models import PUBLISHED
@@ -141,6 +141,17 @@ def test_the_plan_of_an_update_is_that_of_its_transfer(trainers: int, generators
     assert max(s.most_bytes for s in found) * 2 == pytest.approx(planned["weights to send"], rel=0.02)
     widest, largest = max(sum(sizes.values()) for sizes in arriving.sizes), 2 * shape.vocab_size * shape.hidden_size
     assert 2 * widest + largest == pytest.approx(planned["weights received"], rel=0.02)
+
+
+def test_each_rank_of_a_replica_may_get_a_whole_small_model_in_one_step() -> None:
+    shape = read_shape(tiny_config(TinyModel()))
+    replica = {"num_ranks": 2, "tensor_parallel": 2, "colocate_with": None}
+    config = run(layout={"trainer": {"num_ranks": 1}, "generator": replica}, generator={"engine": "vllm"}, cluster={})
+    held = [Held.whole(p.name, "float32", p.shape, [1]) for p in shape.parameters]
+    needs = [all_in_generators_dtype(config, item.name, item.shape, 0, 2) for item in held]
+    arriving = Receiving(2, Channel(None, (1, 2, 3), held, {2: needs, 3: needs}))
+    (received,) = hand_over_parts(config, RoleLayout.from_config(config), shape, ("generator",))
+    assert received.num_bytes >= 2 * max(sum(sizes.values()) for sizes in arriving.sizes)
 
 
 def test_roles_of_one_rank_add_up() -> None:
