@@ -145,6 +145,7 @@ def test_what_an_engine_lacks_is_installed_by_the_names_it_gives(monkeypatch: py
     said, _, command = problem.text.partition("; ")
     assert said == "trainer.engine: fsdp2 is not installed"
     assert shlex.split(command) == [sys.executable, "-m", "pip", "install", *EXTRAS["megatron"], "of-a-plugin"]
+    assert check_built(load(["cluster.container=apptainer", "cluster.image=x.sif"])) == [], "the image may have it"
 
 
 def test_what_a_sweep_on_slurm_lacks_is_installed_by_the_names_it_gives(tmp_path: Path) -> None:

@@ -203,9 +203,9 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["reward.default.timeout_s=1e-9"], "reward.default.timeout_s: expected at least 0.01"),
         (["model.dtype=bfloat16"], "trainer.param_dtype: float32 has no advantage"),
         (
-            ["generator.engine=vllm", "generator.head_dtype=float32"],
-            "generator.head_dtype: float32, but the vllm generator computes the vocabulary projection in the model's "
-            "type only; use null, or generator.engine=native",
+            ["generator.engine=sglang", "generator.head_dtype=float32"],
+            "generator.head_dtype: float32, but the sglang generator computes the vocabulary projection in the model's "
+            "type only; use null, or generator.engine=native, vllm",
         ),
         (
             ["trainer.engine=megatron", "trainer.head_dtype=float32"],
@@ -608,6 +608,14 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
 def test_what_slurm_or_the_site_would_refuse_is_one_line(word: str, line: str) -> None:
     (found,) = problems(word)
     assert found.startswith(line)
+
+
+def test_a_placeholder_is_a_whole_path_or_word() -> None:
+    for real in ("/data/path/to/model", "~/path/to/model", "/data/exchange_metrics", "interchangeme"):
+        assert load([f"model.path='{real}'"]).model.path == real
+    for command in ("source /path/to/venv/bin/activate", "PATH=/path/to/bin", "PATH=$PATH:/path/to/bin"):
+        (found,) = problems(f'cluster.prologue="{command}"')
+        assert found.startswith(f"cluster.prologue: {command!r} is a placeholder")
 
 
 def test_words_for_sbatch_are_taken_as_typed() -> None:

@@ -87,12 +87,13 @@ def _values(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def check_built(config: Config) -> list[Problem]:
-    """Parts of the run that this version can plan but not run, and parts that are not installed."""
+    """Parts of the run that this version can plan but not run, and parts that are not installed. In a container the
+    preflight looks for them."""
     problems = []
     for path, name, spec in chosen(config):
         if not spec.built:
             problems.append(Problem(path, f"{dotted(path)}: {name} is not built yet"))
-        elif lacking := spec.lacking():
+        elif (lacking := spec.lacking()) and config.cluster.container == "none":
             problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
     return problems
 

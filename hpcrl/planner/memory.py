@@ -53,6 +53,8 @@ class RankMemory:
     """Bytes of one full-length response in the KV cache; 0 if nothing is generated."""
     offloads: bool = False
     """Whether trainer and generator take turns on it (layout.offload)."""
+    generator_share: float = 1.0
+    """Share of a card that the generation engine takes at most."""
 
     def total(self, phase: Phase, on_host: bool = False, least: bool = False) -> int:
         """Bytes during a phase on the GPU, or in host memory; least: with caches of minimum size."""
@@ -70,7 +72,13 @@ class RankMemory:
 
     def fits(self, card_bytes: int) -> bool:
         """Whether the rank's GPU memory fits on a card beside the reserve."""
-        return self.peak(least=True)[1] <= usable(card_bytes)
+        return self.peak(least=True)[1] <= usable(card_bytes) and self._spare(card_bytes) >= 0
+
+    def _spare(self, card_bytes: int) -> int:
+        """Bytes of the generation engine's share of a card beside its parts, with a cache of minimum size."""
+        parts = [part for part in self.parts_of("generate") if part.role == "generator"]
+        needed = sum(part.num_bytes if part.least is None else part.least for part in parts)
+        return int(card_bytes * self.generator_share) - needed
 
     def responses(self, card_bytes: int) -> int:
         """Full-length responses in the KV cache of a paged engine on a card that fits; 0 for other engines."""
@@ -78,6 +86,7 @@ class RankMemory:
         if cache is None or cache.least is None or not self.fits(card_bytes):
             return 0
         room = min(usable(card_bytes) - self.total(phase, least=True) for phase in cache.during)
+        room = min(room, self._spare(card_bytes))
         return min(cache.num_bytes, cache.least + room) // self.cache_bytes
 
 
@@ -158,7 +167,8 @@ def _summed(
     if not config.learns:
         parts = [replace(p, during=tuple(phase for phase in p.during if phase not in LEARNING)) for p in parts]
     cache = token_bytes(config, shape) * config.max_sequence_tokens if "generator" in roles else 0
-    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), on_gpu, cache, shares)
+    share = GEN_ENGINES[config.generator.engine].memory_share(config) if "generator" in roles else 1.0
+    return RankMemory(ranks, roles, tuple(p for p in parts if p.num_bytes), on_gpu, cache, shares, share)
 
 
 def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:

@@ -165,6 +165,8 @@ class GenEngineSpec(Spec):
     plan: str = ""
     """`module:NAME` of cache(config, shape) -> (bytes of the KV cache with all slots in use, bytes with which it can
     run at least or None); empty: the full length for each slot."""
+    memory_share: Callable[[Any], float] = lambda config: 1.0
+    """Share of a GPU's memory that its weights, its working memory and its KV cache take together at most."""
     check_sizes: str = ""
     """`module:NAME` of check(config, shape) -> iterator of Problem: what its section asks of a model of this shape."""
     recompute: bool = False

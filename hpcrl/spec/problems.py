@@ -9,8 +9,10 @@ from dataclasses import dataclass
 Path = tuple[str | int, ...]
 """The place of a value: section, key, ... (list positions as numbers)."""
 
-PLACEHOLDER = re.compile(r"\?\?\?|CHANGE_?ME|/path/to\b|^<[\w .-]*>$", re.IGNORECASE)
-"""Common placeholders for missing values."""
+PLACEHOLDER = re.compile(
+    r"\?\?\?|(?<![a-z0-9])CHANGE_?ME(?![a-z0-9])|(?<![^\s='\":,;])/path/to\b|^<[\w .-]*>$", re.IGNORECASE
+)
+"""Common placeholders for missing values; /path/to at the beginning of a path only, CHANGE_ME as a word."""
 
 
 def dotted(path: Path) -> str:

@@ -307,6 +307,9 @@ def test_sleep_needs_idleness_and_wake_needs_weights(engines: Engines) -> None:
     engine.sleep()
     assert engine.version == -1
     engine.wake()
+    engine.load_weights(engines.weights, version=1)
+    engine.sleep()  # nothing was generated with them
+    engine.wake()
     engine.add([ask(0)])
     with pytest.raises(ValueError, match="load_weights"):
         engine.step(1)

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.numerics
 PROMPTS = [[token % VOCAB for token in prompt_of(i, 8)] for i in range(16)]
 
 
-def large_logits(folder: Path, tied: bool) -> Path:
+def large_logits(folder: Path, tied: bool, **changes: int) -> Path:
     """A model whose logits are all near 80, where bfloat16 has steps of .5: one number of the hidden states is large
     for every token, and so is its column in the projection."""
-    make_model_folder("qwen2", folder, tie_word_embeddings=tied)
+    make_model_folder("qwen2", folder, tie_word_embeddings=tied, **changes)
     weights = load_file(folder / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in weights:

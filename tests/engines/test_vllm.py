@@ -15,6 +15,7 @@ from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen.vllm import leave_groups
+from tests.engines.test_head_dtype import large_logits
 from tests.engines.worlds import make_model_folder, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -86,6 +87,7 @@ def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> Non
             np.testing.assert_allclose(split[i][1], logprobs, atol=2e-5)
 
 
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
@@ -101,8 +103,7 @@ def test_logprobs_after_an_update_are_those_of_the_new_weights(family: str, tmp_
     from transformers import AutoModelForCausalLM
 
     kind, changes = FAMILIES[family]
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
-    folder = make_model_folder(kind, tmp_path / "model", **heads, **changes)
+    folder = make_model_folder(kind, tmp_path / "model", **HEADS, **changes)
     engine = make_engine(folder)
     for version in range(2):
         torch.manual_seed(version)
@@ -119,6 +120,27 @@ def test_logprobs_after_an_update_are_those_of_the_new_weights(family: str, tmp_
             wanted = wanted.gather(1, ids[0, 1:, None])[len(asked[i].prompt_ids) - 1 :, 0]
             np.testing.assert_allclose(logprobs, wanted.numpy(), atol=2e-5)
     engine.close()
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(("tied", "head"), [(True, "float32"), (False, "float32"), (False, None)])
+@torch.no_grad()
+def test_a_head_in_float32_rounds_no_logits(tied: bool, head: str | None, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = large_logits(tmp_path / "model", tied, **HEADS)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    engine = make_engine(folder, dtype="bfloat16", head_dtype=head)
+    engine.load_weights(iter(model.named_parameters()), 0)
+    asked = [Request(i, [(11 * i + k) % 90 for k in range(4 + i)], SamplingParams(12), seed=i) for i in range(3)]
+    errors = []
+    for i, (tokens, logprobs) in answers(engine, asked).items():
+        ids = torch.tensor([[*asked[i].prompt_ids, *tokens]])
+        hidden = model.model(ids).last_hidden_state[0, len(asked[i].prompt_ids) - 1 : -1]
+        wanted = torch.log_softmax(hidden.float() @ model.lm_head.weight.float().T, -1)
+        errors.append(np.abs(logprobs - wanted[torch.arange(len(tokens)), tokens].numpy()))
+    engine.close()
+    assert (np.concatenate(errors).mean() < 0.02) is (head == "float32")
 
 
 def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:

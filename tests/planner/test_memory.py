@@ -170,16 +170,43 @@ def test_roles_of_one_rank_add_up() -> None:
     assert kind.total("train") + kind.total("train", on_host=True) == alone - PROGRAM_BYTES  # one process
 
 
+def of_7b(*words: str) -> RankMemory:
+    """The ranks of slurm/rlvr_7b.sbatch."""
+    return kinds(load(["+cluster=slurm", "+experiment=rlvr_7b", *words]), shape_of("Qwen2.5-7B"))["trainer+generator"]
+
+
 def test_offload_makes_room_for_7b_on_cards_of_80_gb() -> None:
-    """slurm/rlvr_7b.sbatch: 8 GPUs do without, 4 need it."""
+    """With the native generator 8 GPUs do without, 4 need it."""
     peaks = {}
     for num_ranks, mode in product((4, 8), ("never", "auto", "always")):
-        words = ["+cluster=slurm", "+experiment=rlvr_7b", f"layout.trainer.num_ranks={num_ranks}"]
-        config = load([*words, f"layout.offload={mode}"])
-        peaks[num_ranks, mode] = kinds(config, shape_of("Qwen2.5-7B"))["trainer+generator"].peak()[1]
+        words = ["generator.engine=native", f"layout.trainer.num_ranks={num_ranks}", f"layout.offload={mode}"]
+        peaks[num_ranks, mode] = of_7b(*words).peak()[1]
     assert peaks[8, "always"] < peaks[8, "auto"] == peaks[8, "never"] < usable(CARDS["80 GB"])
     assert peaks[4, "auto"] == peaks[4, "always"] < usable(CARDS["64 GB"])
     assert peaks[4, "never"] > usable(CARDS["80 GB"])
+
+
+def test_a_vllm_generator_keeps_within_its_share_of_a_card() -> None:
+    """Qwen2.5-7B by hand: 14.2 GiB of weights, .34 a response, and 1.3 to decode and prefill."""
+    card, response = CARDS["80 GB"], 56 * 2**10 * 6144
+    turns, beside = of_7b(), of_7b("layout.offload=never")
+    assert turns.offloads and not beside.offloads
+    assert (turns.fits(card), turns.responses(card)) == (True, 64)
+    assert turns.peak(least=True)[1] < usable(CARDS["40 GB"]) < beside.peak(least=True)[1]
+    room = {share: of_7b(f"generator.vllm.memory_share={share}").responses(card) for share in (0.25, 0.3)}
+    assert room[0.25] > 0 and (room[0.3] - room[0.25]) == pytest.approx(0.05 * card / response, abs=1)
+    assert not of_7b("generator.vllm.memory_share=0.15").fits(card)
+    given = of_7b("generator.vllm.memory_share=0.15", "generator.vllm.kv_cache_gib=10")
+    assert given.fits(card) and given.responses(card) == 10 * 2**30 // response
+    (problem,) = check_sizes(
+        config := load(["+cluster=slurm", "+experiment=rlvr_7b", "generator.vllm.kv_cache_gib=0.3"]),
+        RoleLayout.from_config(config),
+        shape_of("Qwen2.5-7B"),
+    )
+    assert problem.text == (
+        "generator.vllm.kv_cache_gib: 0.3 GiB of KV cache, but 6144 tokens, the longest prompt and response, need "
+        "0.335; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+    )
 
 
 def test_engines_that_take_turns_do_not_add_up() -> None:

@@ -30,6 +30,7 @@ def factory(tmp: Path) -> Engines:
             dtype="float32",
             cache_bytes=CACHE_BYTES,
             load=load,
+            sleeps=True,
         )
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()

@@ -28,7 +28,7 @@ from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.memory import cache
 from hpcrl.engines.gen.vllm.replica import executor, keeping_default_group, world_of
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
-from hpcrl.engines.gen.vllm.spec import VLLMConfig
+from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.weights import WeightNames, repair_after_load
 from hpcrl.planner.shapes import read_shape
 from hpcrl.rollout.types import FinishReason
@@ -48,8 +48,7 @@ for _name, _default in (
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> VLLMEngine:
     """The engine of one replica, without weights: these come from the trainer. Collective within the replica."""
-    own, on_gpu = config.generator.section(VLLMConfig), torch.cuda.is_available()
-    shares_gpu = config.layout.generator.colocate_with is not None
+    own = config.generator.section(VLLMConfig)
     return VLLMEngine(
         model_path,
         tokenizer=tokenizer,
@@ -58,9 +57,10 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         dtype=config.generator.dtype,
         replica=replica,
         cache_bytes=_cache_bytes(config, own, model_path),
-        memory_share=own.memory_share or (0.5 if shares_gpu else 0.9),
-        eager=own.eager or not on_gpu,
-        sleeps=on_gpu and shares_gpu,
+        memory_share=start_share(config),
+        eager=own.eager or not torch.cuda.is_available(),
+        head_dtype=config.generator.head_dtype,
+        sleeps=shares_gpu(config),
         options=own.options,
         load=False,
     )
@@ -106,8 +106,9 @@ class VLLMEngine:
     """GenEngine of vLLM 0.32, for folders in HF layout.
 
     max_slots: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_bytes: of the
-    KV cache on each rank; None: what is left of memory_share of the card. sleeps: whether sleep() frees memory, which
-    takes CUDA. options: more arguments of vLLM's EngineArgs, by name. load=False leaves the weights to load_weights().
+    KV cache on each rank; None: what is left of memory_share of the card. head_dtype: type of the vocabulary
+    projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs. options: more
+    arguments of vLLM's EngineArgs, by name. load=False leaves the weights to load_weights().
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
     """
@@ -124,6 +125,7 @@ class VLLMEngine:
         cache_bytes: int | None = None,
         memory_share: float = 0.9,
         eager: bool = True,
+        head_dtype: str | None = None,
         sleeps: bool = False,
         options: Mapping[str, Any] | None = None,
         load: bool = True,
@@ -143,13 +145,14 @@ class VLLMEngine:
             "tensor_parallel_size": len(replica.ranks),
             "distributed_executor_backend": executor(),
             "enforce_eager": eager,
-            "enable_sleep_mode": sleeps,
+            "hf_overrides": {"head_dtype": head_dtype} if head_dtype else {},
+            "enable_sleep_mode": sleeps and torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "async_scheduling": False,  # each step returns its own tokens
             "disable_log_stats": True,
             "seed": 0,
         } | dict(options or {})
-        self._sleeps, self._shares_group = sleeps, dist.is_initialized()
+        self._sleeps, self._asleep, self._shares_group = sleeps, False, dist.is_initialized()
         with world_of(replica), _unchanged_random_state():
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -193,6 +196,8 @@ class VLLMEngine:
         """See GenEngine. ValueError if the weights are not loaded."""
         if self.version < 0 and self._growing:
             raise ValueError("the generator has no weights: call load_weights() before step()")
+        if self._sleeps and self._engine.is_sleeping():
+            self._engine.wake_up(["kv_cache"])
         finished: list[Output] = []
         for _ in range(num_tokens):
             if not self._growing:
@@ -213,6 +218,7 @@ class VLLMEngine:
             named = list(named)
             self._names.check(named)
         self.version = -1
+        self.wake()
         # vLLM holds a layer's tensors until it has all of them; the sender may fill its buffer anew before.
         copies = ((name, tensor.clone()) for name, tensor in self._names.checked(named))
         with torch.inference_mode():
@@ -230,14 +236,16 @@ class VLLMEngine:
         """See GenEngine. Without `sleeps`, vLLM keeps its memory."""
         if running := sum(1 for growing in self._growing.values() if growing.token_ids):
             raise ValueError(f"cannot sleep while {running} requests are running: abort or finish them")
-        if self._sleeps and not self._engine.is_sleeping():
+        if self._sleeps and not self._asleep:
             self._engine.sleep(level=2, mode="keep")
+            self._asleep = True
         self.version = -1
 
     def wake(self) -> None:
-        """See GenEngine."""
-        if self._sleeps and self._engine.is_sleeping():
-            self._engine.wake_up()
+        """See GenEngine. The KV cache wakes with step(): while weights are loaded, the trainer has some on the GPU."""
+        if self._asleep:
+            self._engine.wake_up(["weights"])
+            self._asleep = False
 
     def close(self) -> None:
         """See GenEngine."""

@@ -15,6 +15,7 @@ OWN = {
     "model": "model.path",
     "tokenizer": "model.path",
     "dtype": "generator.dtype",
+    "hf_overrides": "generator.head_dtype, or config.json of the model,",
     "max_num_seqs": "generator.max_slots",
     "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
     "tensor_parallel_size": "layout.generator.tensor_parallel",
@@ -30,6 +31,9 @@ OWN = {
 }
 """Arguments that hpcrl gives to vLLM, and the keys that set them."""
 
+ALONE, TURNS, BESIDE = 0.9, 0.8, 0.5
+"""Default shares of a GPU: of an engine alone, of one that takes turns with a trainer, and of one beside a trainer."""
+
 
 class VLLMConfig(Section):
     """vLLM, in the rank's own process."""
@@ -37,7 +41,8 @@ class VLLMConfig(Section):
     kv_cache_gib: Annotated[float, Field(gt=0), NUMBER] | None = None
     """KV cache of each rank, GiB; null: what memory_share leaves; on a CPU, max_slots sequences of full length."""
     memory_share: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
-    """Share of the GPU for weights, activations and KV cache; null: 0.9, beside a trainer on the same GPU 0.5."""
+    """Share of the GPU for weights, activations and KV cache; null: 0.9, beside a trainer on the same GPU 0.5, in turns
+    with it (layout.offload) 0.8."""
     eager: bool = False
     """Capture no CUDA graphs: vLLM starts sooner and decodes more slowly. Always so on a CPU."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -53,6 +58,25 @@ def _check(config: Any) -> Iterator[Problem]:
         )
 
 
+def shares_gpu(config: Any) -> bool:
+    """Whether its ranks have other roles."""
+    return config.layout.generator.colocate_with is not None
+
+
+def _memory_share(config: Any) -> float:
+    """A KV cache of a given size is outside the share."""
+    own = config.generator.section(VLLMConfig)
+    return 1.0 if own.kv_cache_gib is not None else start_share(config)
+
+
+def start_share(config: Any) -> float:
+    """Share of the GPU that must be free when the engine is made, and of which the KV cache takes the rest."""
+    given = config.generator.section(VLLMConfig).memory_share
+    if given is not None or not shares_gpu(config):
+        return given or ALONE
+    return TURNS if config.rollout.max_lag == 0 and config.layout.offload != "never" else BESIDE
+
+
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
@@ -63,6 +87,9 @@ SPEC = GenEngineSpec(
     resume_keys=("kv_cache_gib", "memory_share", "eager"),
     tensor_parallel=True,
     recompute=True,
+    float32_head=True,
     plan="hpcrl.engines.gen.vllm.memory:cache",
+    check_sizes="hpcrl.engines.gen.vllm.memory:check",
+    memory_share=_memory_share,
     sleeps=True,
 )
