@@ -180,9 +180,7 @@ class VLLMEngine:
             has_tokenizer=self._stops is not None,
         )
         for request in requests:
-            # The salt separates cached prefixes of different weights: a response that continues keeps its own.
-            prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
-            self._engine.add_request(str(request.id), prompt, _limits(request))
+            self._queue(request)
             self._growing[request.id] = _Growing(request, self._num_added, stream_origin(request.seed, 0))
             self._num_added += 1
 
@@ -225,6 +223,10 @@ class VLLMEngine:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             repair_after_load(self._runner.get_model())
         self.version = version
+        waiting = [growing.request for growing in self._growing.values() if not growing.token_ids]
+        self._engine.abort_request([str(request.id) for request in waiting])
+        for request in waiting:  # else they would begin with what the weights before have computed
+            self._queue(request)
 
     def recompute(self) -> None:
         """See GenEngine: running requests are preempted, and their tokens are prefilled again."""
@@ -259,6 +261,11 @@ class VLLMEngine:
     def _runner(self) -> Any:
         """vLLM's model runner of this rank."""
         return self._engine.model_executor.driver_worker.worker.model_runner
+
+    def _queue(self, request: Request) -> None:
+        # The salt separates cached prefixes of different weights: a response that continues keeps its own.
+        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
+        self._engine.add_request(str(request.id), prompt, _limits(request))
 
     def _iterate(self) -> list[Output]:
         """One iteration of vLLM's engine."""
