@@ -178,8 +178,9 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "rollout.on_new_weights: the sglang generator cannot recompute; use continue or restart",
         ),
         (
-            ["generator.engine=vllm", "trainer.router_replay=true"],
-            "trainer.router_replay: the vllm generator does not support it; use false or generator.engine=native",
+            ["generator.engine=sglang", "trainer.router_replay=true"],
+            "trainer.router_replay: the sglang generator does not support it; use false or generator.engine=native or "
+            "vllm",
         ),
         (
             ["trainer.engine=megatron", "trainer.router_replay=true"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -353,14 +352,13 @@ def test_close_drops_everything(engines: Engines) -> None:
     assert engine.progress() == {}
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_an_engine_that_gives_routes_has_them_in_every_output(name: str, tmp_path: Path) -> None:
+def test_an_engine_that_gives_routes_has_them_in_every_output(engines: Engines, request: pytest.FixtureRequest) -> None:
     """Of finished and aborted responses, and of one that has not begun."""
-    recording = FACTORIES[name](tmp_path).recording
-    assert (recording is not None) == GEN_ENGINES[name].gives_routes
-    if recording is None:
+    name = request.node.callspec.params["engines"]
+    assert (engines.recording is not None) == GEN_ENGINES[name].gives_routes
+    if engines.recording is None:
         return
-    engine, shape = recording
+    engine, shape = engines.recording()
     engine.add([ask(0, 3), ask(1, 9), ask(2, 5)])
     outputs = {output.id: output for output in [*engine.step(3), *engine.abort([1, 2])]}
     assert [len(outputs[i].token_ids) for i in range(3)] == [3, 3, 0]

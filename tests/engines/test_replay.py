@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def prompt_of(request: int) -> list[int]:
     return np.random.default_rng(request // 2).integers(0, VOCAB, 1 + request // 2).tolist()
 
 
-def as_batch(outputs: dict[int, Output]) -> Batch:
+def as_batch(outputs: dict[int, Output], prompt_of: Callable[[int], list[int]] = prompt_of) -> Batch:
     samples = []
     for number, output in sorted(outputs.items()):
         prompt = np.array(prompt_of(number), dtype=np.int32)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hpcrl.config import TinyModel
-from hpcrl.engines.gen.base import ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.gen.base import Output, ReplicaRanks, Request, SamplingParams
+from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
@@ -21,6 +22,7 @@ from tests.engines.worlds import make_model_folder, run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}  # heads of 32
+SHAPE = RouteShape(num_layers=2, experts_per_token=2, num_experts=4)
 
 
 pytest.importorskip("vllm")
@@ -44,11 +46,11 @@ def requests(number: int, new: int = 12, **params: Any) -> list[Request]:
     return [Request(i, [(11 * i + k) % 300 for k in range(4 + i)], sampling, seed=i) for i in range(number)]
 
 
-def answers(engine: Any, asked: Sequence[Request]) -> dict[int, tuple[list[int], np.ndarray]]:
+def answers(engine: Any, asked: Sequence[Request]) -> dict[int, Output]:
     engine.add(asked)
-    found: dict[int, tuple[list[int], np.ndarray]] = {}
+    found: dict[int, Output] = {}
     while engine.progress():
-        found |= {o.id: (o.token_ids.tolist(), o.gen_logprobs) for o in engine.step(4)}
+        found |= {output.id: output for output in engine.step(4)}
     return found
 
 
@@ -59,7 +61,7 @@ def weights_of(folder: Path, scale: float = 1.0) -> list[tuple[str, torch.Tensor
     return [(name, scale * parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def member(folder: Path) -> dict[int, tuple[list[int], np.ndarray]]:
+def member(folder: Path) -> dict[int, Output]:
     """Rank 0 and 1 are one replica, rank 2 is one, and rank 3 does not generate."""
     rank = dist.get_rank()
     if rank == 3:
@@ -67,7 +69,7 @@ def member(folder: Path) -> dict[int, tuple[list[int], np.ndarray]]:
         return {}
     ranks = (0, 1) if rank < 2 else (2,)
     group = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
-    engine = make_engine(folder, ReplicaRanks(ranks, ranks.index(rank), group))
+    engine = make_engine(folder, ReplicaRanks(ranks, ranks.index(rank), group), routes=SHAPE)
     engine.load_weights(iter(weights_of(folder, 1.5)), 0)
     engine.load_weights(weights_of(folder), 1)
     found = answers(engine, requests(6))
@@ -78,13 +80,17 @@ def member(folder: Path) -> dict[int, tuple[list[int], np.ndarray]]:
 
 
 def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> None:
-    make_tiny_model(TinyModel(**SIZES), tmp_path)
+    """Of a mixture of experts, whose choices are the same on every rank."""
+    experts = {"architecture": "qwen3_moe", "num_experts": SHAPE.num_experts}
+    make_tiny_model(TinyModel(**SIZES, **experts), tmp_path)
     first, second, whole, none = run_ranks(4, member, tmp_path)
     assert none == {} and whole.keys() == set(range(6))
-    for i, (tokens, logprobs) in whole.items():
+    for i, wanted in whole.items():
         for split in (first, second):
-            assert split[i][0] == tokens
-            np.testing.assert_allclose(split[i][1], logprobs, atol=2e-5)
+            np.testing.assert_array_equal(split[i].token_ids, wanted.token_ids)
+            np.testing.assert_allclose(split[i].gen_logprobs, wanted.gen_logprobs, atol=2e-5)
+            chosen, expected = (np.sort(o.columns["routes"].reshape(-1, 2, 2)) for o in (split[i], wanted))
+            np.testing.assert_array_equal(chosen, expected)
 
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
@@ -114,12 +120,12 @@ def test_logprobs_after_an_update_are_those_of_the_new_weights(family: str, tmp_
             for parameter in model.parameters():
                 parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
         engine.load_weights(((name, tensor.detach()) for name, tensor in model.named_parameters()), version)
-        for i, (tokens, logprobs) in answers(engine, () if version else asked).items():
-            ids = torch.tensor([[*asked[i].prompt_ids, *tokens]])
+        for i, output in answers(engine, () if version else asked).items():
+            ids = torch.tensor([[*asked[i].prompt_ids, *output.token_ids.tolist()]])
             with torch.no_grad():
                 wanted = model(ids).logits[0, :-1].log_softmax(-1)
             wanted = wanted.gather(1, ids[0, 1:, None])[len(asked[i].prompt_ids) - 1 :, 0]
-            np.testing.assert_allclose(logprobs, wanted.numpy(), atol=2e-5)
+            np.testing.assert_allclose(output.gen_logprobs, wanted.numpy(), atol=2e-5)
         engine.add(asked)  # until the next weights
     engine.close()
 

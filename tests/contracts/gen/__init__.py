@@ -22,6 +22,6 @@ class Engines:
 
     build: Callable[[int, bool], GenEngine]
     weights: NamedWeights
-    recording: tuple[GenEngine, RouteShape] | None = None
+    recording: Callable[[], tuple[GenEngine, RouteShape]] | None = None
     """If the specification gives routes: a loaded engine of two slots that records them, and their shape."""
     close: Callable[[], None] = lambda: None

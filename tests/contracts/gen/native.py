@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -24,10 +25,10 @@ def factory(tmp: Path) -> Engines:
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
     del weights["lm_head.weight"]  # the same matrix as the embedding, which would stand in for it
-    return Engines(build, list(weights.items()), _recording(tmp))
+    return Engines(build, list(weights.items()), functools.partial(_recording, tmp / "experts"))
 
 
-def _recording(tmp: Path) -> tuple[GenEngine, RouteShape]:
-    make_tiny_model(TinyModel(vocab_size=VOCAB, architecture="qwen3_moe", num_experts=5), tmp / "experts")
+def _recording(folder: Path) -> tuple[GenEngine, RouteShape]:
+    make_tiny_model(TinyModel(vocab_size=VOCAB, architecture="qwen3_moe", num_experts=5), folder)
     shape, dtype = RouteShape(num_layers=2, experts_per_token=2, num_experts=5), torch.float32
-    return NativeEngine(tmp / "experts", max_slots=2, max_length=MAX_LENGTH, dtype=dtype, routes=shape), shape
+    return NativeEngine(folder, max_slots=2, max_length=MAX_LENGTH, dtype=dtype, routes=shape), shape

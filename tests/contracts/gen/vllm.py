@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import GenEngine
+from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen import MAX_LENGTH, VOCAB, Engines
 
@@ -22,20 +25,29 @@ def factory(tmp: Path) -> Engines:
 
     make_tiny_model(MODEL, tmp / "model")
 
-    def build(max_slots: int, load: bool) -> GenEngine:
+    def build(max_slots: int, load: bool, folder: Path = tmp / "model", routes: RouteShape | None = None) -> GenEngine:
         return VLLMEngine(
-            tmp / "model",
+            folder,
             max_slots=max_slots,
             max_length=MAX_LENGTH,
             dtype="float32",
             cache_bytes=CACHE_BYTES,
+            routes=routes,
             load=load,
             sleeps=True,
         )
 
     weights = AutoModelForCausalLM.from_pretrained(tmp / "model").state_dict()
     del weights["lm_head.weight"]  # the same matrix as the embedding
-    return Engines(build, list(weights.items()), close=leave_groups)
+    return Engines(
+        build, list(weights.items()), functools.partial(_recording, tmp / "experts", build), close=leave_groups
+    )
+
+
+def _recording(folder: Path, build: Callable[..., GenEngine]) -> tuple[GenEngine, RouteShape]:
+    make_tiny_model(MODEL.model_copy(update={"architecture": "qwen3_moe", "num_experts": 5}), folder)
+    shape = RouteShape(num_layers=2, experts_per_token=2, num_experts=5)
+    return build(2, True, folder, shape), shape
 
 
 def leave_groups() -> None:

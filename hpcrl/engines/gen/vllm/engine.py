@@ -27,11 +27,14 @@ from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.memory import cache
 from hpcrl.engines.gen.vllm.replica import executor, keeping_default_group, world_of
+from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
 from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.weights import WeightNames, repair_after_load
+from hpcrl.engines.routes import RouteShape, routes_of
 from hpcrl.planner.shapes import read_shape
 from hpcrl.rollout.types import FinishReason
+from hpcrl.trajectory import Field
 
 ALONE = ReplicaRanks((0,))
 
@@ -62,6 +65,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         head_dtype=config.generator.head_dtype,
         sleeps=shares_gpu(config),
         options=own.options,
+        routes=routes_of(config, model_path),
         load=False,
     )
 
@@ -84,12 +88,13 @@ class _Growing:
     logprobs: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: bytearray = field(default_factory=bytearray)  # the chosen experts of each token, one after the other
 
     @property
     def drawing(self) -> Drawing:
         return Drawing(self.request.params, self.origin, len(self.token_ids))
 
-    def output(self, reason: FinishReason) -> Output:
+    def output(self, reason: FinishReason, routes: Field | None) -> Output:
         return Output(
             id=self.request.id,
             token_ids=np.array(self.token_ids, dtype=np.int32),
@@ -99,7 +104,11 @@ class _Growing:
             gen_logprobs_behaviour=(
                 np.array(self.behaviour, dtype=np.float32) if self.request.params.truncates else None
             ),
+            columns={"routes": self._chosen(routes)} if routes is not None else {},
         )
+
+    def _chosen(self, routes: Field) -> np.ndarray:
+        return np.frombuffer(self.routes, routes.travels_as).reshape(routes.shape(len(self.token_ids)))
 
 
 class VLLMEngine:
@@ -108,7 +117,8 @@ class VLLMEngine:
     max_slots: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_bytes: of the
     KV cache on each rank; None: what is left of memory_share of the card. head_dtype: type of the vocabulary
     projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs. options: more
-    arguments of vLLM's EngineArgs, by name. load=False leaves the weights to load_weights().
+    arguments of vLLM's EngineArgs, by name. routes: record the chosen experts in the column `routes` of outputs.
+    load=False leaves the weights to load_weights().
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
     """
@@ -128,6 +138,7 @@ class VLLMEngine:
         head_dtype: str | None = None,
         sleeps: bool = False,
         options: Mapping[str, Any] | None = None,
+        routes: RouteShape | None = None,
         load: bool = True,
     ):
         from vllm.engine.arg_utils import EngineArgs
@@ -153,7 +164,10 @@ class VLLMEngine:
             "seed": 0,
         } | dict(options or {})
         self._sleeps, self._asleep, self._shares_group = sleeps, False, dist.is_initialized()
-        with world_of(replica), _unchanged_random_state():
+        self._routes = routes.field if routes is not None else None
+        recorder = RouteRecorder(routes) if routes is not None else None
+        recorded = recorder.bound() if recorder is not None else contextlib.nullcontext()
+        with world_of(replica), recorded, _unchanged_random_state():
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except (TypeError, ValueError) as error:
@@ -168,7 +182,7 @@ class VLLMEngine:
         self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
         self._growing: dict[int, _Growing] = {}
         self._num_added = 0
-        self._sampler = Sampler(self._runner, lambda ids: [self._growing[i].drawing for i in ids])
+        self._sampler = Sampler(self._runner, lambda ids: [self._growing[i].drawing for i in ids], recorder)
 
     def add(self, requests: Sequence[Request]) -> None:
         """See GenEngine."""
@@ -188,7 +202,7 @@ class VLLMEngine:
         """See GenEngine."""
         ended = [i for i in dict.fromkeys(ids) if i in self._growing]
         self._engine.abort_request([str(i) for i in ended])
-        return [self._growing.pop(i).output(FinishReason.ABORT) for i in ended]
+        return [self._growing.pop(i).output(FinishReason.ABORT, self._routes) for i in ended]
 
     def step(self, num_tokens: int) -> list[Output]:
         """See GenEngine. ValueError if the weights are not loaded."""
@@ -276,7 +290,7 @@ class VLLMEngine:
                 continue
             (made,) = result.outputs
             for token in made.token_ids:
-                self._append(growing, int(token), *self._sampler.logprobs(growing.request.id))
+                self._append(growing, int(token), *self._sampler.drawn(growing.request.id))
             if made.finish_reason == "stop" or self._completes_stop(growing):
                 done.append((growing, FinishReason.STOP))
                 if made.finish_reason is None:
@@ -288,10 +302,11 @@ class VLLMEngine:
         done.sort(key=lambda ended: ended[0].order)
         for growing, _ in done:
             del self._growing[growing.request.id]
-        return [growing.output(reason) for growing, reason in done]
+        return [growing.output(reason, self._routes) for growing, reason in done]
 
-    def _append(self, growing: _Growing, token: int, logprob: float, behaviour: float) -> None:
+    def _append(self, growing: _Growing, token: int, logprob: float, behaviour: float, routes: bytes) -> None:
         growing.token_ids.append(token)
+        growing.routes += routes
         growing.versions.append(self.version)
         growing.logprobs.append(logprob)
         growing.behaviour.append(behaviour)

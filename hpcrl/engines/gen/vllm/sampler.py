@@ -15,6 +15,7 @@ import torch
 
 from hpcrl.engines.gen.base import SamplingParams
 from hpcrl.engines.gen.sampling import GOLDEN, SamplingPlan, sample, uniforms
+from hpcrl.engines.gen.vllm.routes import RouteRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,25 @@ class Drawing:
 
 
 class Sampler:
-    """Stands in for the sampler of vLLM's model runner. `rows` tells of requests by their ids."""
+    """Stands in for the sampler of vLLM's model runner. `rows` tells of requests by their ids, `recorder` of the
+    experts that the forward chose."""
 
-    def __init__(self, runner: Any, rows: Callable[[Sequence[int]], list[Drawing]]):
-        self._runner, self._rows = runner, rows
+    def __init__(
+        self, runner: Any, rows: Callable[[Sequence[int]], list[Drawing]], recorder: RouteRecorder | None = None
+    ):
+        self._runner, self._rows, self._recorder = runner, rows, recorder
         self._plan: SamplingPlan | None = None
         self._ids: list[int] = []  # of the plan
         self._logprobs = np.empty((2, 0), np.float32)
+        self._routes: np.ndarray | None = None
         runner.sampler.forward = self._forward
 
-    def logprobs(self, request: int) -> tuple[float, float]:
-        """Of the token that the request drew in the last step: log-softmax(logits / T), and after truncation."""
-        logprob, behaviour = self._logprobs[:, self._ids.index(request)]
-        return float(logprob), float(behaviour)
+    def drawn(self, request: int) -> tuple[float, float, bytes]:
+        """Of the token that the request drew in the last step: log-softmax(logits / T), the same after truncation, and
+        the experts of the token before it (empty without a recorder)."""
+        row = self._ids.index(request)
+        logprob, behaviour = self._logprobs[:, row]
+        return float(logprob), float(behaviour), b"" if self._routes is None else self._routes[row].tobytes()
 
     def _forward(self, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
@@ -53,6 +60,8 @@ class Sampler:
         uniform = uniforms(np.array([row.origin for row in rows]) + drawn * GOLDEN, 0)
         tokens, *logprobs = sample(logits.float(), self._plan, torch.from_numpy(uniform).to(logits.device))
         self._logprobs = torch.stack(logprobs).cpu().numpy()
+        if self._recorder is not None:
+            self._routes = self._recorder.last(len(ids))
         return SamplerOutput(sampled_token_ids=tokens.to(torch.int32)[:, None], logprobs_tensors=None)
 
 

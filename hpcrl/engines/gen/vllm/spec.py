@@ -27,6 +27,7 @@ OWN = {
     "enforce_eager": "generator.vllm.eager",
     "enable_sleep_mode": "layout.generator",
     "seed": "seed",
+    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
 }
 """Arguments that hpcrl gives to vLLM, and the keys that set them."""
@@ -88,6 +89,7 @@ SPEC = GenEngineSpec(
     tensor_parallel=True,
     recompute=True,
     float32_head=True,
+    gives_routes=True,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
     memory_share=_memory_share,
