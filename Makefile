@@ -18,7 +18,7 @@ CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo test test-fast test-avx2 test-gpu soak lint fmt type bench docs recipes slurm-up slurm-down clean
+.PHONY: help setup demo test test-fast test-avx2 test-gpu gpu-check soak lint fmt type bench docs recipes slurm-up slurm-down clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ test-avx2: $(DEV) ## the tests of learning and parity with AVX2 instructions, wh
 
 test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 	@$(PYTEST) -m gpu || [ $$? -eq 5 ]
+
+gpu-check: $(DEV) ## engines, weights and memory on this machine's GPUs beside their limits: a table and JSON, in 8 minutes
+	@$(PY) -m tests.bench.gpu
 
 soak: $(DEV) ## long tests: many random kills
 	@$(PYTEST) -m soak --timeout 3600

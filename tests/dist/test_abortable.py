@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,6 +15,7 @@ import torch.distributed as dist
 
 from hpcrl.comm.transfer import blames_peer
 from hpcrl.control.abortable import BLOCKING_WAIT, AbortableGroup, GroupLost, blocking_wait
+from tests.bench.gpu.peers import SURVIVED, run_pair
 from tests.dist.conftest import SIZE, Threads
 
 LIBRARY_S = 6.0  # gloo's own timeout
@@ -99,48 +98,10 @@ def test_only_groups_made_inside_have_no_watchdog(monkeypatch: pytest.MonkeyPatc
     assert os.environ.get(BLOCKING_WAIT) == before
 
 
-NCCL_PAIR = """
-import sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-from hpcrl.control.abortable import AbortableGroup, GroupLost, blocking_wait
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-torch.cuda.set_device(rank)
-store = dist.TCPStore("127.0.0.1", port, is_master=False)
-with blocking_wait():
-    nccl = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
-group = AbortableGroup(nccl, "pair", (0, 1), 60.0, lambda: {1} if store.check(["lost"]) else set())
-tensor = torch.zeros(1 << 20, device="cuda")
-(group.send if rank == 1 else group.recv)([tensor], 1 - rank, 0).wait()
-if rank == 1:
-    store.set("gone", "")
-    sys.exit(0) if sys.argv[3] == "dies" else time.sleep(600)
-store.wait(["gone"])
-try:
-    work = group.recv([tensor], 1, 0)
-    if sys.argv[3] == "hangs":
-        store.set("lost", "")
-    work.wait(timedelta(seconds=20))
-except RuntimeError as error:
-    print(f"{type(error).__name__}: {error}")
-time.sleep(3)  # torch's default would end the process now
-print("still here", float((tensor + 1).sum()) > 0)
-"""
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_dead_peer_under_nccl_does_not_end_the_process(how: str) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", NCCL_PAIR]
-    peers = [
-        subprocess.Popen([*command, str(rank), str(store.port), how], stdout=subprocess.PIPE, text=True)
-        for rank in (0, 1)
-    ]
-    try:
-        said, _ = peers[0].communicate(timeout=90)
-    finally:
-        peers[1].kill()
-    assert peers[0].returncode == 0 and "still here True" in said, said
+    said = run_pair(how, "cuda")
+    assert SURVIVED in said, said
     assert how == "dies" or "GroupLost: the group pair is given up: rank 1 is lost" in said

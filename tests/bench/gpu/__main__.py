@@ -1,0 +1,160 @@
+"""Whether hpcrl works on this machine's GPUs, and how far from their limits: one table, and one line of JSON.
+
+    make gpu-check
+    python -m tests.bench.gpu [--only PART ...] [--json FILE] [--seconds 460]
+    python -m tests.bench.gpu --device cpu --tiny     # the same code at sizes for a CPU: no figure means anything
+
+Each part runs in a process of its own with a time limit: an error, a crash or a hang is a line of the table. Parts that
+need two GPUs or vLLM say so where these are missing. The code is 1 if a part failed or a verdict is bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tests.bench.gpu.common import Check, Row
+from tests.bench.machine import tell
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """entry: module:function of a Check, which yields rows. num_gpus: needed at least."""
+
+    entry: str
+    limit_s: float
+    num_gpus: int = 1
+    needs_vllm: bool = False
+
+
+HERE = "tests.bench.gpu"
+PARTS = {
+    "device": Part(f"{HERE}.device:measure", 60),
+    "agreement native": Part(f"{HERE}.agreement:native", 90),
+    "training": Part(f"{HERE}.training:measure", 120),
+    "decode native": Part(f"{HERE}.decoding:native", 120),
+    "two ranks": Part(f"{HERE}.peers:update", 100, num_gpus=2),
+    "lost peer": Part(f"{HERE}.peers:lost_peer", 150, num_gpus=2),
+    "agreement vllm": Part(f"{HERE}.agreement:vllm", 120, needs_vllm=True),
+    "decode vllm": Part(f"{HERE}.decoding:vllm", 180, needs_vllm=True),
+}
+ROW = "ROW "
+FAILURES = ("bad", "failed")
+
+
+def run_part(entry: str, check: Check) -> NoReturn:
+    """In the part's process: print its rows as they come."""
+    module, function = entry.split(":")
+    code = 1
+    try:
+        for row in getattr(importlib.import_module(module), function)(check):
+            print(f"\n{ROW}{json.dumps(dataclasses.asdict(row))}", flush=True)
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # vLLM's engine does not come down by itself
+
+
+def rows_of(name: str, part: Part, check: Check, limit_s: float, num_gpus: int) -> Iterator[Row]:
+    """The rows of a part that runs in another process, and how it failed."""
+    if part.needs_vllm and importlib.util.find_spec("vllm") is None:
+        yield Row(name, verdict="not installed")
+        return
+    if check.on_gpu and num_gpus < part.num_gpus:
+        yield Row(name, verdict="not run", note=f"needs {part.num_gpus} GPUs, {num_gpus} found")
+        return
+    if limit_s <= 0:
+        yield Row(name, verdict="not run", note="no time left (--seconds)")
+        return
+    limit_s = min(part.limit_s, limit_s)
+    words = [sys.executable, "-m", HERE, "--device", check.device, *(["--tiny"] if check.tiny else [])]
+    words += ["--part", part.entry, "--facts", json.dumps(dict(check.facts)), "--scratch", str(check.scratch)]
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        why = ""
+        try:
+            out, _ = child.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            why = f"no end after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+        if why:
+            out, _ = child.communicate()
+        errors.seek(0)
+        last = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "")
+    yield from (Row(**json.loads(line.removeprefix(ROW))) for line in out.splitlines() if line.startswith(ROW))
+    if why or child.returncode:
+        yield Row(name, verdict="failed", note=why or last[:200] or f"code {child.returncode}")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Columns of equal width: part, what, value, limit, share of it, verdict, note."""
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+    lines = [("part", "what", "value", "", "limit", "share", "verdict", "note")]
+    lines += [
+        (r.part, r.what, number(r.value), r.unit, number(r.limit), number(r.share), r.verdict, r.note) for r in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(f"{text:<{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--json", type=Path, help="also write the line of JSON to this file")
+    parser.add_argument("--seconds", type=float, default=460.0, help="of the whole check")
+    for hidden in ("--part", "--facts", "--scratch"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    words = parser.parse_args(argv)
+    if words.part:
+        run_part(words.part, Check(words.device, words.tiny, Path(words.scratch), json.loads(words.facts)))
+    import torch
+
+    if words.device == "cuda" and not torch.cuda.is_available():
+        print(f"gpu-check: torch {torch.__version__} finds no GPU; --device cpu --tiny tries the same code on the CPU")
+        return 2
+    if words.device == "cpu" and not words.tiny:
+        parser.error("--device cpu needs --tiny: the full sizes are for a GPU")
+    num_gpus = torch.cuda.device_count()
+    started, rows = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="hpcrl-gpu-") as scratch:
+        check = Check(words.device, words.tiny, Path(scratch))
+        for name in words.only:
+            new = list(rows_of(name, PARTS[name], check, words.seconds - (time.monotonic() - started), num_gpus))
+            rows += new
+            facts = {row.what: row.value for row in new if row.part == "device" and row.value is not None}
+            check = dataclasses.replace(check, facts={**check.facts, **facts})
+            print(f"{time.monotonic() - started:4.0f} s  {name}: {len(new)} rows", file=sys.stderr, flush=True)
+    print(table(rows))
+    report = {"bench": "gpu", "device": words.device, "num_gpus": num_gpus, "tiny": words.tiny}
+    report["rows"] = [dataclasses.asdict(row) for row in rows]
+    tell(report)
+    if words.json is not None:
+        words.json.write_text(json.dumps(report) + "\n")
+    return int(any(row.verdict in FAILURES for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,160 @@
+"""Two ranks on two devices: weights from one to the other, and a rank whose peer is lost. Over NCCL; on the CPU over
+gloo."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect
+from hpcrl.control.abortable import AbortableGroup, blocking_wait
+from hpcrl.spec.weights import Need, everything
+from tests.bench.gpu.common import GB, Check, Row, median
+from tests.bench.weights import layout_of
+
+PATIENCE_S = 20.0
+RANKS = (0, 1)
+SURVIVED = "still here True"
+"""What rank 0 says at last if the loss of its peer has not ended it."""
+
+
+def update(check: Check) -> Iterator[Row]:
+    """Weights in bf16 from an fp32 trainer to a generator, beside a plain transfer of the same bytes, in turns."""
+    said = run_pair("update", check.device, check.pick(2048, 1))
+    rate, plain = (float(word) for word in said.rpartition("GB/s ")[2].split())
+    yield Row("two ranks", "weights to the generator", rate, "GB/s", plain, note="beside a plain transfer")
+
+
+def lost_peer(check: Check) -> Iterator[Row]:
+    """A peer that dies, and, under NCCL, one that hangs: the other goes on."""
+    for how in ("dies", "hangs") if check.on_gpu else ("dies",):
+        said = run_pair(how, check.device)
+        error = said.splitlines()[0] if said else "nothing said"
+        yield Row("lost peer", how, verdict="ok" if SURVIVED in said else "bad", note=error[:80])
+
+
+def run_pair(what: str, device: str, mib: int = 4) -> str:
+    """What rank 0 prints. what: update, dies or hangs. RuntimeError with its last line if it fails."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [sys.executable, "-m", "tests.bench.gpu.peers", what, device, str(mib), str(store.port)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    peers = [subprocess.Popen([*words, str(rank)], **pipes) for rank in RANKS]
+    try:
+        said, errors = peers[0].communicate(timeout=90)
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.wait()
+    if peers[0].returncode:
+        raise RuntimeError(f"rank 0 ended with code {peers[0].returncode}: {(errors or said).strip()[-300:]}")
+    return said
+
+
+def _group(store: Any, rank: int, device: str) -> Any:
+    """As World.weights_group makes it."""
+    if device == "cpu":
+        gloo: Any = dist.ProcessGroupGloo
+        return gloo(store, rank, len(RANKS), timedelta(seconds=PATIENCE_S))
+    torch.cuda.set_device(rank)
+    with blocking_wait():
+        nccl = dist.ProcessGroupNCCL(store, rank, len(RANKS), dist.ProcessGroupNCCL.Options())
+    return AbortableGroup(nccl, "pair", RANKS, 60.0, lambda: {1} if store.check(["lost"]) else set())
+
+
+def _lose_peer(group: Any, store: Any, rank: int, device: str, hangs: bool) -> None:
+    tensor = torch.zeros(1 << 20, device=device)
+    (group.send if rank == 1 else group.recv)([tensor], 1 - rank, 0).wait()
+    if rank == 1:
+        store.set("gone", "")
+        time.sleep(600 if hangs else 0)
+        return
+    store.wait(["gone"])
+    try:
+        work = group.recv([tensor], 1, 0)
+        if hangs:
+            store.set("lost", "")
+        work.wait(timedelta(seconds=PATIENCE_S))
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0])
+    time.sleep(3 if device == "cuda" else 0)  # torch's default would end the process meanwhile
+    print("still here", float((tensor + 1).sum()) > 0)
+
+
+def _update(group: Any, rank: int, device: str, mib: int) -> None:
+    connect(group, RANKS, rank, [0], [1])
+    layout = layout_of(mib, 1, "float32")
+    needs = {1: [Need("bfloat16", (everything(held.shape),)) for held in layout]}
+    channel = Channel(group, RANKS, layout, needs)
+    shards = [torch.ones(held.shape, device=device) for held in layout] if rank == 0 else []
+    places = [torch.empty(held.shape, dtype=torch.bfloat16, device=device) for held in layout] if rank == 1 else []
+    schedule = Schedule(0, {0: channel}) if rank == 0 else None
+    receiving = Receiving(1, channel) if rank == 1 else None
+
+    def new_weights() -> None:
+        if schedule is not None:
+            sending = Sending(schedule, [0], iter(shards), PATIENCE_S)
+            sending.finish()
+            assert not sending.errors, sending.errors
+        if receiving is not None:
+            for place, (_, tensor) in zip(places, receiving.tensors(), strict=True):
+                place.copy_(tensor)
+
+    size = sum(2 * torch.Size(held.shape).numel() for held in layout)
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def plain() -> None:
+        (group.send if rank == 0 else group.recv)([buffer], 1 - rank, 0).wait()
+
+    seconds: dict[Any, list[float]] = {new_weights: [], plain: []}
+    for _ in range(4):
+        for work, spent in seconds.items():
+            group_meets(group, rank, device)
+            start = time.perf_counter()
+            work()
+            group_meets(group, rank, device)
+            spent.append(time.perf_counter() - start)
+    if rank == 0:
+        print("GB/s", *(size / median(spent[1:]) / GB for spent in seconds.values()))
+
+
+def group_meets(group: Any, rank: int, device: str) -> None:
+    """Both ranks are here, and their devices have done what was asked before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    token = torch.zeros(1, device=device)
+    for sender in RANKS:
+        (group.send if rank == sender else group.recv)([token], 1 - rank, 0).wait()
+    token.item()
+
+
+def take_part(what: str, device: str, mib: int, store: Any, rank: int) -> None:
+    """What one of the two ranks does. Collective over both."""
+    group = _group(dist.PrefixStore("pair", store), rank, device)
+    if what == "update":
+        _update(group, rank, device, mib)
+    else:
+        _lose_peer(group, store, rank, device, what == "hangs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("update", "dies", "hangs"))
+    parser.add_argument("device")
+    for name in ("mib", "port", "rank"):
+        parser.add_argument(name, type=int)
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", words.port, is_master=False)
+    take_part(words.what, words.device, words.mib, store, words.rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Parts of a check that fail, for test_gpu_check.py; in a module of their own, which imports little."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from tests.bench.gpu.common import Check, Row
+
+
+def raises(check: Check) -> Iterator[Row]:
+    yield Row("bad one", "before", 1.0)
+    raise ValueError(f"facts are {dict(check.facts)}")
+
+
+def hangs(check: Check) -> Iterator[Row]:
+    time.sleep(600)
+    yield Row("bad one", "after", 1.0)

@@ -1,0 +1,108 @@
+"""make gpu-check at sizes for a CPU: every part that runs in one process, and what becomes of parts that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.bench.gpu import agreement, decoding, device, training
+from tests.bench.gpu.__main__ import HERE, PARTS, Part, main, rows_of, table
+from tests.bench.gpu.common import Check, Row
+from tests.bench.gpu.peers import RANKS, SURVIVED, take_part
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    return Check("cpu", True, tmp_path_factory.mktemp("scratch"), {"copy": 10.0, "product": 0.1})
+
+
+def test_the_device_has_a_bandwidth_and_a_rate(check: Check) -> None:
+    rows = {row.what: row for row in device.measure(check)}
+    assert rows["copy"].value is not None and rows["copy"].value > 0.1
+    assert rows["product"].value is not None and rows["product"].value > 0
+
+
+def test_engines_that_agree_are_told_from_those_that_do_not(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list(agreement.native(check))
+    assert [row.verdict for row in rows] == ["ok", "ok"]
+    assert all(row.value is not None and 0 < row.value < 0.01 for row in rows)
+    own = agreement.NativeEngine.load_weights
+
+    def wrong(engine: agreement.NativeEngine, named: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        own(engine, ((name, tensor * 3) for name, tensor in named), version)
+
+    monkeypatch.setattr(agreement.NativeEngine, "load_weights", wrong)
+    assert [row.verdict for row in agreement.native(check)] == ["bad", "bad"]
+
+
+def test_a_training_step_is_measured_and_its_state_moved(check: Check) -> None:
+    rows = {row.what: row for row in training.measure(check)}
+    assert rows["step after it"].verdict == "ok"
+    assert {"rate, of a product's", "planned peak", "offload", "onload", "weights to the generator"} <= rows.keys()
+
+
+def test_rates_count_what_a_step_must_compute(check: Check) -> None:
+    """By hand: 2 layers of width 64, keys of 32, a feed-forward layer of 96, 256 words, 16 tokens a row."""
+    shape = check.model(few_layers=True)[1]
+    batch = training.make_batch([16] * 4, num_prompt_tokens=1)
+    _, rate = training._rates(check, shape, batch, 16, seconds=1.0)
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
+    assert rate.value == pytest.approx(64 * (6 * (2 * layer + 256 * 64) + 6 * 2 * 16 * 64) / 1e12)
+
+
+def test_a_generator_is_measured_asleep_and_awake(check: Check) -> None:
+    rows = list(decoding.native(check))
+    assert [row.what for row in rows] == ["2 responses", "4 responses", "load weights", "sleep", "wake and load"]
+    assert rows[-1].verdict == "ok"
+    assert rows[0].share is not None and 0 < rows[0].share < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "limit_s", "found"),
+    [
+        ("raises", 60.0, [("before", "", ""), ("", "failed", "ValueError: facts are {'copy': 10.0, 'product': 0.1}")]),
+        ("hangs", 2.0, [("", "failed", "no end after 2 s")]),
+    ],
+)
+def test_a_part_that_fails_is_a_line(how: str, limit_s: float, found: list[tuple[str, str, str]], check: Check) -> None:
+    part = Part(f"tests.failing_parts:{how}", limit_s)
+    assert [(row.what, row.verdict, row.note) for row in rows_of("bad one", part, check, 60.0, 0)] == found
+
+
+def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = dataclasses.replace(check, device="cuda")
+    pair = PARTS["lost peer"]
+    assert [r.note for r in rows_of("lost peer", pair, on_gpu, 60.0, 1)] == ["needs 2 GPUs, 1 found"]
+    assert [r.verdict for r in rows_of("lost peer", pair, check, 0.0, 0)] == ["not run"]
+    monkeypatch.setattr(f"{HERE}.__main__.importlib.util.find_spec", lambda name: None)
+    vllm = PARTS["decode vllm"]
+    assert [r.verdict for r in rows_of("decode vllm", vllm, check, 60.0, 0)] == ["not installed"]
+
+
+def test_without_a_gpu_the_way_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "--device cpu --tiny" in capsys.readouterr().out
+
+
+def test_the_table_has_shares_and_reasons() -> None:
+    text = table([Row("a", "rate", 1234.5, "GB/s", 2469.0), Row("b", verdict="not run", note="needs 2 GPUs, 1 found")])
+    assert text.splitlines()[1].split() == ["a", "rate", "1,234", "GB/s", "2,469", "0.5"]
+    assert text.splitlines()[2].split(maxsplit=1) == ["b", text.splitlines()[2].split(maxsplit=1)[1]]
+    assert text.endswith("needs 2 GPUs, 1 found")
+
+
+@pytest.mark.parametrize(("what", "said"), [("update", "GB/s "), ("dies", SURVIVED)])
+def test_two_ranks_transfer_weights_and_one_outlives_the_other(
+    what: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads in the place of processes."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: take_part(what, "cpu", 1, store, rank), RANKS))
+    assert said in capsys.readouterr().out
