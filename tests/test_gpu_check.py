@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.bench.gpu import agreement, decoding, device, training
+from hpcrl.engines.varlen import KERNELS
+from tests.bench.gpu import agreement, attention, decoding, device, training
 from tests.bench.gpu.__main__ import HERE, PARTS, Part, main, rows_of, table
 from tests.bench.gpu.common import Check, Row
 from tests.bench.gpu.peers import RANKS, SURVIVED, take_part
@@ -25,6 +26,12 @@ def test_the_device_has_a_bandwidth_and_a_rate(check: Check) -> None:
     rows = {row.what: row for row in device.measure(check)}
     assert rows["copy"].value is not None and rows["copy"].value > 0.1
     assert rows["product"].value is not None and rows["product"].value > 0
+
+
+def test_attention_is_measured_with_every_kernel(check: Check) -> None:
+    blocks, *kernels = attention.measure(check)
+    assert blocks.value is not None and blocks.value > 0
+    assert {row.what for row in kernels} == set(KERNELS)
 
 
 def test_engines_that_agree_are_told_from_those_that_do_not(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

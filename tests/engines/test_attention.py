@@ -35,8 +35,9 @@ def test_prefix_lengths_end_at_the_first_trained_token() -> None:
 
 
 def padded(layout: PackedLayout, packed: Tensor) -> list[Tensor]:
-    blocks = _Pad.apply(packed, layout).split([rows * length for rows, length in layout.blocks])
-    return [b.unflatten(0, shape) for b, shape in zip(blocks, layout.blocks, strict=True)]
+    shapes, shown = layout.padded
+    blocks = _Pad.apply(packed, shown).split([rows * length for rows, length in shapes])
+    return [b.unflatten(0, shape) for b, shape in zip(blocks, shapes, strict=True)]
 
 
 def test_shared_tokens_are_shown_in_every_block_and_gather_its_gradient() -> None:

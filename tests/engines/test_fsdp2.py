@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.algorithms.base import Outputs
 from hpcrl.config import TrainerConfig
+from hpcrl.engines import varlen
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2 import model
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
@@ -176,7 +177,7 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
     """Packing that lets sequences see each other must be noticed, and what runs instead must be right."""
 
     class Blind(fsdp2.PackedLayout):
-        def __init__(self, lengths: list[int], device: torch.device, shared: object = None):
+        def __init__(self, lengths: list[int], device: torch.device, *_: object):
             super().__init__([sum(lengths)], device)
 
     monkeypatch.setattr(fsdp2, "PackedLayout", Blind)
@@ -188,6 +189,21 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
     want, gradients = transformers_results(folders["qwen2"], batch)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_a_kernel_for_sequences_of_different_lengths_gives_the_same(
+    family: str, folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reference in the place of kernels that need a GPU."""
+    monkeypatch.setattr(varlen, "KERNELS", {"reference": lambda: varlen.sequence_by_sequence})
+    monkeypatch.setattr(varlen, "_suits", lambda sizes: True)
+    varlen.find.cache_clear()
+    trainer, batch = engine(folders[family], packing="require", attention="flash"), make_batch(LENGTHS)
+    want, gradients = transformers_results(folders[family], batch)
+    assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
+    assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
+    varlen.find.cache_clear()
 
 
 def test_activation_checkpointing_leaves_dropout_off(tmp_path: Path, world_of_one: None) -> None:

@@ -44,6 +44,7 @@ class Part:
 HERE = "tests.bench.gpu"
 PARTS = {
     "device": Part(f"{HERE}.device:measure", 60),
+    "attention": Part(f"{HERE}.attention:measure", 60),
     "agreement native": Part(f"{HERE}.agreement:native", 90),
     "training": Part(f"{HERE}.training:measure", 120),
     "decode native": Part(f"{HERE}.decoding:native", 120),

@@ -1,17 +1,19 @@
 """Block-diagonal causal attention over packed sequences, registered with transformers under `PACKED_ATTENTION`.
 
 The hidden states of a micro-batch are one row of tokens. A mask over all pairs of its tokens would cost the square of
-their number. Instead, sequences of similar length are gathered into padded blocks [rows, length] of causal attention
-without a mask: padding is on the right, where no real token attends.
+their number. Instead, a kernel for sequences of different lengths (hpcrl.engines.varlen) takes them as they are, or
+sequences of similar length are gathered into padded blocks [rows, length] of causal attention without a mask: padding
+is on the right, where no real token attends.
 
 Sequences with a common prefix (the prompt of a group's siblings) share its hidden states: the prefix is packed once and
-shown in the block of each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
+shown in each sequence (Prefix Grouper, arXiv 2506.05433). The gradient is the same, because a token's
 hidden states depend only on the tokens up to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hpcrl.engines import varlen
 from hpcrl.engines.attention import causal_attention
 
 PACKED_ATTENTION = "hpcrl_packed"
@@ -45,19 +48,49 @@ def shared_prefixes(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequenc
     return torch.from_numpy(np.concatenate(kept)), torch.from_numpy(places)
 
 
-class PackedLayout:
-    """Which tokens of some sequences are packed, and their places in padded blocks. Made once per micro-batch.
+class Shown:
+    """Which packed token each slot of some rows shows.
 
-    kept int64 [K], places int64 [T]: of shared_prefixes. blocks: (rows, length) of each block, longest first. to_padded
-    int64 [sum rows * length]: the packed token that each padded slot shows (padding repeats the row's last token).
-    to_packed int64 [K]: the first slot of each packed token. slots int64: all slots except padding, by the packed token
-    they show. bags int64 [K]: the start of each token's slots.
+    tokens int64 [S]: the packed token of each slot. first int64 [K]: the first slot of each packed token. slots int64:
+    all slots except padding, by the packed token they show. bags int64 [K]: the start of each token's slots.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, shared: tuple[Tensor, Tensor] | None = None):
+    def __init__(self, tokens: Tensor, real: Tensor, device: torch.device):
+        """real: bool [S], False for padding."""
+        slots = real.nonzero()[:, 0]
+        shown = tokens[slots]
+        slots = slots[shown.argsort(stable=True)]
+        counts = shown.bincount()
+        bags = counts.cumsum(0) - counts
+        self.tokens, self.first = tokens.to(device), slots[bags].to(device)
+        self.slots, self.bags = slots.to(device), bags.to(device)
+
+
+class PackedLayout:
+    """Which tokens of some sequences are packed, and their places in rows of attention. Made once per micro-batch.
+
+    kept int64 [K], places int64 [T]: of shared_prefixes. attention: which kernel is preferred (hpcrl.engines.varlen).
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        shared: tuple[Tensor, Tensor] | None = None,
+        attention: varlen.Choice = "auto",
+    ):
         """shared: of shared_prefixes; without it every token is packed separately."""
-        kept, places = shared or (torch.arange(sum(lengths)),) * 2
-        starts, order = [0], sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
+        self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
+        self.attention: varlen.Choice = attention
+        self.kept, self.places = kept.to(device), self._places.to(device)
+
+    @cached_property
+    def padded(self) -> tuple[list[tuple[int, int]], Shown]:
+        """(rows, length) of blocks of sequences of similar length, longest first; the tokens of all rows one after the
+        other, where padding repeats the row's last token."""
+        lengths, starts = self._lengths, [0]
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         for length in lengths:
             starts.append(starts[-1] + length)
         groups: list[list[int]] = []
@@ -66,23 +99,24 @@ class PackedLayout:
             if longest - lengths[row] > max(MIN_PADDING_TOKENS, int(longest * MAX_PADDING)) or not groups:
                 groups.append([])
             groups[-1].append(row)
-        self.blocks = [(len(rows), lengths[rows[0]]) for rows in groups]
-        to_padded, real = [], []
-        for rows, (_, longest) in zip(groups, self.blocks, strict=True):
+        blocks = [(len(rows), lengths[rows[0]]) for rows in groups]
+        slots, real = [], []
+        for rows, (_, longest) in zip(groups, blocks, strict=True):
             first = torch.tensor([starts[row] for row in rows])[:, None]
             last = torch.tensor([lengths[row] - 1 for row in rows])[:, None]
             offsets = torch.arange(longest)[None]
-            to_padded.append((first + torch.minimum(offsets, last)).flatten())
+            slots.append((first + torch.minimum(offsets, last)).flatten())
             real.append((offsets <= last).flatten())
-        padded = places[torch.cat(to_padded)]
-        slots = torch.cat(real).nonzero()[:, 0]
-        shown = padded[slots]
-        slots = slots[shown.argsort(stable=True)]
-        counts = shown.bincount()
-        bags = counts.cumsum(0) - counts
-        self.kept, self.places = kept.to(device), places.to(device)
-        self.to_padded, self.to_packed = padded.to(device), slots[bags].to(device)
-        self.slots, self.bags = slots.to(device), bags.to(device)
+        return blocks, Shown(self._places[torch.cat(slots)], torch.cat(real), self._device)
+
+    @cached_property
+    def exact(self) -> tuple[Tensor, int, Shown | None]:
+        """The starts of the sequences in their order (int32 [N + 1]), the longest length, and the tokens of all
+        sequences one after the other; None if these are the packed tokens."""
+        starts = varlen.starts_of(self._lengths, self._device)
+        everything = torch.ones(len(self._places), dtype=torch.bool)
+        shown = Shown(self._places, everything, self._device) if self._shares else None
+        return starts, max(self._lengths), shown
 
 
 class _Pad(torch.autograd.Function):
@@ -90,17 +124,17 @@ class _Pad(torch.autograd.Function):
     gradient: padded keys reach no real query and padded queries are dropped."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, layout: PackedLayout) -> Tensor:
-        ctx.layout = layout
-        return packed.index_select(0, layout.to_padded)
+    def forward(ctx: Any, packed: Tensor, shown: Shown) -> Tensor:
+        ctx.shown = shown
+        return packed.index_select(0, shown.tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        layout = ctx.layout
-        if len(layout.slots) == len(layout.bags):  # no token is shared
-            return grad.index_select(0, layout.to_packed), None
+        shown = ctx.shown
+        if len(shown.slots) == len(shown.bags):  # no token is shared
+            return grad.index_select(0, shown.first), None
         # A sum over bags of rows is several times faster than autograd's scatter-add, and deterministic.
-        summed = F.embedding_bag(layout.slots, grad.flatten(1), layout.bags, mode="sum")
+        summed = F.embedding_bag(shown.slots, grad.flatten(1), shown.bags, mode="sum")
         return summed.unflatten(1, grad.shape[1:]), None
 
 
@@ -108,13 +142,13 @@ class _Unpad(torch.autograd.Function):
     """Padded slots -> packed [K, H, D], each token from its first slot; other slots have no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, layout: PackedLayout) -> Tensor:
-        ctx.layout, ctx.shape = layout, padded.shape
-        return padded.index_select(0, layout.to_packed)
+    def forward(ctx: Any, padded: Tensor, shown: Shown) -> Tensor:
+        ctx.shown, ctx.shape = shown, padded.shape
+        return padded.index_select(0, shown.first)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.layout.to_packed, grad), None
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.shown.first, grad), None
 
 
 def packed_attention(
@@ -134,17 +168,36 @@ def packed_attention(
     A model that does not pass on `packed_layout` attends over the whole row; the probe at load detects it.
     """
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
-    q, k, v = (_Pad.apply(x[0].transpose(0, 1), layout) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
+    sizes = varlen.Sizes(
+        query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1], sliding_window, softcap
+    )
+    attend = varlen.find(layout.attention, sizes) if value.shape[-1] == query.shape[-1] else None
+    if attend is None:
+        return by_blocks((q, k, v), layout, scaling, sliding_window, softcap).unsqueeze(0), None
+    starts, longest, shown = layout.exact
+    if shown is not None:
+        q, k, v = (_Pad.apply(x, shown) for x in (q, k, v))
+    out = attend(q, k, v, starts, longest, scaling, sliding_window, softcap)
+    return (out if shown is None else _Unpad.apply(out, shown)).unsqueeze(0), None
+
+
+def by_blocks(
+    qkv: Sequence[Tensor], layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """[K, H, D]: attention in padded blocks; q [K, H, D], k and v [K, KV, D]."""
+    blocks, shown = layout.padded
+    q, k, v = (_Pad.apply(x, shown) for x in qkv)
     outputs = []
     # split, not slices: the gradient of a split is one concatenation, that of n slices is n full-size tensors of zeros.
-    sizes = [rows * length for rows, length in layout.blocks]
-    for (rows, length), *qkv in zip(layout.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in qkv)
-        out = causal_attention(qb, kb, vb, scale=scaling, window=sliding_window, softcap=softcap)
+    sizes = [rows * length for rows, length in blocks]
+    for (rows, length), *parts in zip(blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        qb, kb, vb = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in parts)
+        out = causal_attention(qb, kb, vb, scale=scale, window=window, softcap=softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return _Unpad.apply(padded, layout).unsqueeze(0), None
+    unpadded: Tensor = _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), shown)
+    return unpadded
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -206,7 +206,7 @@ class FSDP2Engine:
         sequences[-1][:PROBE_PREFIX] = sequences[0][:PROBE_PREFIX]
         shared = shared_prefixes(torch.cat(sequences), PROBE_LENGTHS, [PROBE_PREFIX] * len(PROBE_LENGTHS))
         sequences = [tokens.to(self.device) for tokens in sequences]
-        obstacle = self.model.packing_obstacle()
+        obstacle, kernel = self.model.packing_obstacle(), self.own.attention
         with torch.no_grad():
             self.model.set_packing(False)
             own = torch.cat([self.model.own_logprobs(tokens) for tokens in sequences])
@@ -214,8 +214,8 @@ class FSDP2Engine:
             deviations = [(single - own).abs().mean(), own.new_tensor(math.inf), own.new_tensor(0.0)]
             if not obstacle:
                 self.model.set_packing(True)
-                packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device, shared))
-                leaking = self._run(sequences, PackedLayout([sum(PROBE_LENGTHS)], self.device))
+                packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device, shared, kernel))
+                leaking = self._run(sequences, PackedLayout([sum(PROBE_LENGTHS)], self.device, None, kernel))
                 deviations[1:] = [(packed - own).abs().mean(), -(leaking - own).abs().mean()]
         self._reshard()
         agreed = torch.stack(deviations).nan_to_num(nan=math.inf)
@@ -286,7 +286,8 @@ class FSDP2Engine:
         layout = None
         if self.packing:
             prefixes = batch.prefix_lengths().tolist() or [0]
-            layout = PackedLayout(lengths, self.device, shared_prefixes(token_ids.cpu(), lengths, prefixes))
+            shared = shared_prefixes(token_ids.cpu(), lengths, prefixes)
+            layout = PackedLayout(lengths, self.device, shared, self.own.attention)
         if self.replay is not None:
             self.replay.replay_of(batch, None if layout is None else layout.kept)
         logprobs, entropies = self.model(token_ids, positions, layout, before, targets, temperature, entropy)

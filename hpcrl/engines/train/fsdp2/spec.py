@@ -14,6 +14,10 @@ class FSDP2Config(Section):
     packing: Literal["auto", "require", "off"] = "auto"
     """Pack several sequences into a row; auto: if a probe at load succeeds, and not for rope_type dynamic and longrope;
     require: stop if it fails."""
+    attention: Literal["auto", "flash", "sdpa"] = "auto"
+    """Attention over packed sequences; flash: a kernel for sequences of different lengths, of flash-attn where it is
+    installed, else torch's own, on GPUs in bfloat16; sdpa: torch's scaled_dot_product_attention over blocks of
+    sequences of similar length; auto: flash where such a kernel gives what sdpa does, tried at the model's sizes."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     cpu_offload: bool = False
@@ -30,7 +34,7 @@ SPEC = TrainEngineSpec(
     about="PyTorch FSDP2, for any decoder of transformers.",
     make="hpcrl.engines.train.fsdp2.engine:make",
     section=FSDP2Config,
-    resume_keys=("activation_checkpointing", "cpu_offload"),
+    resume_keys=("attention", "activation_checkpointing", "cpu_offload"),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     whole=is_whole,
     computes=frozenset({"entropy"}),

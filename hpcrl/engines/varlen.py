@@ -1,0 +1,189 @@
+"""Causal attention over sequences of different lengths, back to back, without padding and without a mask: which kernel.
+
+`find` is the one place that chooses. A kernel is taken only if its outputs and gradients are those of causal_attention
+on random tensors of the model's sizes, on this device: versions of the libraries and GPUs differ in what they support.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from hpcrl.engines.attention import causal_attention
+
+Choice = Literal["auto", "flash", "sdpa"]
+PROBE_LENGTHS = (70, 1, 33)
+TOLERANCE = 0.02  # of the largest number; rounding to bfloat16 is .004
+
+
+class Attend(Protocol):
+    """[T, heads, D], differentiable, of q [T, heads, D] and k, v [T, kv_heads, D]: N sequences that begin at starts[:N]
+    and end at starts[1:] (int32 [N + 1]), the longest of `longest` tokens. window, softcap: as of causal_attention."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        longest: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a kernel may support or not."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    softcap: float | None
+
+
+def sequence_by_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """See Attend: by causal_attention. The reference of the others."""
+    parts = []
+    for first, end in pairwise(starts.tolist()):
+        row = [x[first:end].transpose(0, 1)[None] for x in (q, k, v)]
+        parts.append(causal_attention(*row, scale=scale, window=window, softcap=softcap)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def flash_attn() -> Attend:
+    """Of the package flash-attn (arXiv 2307.08691). ImportError without it."""
+    from flash_attn import flash_attn_varlen_func
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        longest: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            starts,
+            starts,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return out
+
+    return attend
+
+
+def torch_varlen() -> Attend:
+    """Of torch itself. ImportError for a version without it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # other versions do not ask
+        grouped["enable_gqa"] = True
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        longest: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if softcap is not None:
+            raise NotImplementedError("no soft-capped scores")
+        reach = (-1 if window is None else window - 1, 0)
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
+        return cast(Tensor, out)
+
+    return attend
+
+
+KERNELS: dict[str, Callable[[], Attend]] = {"flash-attn": flash_attn, "torch": torch_varlen}
+"""By preference. All are for GPUs and 16 bits."""
+
+
+@functools.lru_cache(maxsize=64)
+def find(choice: Choice, sizes: Sizes) -> Attend | None:
+    """The kernel for these sizes; None: attention goes by blocks of equally long rows. ValueError with the reasons if
+    choice is "flash" and there is none."""
+    if choice == "sdpa":
+        return None
+    if choice == "auto" and not _suits(sizes):
+        return None
+    reasons = []
+    for name, make in KERNELS.items():
+        try:
+            attend = make()
+            differs = deviation(attend, sizes) if _suits(sizes) else None
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+            reasons.append(f"{name}: {' '.join(str(error).split())[:150]}")
+            continue
+        if differs is None:
+            reasons.append(f"{name}: it needs a GPU and 16 bits, not {sizes.dtype} on {sizes.device.type}")
+        elif differs > TOLERANCE:
+            reasons.append(f"{name}: it differs from the reference by {differs:.2g}")
+        else:
+            return attend
+    if choice == "flash":
+        raise ValueError(f"trainer.fsdp2.attention=flash: no such kernel; {'; '.join(reasons)}; set it to auto")
+    return None
+
+
+def _suits(sizes: Sizes) -> bool:
+    return sizes.device.type == "cuda" and sizes.dtype.itemsize == 2
+
+
+def deviation(attend: Attend, sizes: Sizes) -> float:
+    """The largest difference of outputs and gradients from those of the reference in fp32, over the largest number."""
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    total = sum(PROBE_LENGTHS)
+    shapes = [(total, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]
+    *qkv, weight = (torch.randn(shape, generator=generator, device=sizes.device).to(sizes.dtype) for shape in shapes)
+    starts = starts_of(PROBE_LENGTHS, sizes.device)
+    scale, window = sizes.head_dim**-0.5, sizes.window if sizes.window is None else min(sizes.window, 16)
+    found = []
+    for way, dtype in ((attend, sizes.dtype), (sequence_by_sequence, torch.float32)):
+        with torch.inference_mode(False), torch.enable_grad():
+            q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in qkv)
+            out = way(q, k, v, starts, max(PROBE_LENGTHS), scale, window, sizes.softcap)
+            found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), weight.to(out.dtype))])
+    got, want = (torch.cat([x.flatten().float() for x in tensors]) for tensors in found)
+    return float(((got - want).abs().max() / want.abs().max()).nan_to_num(nan=torch.inf))
+
+
+def starts_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int32 [N + 1]: where each sequence begins, and the end of the last."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
