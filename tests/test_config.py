@@ -24,6 +24,7 @@ from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.scheduling.selection import PATIENCE
 from hpcrl.rollout.types import MAX_ATTEMPTS, MAX_GROUP_SIZE, MAX_HELD_OUT
 from hpcrl.spec.fields import Section
+from hpcrl.spec.tables import GEN_ENGINES
 
 
 def problems(*words: str) -> list[str]:
@@ -174,8 +175,17 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["generator.engine=vllm", "deterministic=true"], "deterministic: the vllm generator cannot be; use false"),
         (
-            ["generator.engine=sglang", "rollout.max_lag=1", "rollout.on_new_weights=recompute"],
-            "rollout.on_new_weights: the sglang generator cannot recompute; use continue or restart",
+            ["generator.engine=sglang", "rollout.min_p=.1"],
+            "rollout.min_p: SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k",
+        ),
+        (
+            ["generator.engine=sglang", "rollout.top_k=5000"],
+            "rollout.top_k: 5000, but SGLang gives the log-probs of truncated sampling, which corrections need, only "
+            "with top_k up to 4096; use less",
+        ),
+        (
+            ["generator.engine=sglang", "+generator.sglang.options={tp_size: 2}"],
+            "generator.sglang.options: tp_size is given to SGLang by hpcrl; set layout.generator.tensor_parallel inst",
         ),
         (
             ["generator.engine=sglang", "trainer.router_replay=true"],
@@ -341,6 +351,14 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
     found = problems(*words)
     assert found[0].startswith(line), found
     assert all("\n" not in problem for problem in found)
+
+
+def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("rollout.max_lag=1", "rollout.on_new_weights=recompute")
+    assert load(words).rollout.on_new_weights == "recompute"
+    monkeypatch.setitem(vars(GEN_ENGINES["native"]), "recompute", False)
+    line = "rollout.on_new_weights: the native generator cannot recompute; use continue or restart"
+    assert problems(*words)[0].startswith(line)
 
 
 @pytest.mark.parametrize(

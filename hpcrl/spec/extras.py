@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 
 EXTRAS = {
     "megatron": ("megatron-core==0.16.1",),
+    "sglang": ("sglang==0.5.23",),
     "slurm": ("submitit", "hydra-submitit-launcher"),
     "vllm": ("vllm==0.32.*",),
 }

@@ -1,13 +1,97 @@
-"""SGLang; the first rank of a replica owns the engine."""
+"""Specification of generator.engine=sglang."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.kinds import GenEngineSpec
+from hpcrl.spec.problems import Problem
+from hpcrl.spec.weights import Need, all_in_generators_dtype
+
+OWN = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "dtype": "generator.dtype",
+    "enable_fp32_lm_head": "generator.head_dtype",
+    "max_running_requests": "generator.max_slots",
+    "context_length": "data.max_prompt_tokens and rollout.max_new_tokens",
+    "tp_size": "layout.generator.tensor_parallel",
+    "pp_size": "layout.generator.tensor_parallel",
+    "dp_size": "layout.generator.num_ranks",
+    "enable_memory_saver": "layout.generator",
+    "max_total_tokens": "generator.sglang.kv_cache_gib",
+    "mem_fraction_static": "generator.sglang.memory_share",
+    "random_seed": "seed",
+    **dict.fromkeys(
+        (
+            "base_gpu_id",
+            "enable_deterministic_inference",
+            "load_format",
+            "nnodes",
+            "node_rank",
+            "sampling_mask_max_tokens",
+            "skip_tokenizer_init",
+            "speculative_algorithm",
+        ),
+        "",
+    ),
+}
+"""Arguments that hpcrl gives to SGLang or that it relies on, and the keys that set them."""
+
+MOST_KEPT = 4096
+"""Largest top_k with which SGLang gives the log-probs after truncation (its sampling_mask_max_tokens)."""
+TRUNCATED = (
+    f"SGLang gives the log-probs of truncated sampling, which corrections need, only with top_k up to {MOST_KEPT}"
+)
+
+
+class SGLangConfig(Section):
+    """SGLang, in processes of its own beside the first rank of each replica."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0), NUMBER] | None = None
+    """KV cache on the GPU of each rank, GiB; null: what memory_share leaves."""
+    memory_share: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
+    """Share of the GPU for weights and KV cache; null: SGLang's choice, beside a trainer on the same GPU 0.5."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of SGLang's ServerArgs, by name. SGLang checks them when the generator starts."""
+
+
+def _check(config: Any) -> Iterator[Problem]:
+    own, rollout = config.generator.section(SGLangConfig), config.rollout
+    for name in sorted(own.options.keys() & OWN.keys()):
+        how = f"set {OWN[name]} instead" if OWN[name] else "leave it out"
+        yield Problem(
+            ("generator", "sglang", "options"), f"generator.sglang.options: {name} is given to SGLang by hpcrl; {how}"
+        )
+    if rollout.min_p:
+        text = "SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k, or another engine"
+        yield Problem(("rollout", "min_p"), f"rollout.min_p: {text}")
+    if rollout.top_k > MOST_KEPT:
+        yield Problem(("rollout", "top_k"), f"rollout.top_k: {rollout.top_k}, but {TRUNCATED}; use less")
+
+
+def _need(config: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> Need:
+    """The first rank passes all weights on to the engine, tensor by tensor; the others get none."""
+    return all_in_generators_dtype(config, name, shape, index, num_ranks) if index == 0 else Need("", ())
+
 
 SPEC = GenEngineSpec(
     about="SGLang; the first rank of a replica owns the engine.",
     needs={"sglang": "sglang"},
+    tested={"sglang": "0.5.23"},
+    make="hpcrl.engines.gen.sglang.engine:make",
+    section=SGLangConfig,
+    check=_check,
+    resume_keys=("kv_cache_gib", "memory_share"),
+    need=_need,
     tensor_parallel=True,
-    plan="hpcrl.planner.generator:paged_cache",
+    recompute=True,
+    float32_head=True,
+    plan="hpcrl.engines.gen.sglang.sizes:cache",
+    check_sizes="hpcrl.engines.gen.sglang.sizes:check",
     sleeps=True,
 )

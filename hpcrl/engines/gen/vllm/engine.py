@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hpcrl.config import Config
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.names import WeightNames
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.engines.gen.vllm.memory import cache
@@ -30,7 +31,7 @@ from hpcrl.engines.gen.vllm.replica import executor, keeping_default_group, worl
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
 from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
-from hpcrl.engines.gen.vllm.weights import WeightNames, repair_after_load
+from hpcrl.engines.gen.vllm.weights import repair_after_load
 from hpcrl.engines.routes import RouteShape, routes_of
 from hpcrl.planner.shapes import read_shape
 from hpcrl.rollout.types import FinishReason

@@ -1,50 +1,10 @@
-"""What vLLM's own loading of new weights leaves open: a check of the names, and repairs of its CPU build."""
+"""Repairs of vLLM's CPU build after new weights."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from hpcrl.planner.shapes import CannotPlanError, read_shape
-
-
-class WeightNames:
-    """The names and shapes of a model's weights; vLLM leaves parameters that are not given as they are."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
-        self._shapes = shapes
-
-    @classmethod
-    def of(cls, folder: Path) -> WeightNames:
-        """Of a folder in HF layout; nothing is checked for a family whose parameters are not known."""
-        try:
-            shape = read_shape(json.loads((folder / "config.json").read_text()))
-        except CannotPlanError:
-            return cls({})
-        return cls({parameter.name: parameter.shape for parameter in shape.parameters})
-
-    def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """ValueError on an unknown or missing name or a wrong shape."""
-        for _ in self.checked(named):
-            pass
-
-    def checked(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as they come; ValueError as soon as one is wrong, or at the end if some are missing."""
-        missing = dict(self._shapes)
-        for name, tensor in named:
-            if self._shapes:
-                wanted = missing.pop(name, None)
-                if wanted is None:
-                    raise ValueError(f"weight {name} is not in the model, or came twice")
-                if tuple(tensor.shape) != wanted:
-                    raise ValueError(f"weight {name} has the shape {tuple(tensor.shape)}, the model has {wanted}")
-            yield name, tensor
-        if missing:
-            raise ValueError(f"{len(missing)} weights are missing: {', '.join(list(missing)[:3])} ...")
 
 
 def repair_after_load(model: Any) -> None:

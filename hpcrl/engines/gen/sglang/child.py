@@ -1,0 +1,117 @@
+"""A Server in a process of its own.
+
+SGLang takes over the signals, the event loop and the child processes of the process that it is made in, and ends all of
+them when one of its own fails. So a rank keeps it at a distance, and names it if it dies or hangs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hpcrl.signals import held_back
+
+PR_SET_PDEATHSIG = 1
+LAST_LINES = 12
+END_S = 30.0
+
+
+class Child:
+    """A Server whose calls have a deadline.
+
+    environment: variables of its process. start_s, call_s: deadlines, seconds. ValueError if SGLang refuses the
+    arguments; RuntimeError or TimeoutError, with the last lines of its output, if it fails, dies or does not answer.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], start_s: float, call_s: float):
+        self._call_s = call_s
+        self._log = tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log")  # noqa: SIM115
+        context = multiprocessing.get_context("spawn")
+        self._channel, theirs = context.Pipe()
+        about = theirs, dict(arguments), dict(environment), self._log.name, os.getpid()
+        self._process = context.Process(target=_serve, args=about)
+        with held_back():  # a batch system's signals to all processes of a step do not end it
+            self._process.start()
+        theirs.close()
+        self._answer("starting", start_s)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the Server's method of this name returns."""
+        try:
+            self._channel.send((name, arguments))
+        except OSError:
+            raise self._dead(name) from None
+        return self._answer(name, self._call_s)
+
+    def close(self) -> None:
+        """End the process, within a deadline."""
+        if self._process.is_alive():
+            try:
+                self._channel.send(("close", ()))
+                self._process.join(END_S)
+            finally:
+                self._process.kill()
+        self._process.join()
+        self._channel.close()
+        self._log.close()
+
+    def _answer(self, during: str, timeout_s: float) -> Any:
+        if not self._channel.poll(timeout_s):
+            self._process.kill()
+            raise TimeoutError(
+                f"SGLang (pid {self._process.pid}, {during}) gave no answer for {timeout_s:g} s{self._last()}"
+            )
+        try:
+            error, value = self._channel.recv()
+        except (EOFError, OSError):
+            raise self._dead(during) from None
+        if error:
+            kind = ValueError if error in ("TypeError", "ValueError") else RuntimeError
+            raise kind(value if kind is ValueError else f"SGLang ({during}): {error}: {value}{self._last()}")
+        return value
+
+    def _dead(self, during: str) -> RuntimeError:
+        self._process.join(END_S)
+        code = self._process.exitcode
+        how = f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        return RuntimeError(f"SGLang (pid {self._process.pid}, {during}) {how}{self._last()}")
+
+    def _last(self) -> str:
+        lines = Path(self._log.name).read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return "; its last lines:\n  " + "\n  ".join(lines) if lines else "; it wrote nothing"
+
+
+def _serve(channel: Connection, arguments: dict[str, Any], environment: dict[str, str], log: str, parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the rank ended before the line above
+        return
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from hpcrl.engines.gen.sglang.server import Server
+
+    server: Server | None = None
+    name: str = ""
+    while name != "close":
+        try:
+            if server is None:
+                server, value = Server(arguments), None
+            else:
+                name, given = channel.recv()
+                value = server.call(name, *given)
+        except EOFError:  # the rank ended
+            return
+        except Exception as error:
+            channel.send((type(error).__name__, str(error)))
+        else:
+            channel.send(("", value))
+        if server is None:
+            return

@@ -1,0 +1,387 @@
+"""SGLang as a generation engine: the first rank of a replica owns it, the others hear what it made.
+
+All ranks keep the same account of the responses; the first asks SGLang for their next tokens and tells the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpcrl.comm.weights_plan import BUCKET_BYTES
+from hpcrl.config import Config
+from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
+from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.names import WeightNames
+from hpcrl.engines.gen.sglang.child import Child
+from hpcrl.engines.gen.sglang.server import Continuation, Made
+from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
+from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig
+from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.planner.shapes import CannotPlanError, read_shape
+from hpcrl.rollout.types import FinishReason
+
+ALONE = ReplicaRanks((0,))
+PATIENCE_SHARE = 0.8
+"""Share of a deadline of the run in which SGLang must answer, so that the error names it and not its rank."""
+PLACE_BYTES = 1024
+"""For the name of a host and the GPU of a rank."""
+
+
+class Calls(Protocol):
+    """A Server, here or in another process."""
+
+    def call(self, name: str, *arguments: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> SGLangEngine:
+    """The engine of one replica, without weights: these come from the trainer. Collective within the replica."""
+    own, shares_gpu = config.generator.section(SGLangConfig), config.layout.generator.colocate_with is not None
+    return SGLangEngine(
+        model_path,
+        tokenizer=tokenizer,
+        max_slots=config.generator.max_slots,
+        max_length=config.max_sequence_tokens,
+        dtype=config.generator.dtype,
+        replica=replica,
+        cache_tokens=_cache_tokens(config, model_path),
+        memory_share=own.memory_share or (0.5 if shares_gpu else None),
+        float32_head=config.generator.head_dtype is not None,
+        sleeps=torch.cuda.is_available() and shares_gpu,
+        options=own.options,
+        load=False,
+        start=functools.partial(
+            Child,
+            start_s=PATIENCE_SHARE * config.timeouts.start_s,
+            call_s=PATIENCE_SHARE * config.timeouts.command_s,
+        ),
+    )
+
+
+def _cache_tokens(config: Config, model_path: Path) -> int | None:
+    try:
+        return cache_tokens(config, read_shape(json.loads((Path(model_path) / "config.json").read_text())))
+    except CannotPlanError:
+        return None
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A request that was not ended, and what it has so far. salt: empty before its first token."""
+
+    request: Request
+    order: int  # of add(); the order of outputs that finish together
+    salt: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    behaviour: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def output(self, reason: FinishReason) -> Output:
+        return Output(
+            id=self.request.id,
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            gen_logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            finish_reason=reason,
+            gen_logprobs_behaviour=(
+                np.array(self.behaviour, dtype=np.float32) if self.request.params.truncates else None
+            ),
+        )
+
+
+class SGLangEngine:
+    """GenEngine of SGLang 0.5.23, for folders in HF layout.
+
+    max_slots: requests decoded at once. max_length: maximum tokens of prompt and response together. cache_tokens: of
+    the KV cache; None: what is left of memory_share of the card. sleeps: whether sleep() frees memory, which takes
+    CUDA. options: more arguments of SGLang's ServerArgs, by name. load=False leaves the weights to load_weights().
+    start: makes the Server from its arguments and the environment of its process.
+
+    ValueError if SGLang refuses the folder, the sizes or an option, or if the replica's ranks are on several hosts. The
+    constructor, load_weights(), step(), sleep() and wake() are collective within the replica.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        start: Callable[[Mapping[str, Any], Mapping[str, str]], Calls],
+        tokenizer: Any = None,
+        max_slots: int,
+        max_length: int,
+        dtype: str,
+        replica: ReplicaRanks = ALONE,
+        cache_tokens: int | None = None,
+        memory_share: float | None = None,
+        float32_head: bool = False,
+        sleeps: bool = False,
+        options: Mapping[str, Any] | None = None,
+        load: bool = True,
+    ):
+        self._replica, self._server = replica, None
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        arguments = {
+            "model_path": str(model_path),
+            "skip_tokenizer_init": True,
+            "load_format": "auto" if load else "dummy",
+            "dtype": dtype,
+            "context_length": max_length + SPARE_TOKENS,
+            "max_running_requests": max_slots,
+            "max_total_tokens": cache_tokens,
+            "mem_fraction_static": memory_share,
+            "tp_size": len(replica.ranks),
+            "enable_memory_saver": sleeps,
+            "enable_deterministic_inference": True,  # without it, SGLang ignores the seeds of requests
+            "enable_fp32_lm_head": float32_head,
+            "sampling_mask_max_tokens": MOST_KEPT,
+            "random_seed": 0,
+        } | dict(options or {})
+        devices = _devices(replica)
+        if replica.index == 0:
+            try:
+                self._server = start(arguments, _environment(devices))
+            except (TypeError, ValueError) as error:
+                named = f" with generator.sglang.options={dict(options)}" if options else ""
+                raise ValueError(f"SGLang refuses {model_path}{named}: {' '.join(str(error).split())}") from error
+        self.version = 0 if load else -1
+        self.max_slots = max_slots
+        self._sleeps, self._asleep = sleeps, False
+        self._max_length, self._vocab_size = max_length, int(config.get("text_config", config)["vocab_size"])
+        self._names = WeightNames.of(Path(model_path))
+        self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
+        self._growing: dict[int, _Growing] = {}
+        self._num_added = 0
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """See GenEngine. ValueError also if SGLang cannot give the log-probs of the request."""
+        check_requests(
+            requests,
+            self._growing,
+            max_length=self._max_length,
+            vocab_size=self._vocab_size,
+            has_tokenizer=self._stops is not None,
+        )
+        for request in requests:
+            if request.params.truncates and (request.params.min_p or not 2 <= self._top_k(request) <= MOST_KEPT):
+                raise ValueError(f"request {request.id}: {TRUNCATED}, but not with top_k 1 or min_p")
+        for request in requests:
+            self._growing[request.id] = _Growing(request, self._num_added)
+            self._num_added += 1
+
+    def abort(self, ids: Sequence[int]) -> list[Output]:
+        """See GenEngine. SGLang has nothing of them between two bursts."""
+        ended = [i for i in dict.fromkeys(ids) if i in self._growing]
+        return [self._growing.pop(i).output(FinishReason.ABORT) for i in ended]
+
+    def step(self, num_tokens: int) -> list[Output]:
+        """See GenEngine. Which waiting request gets a slot that becomes free within the step may depend on time, its
+        tokens do not. ValueError if the weights are not loaded; RuntimeError if SGLang's answer makes no sense."""
+        if not self._growing:
+            return []
+        if self.version < 0:
+            raise ValueError("the generator has no weights: call load_weights() before step()")
+        first = sorted(self._growing.values(), key=lambda growing: not growing.token_ids)
+        jobs = [self._job(growing) for growing in first] if self._server is not None else []
+        made = msgspec.msgpack.decode(self._ask("burst", jobs, num_tokens, self.max_slots), type=list[Made])
+        ended: list[tuple[int, int, FinishReason, _Growing]] = []
+        for item in made:
+            growing = self._growing[item.id]
+            before = len(growing.token_ids)
+            if (reason := self._extend(growing, item)) is not None:
+                iteration = item.start + len(growing.token_ids) - before
+                ended.append((iteration, growing.order, reason, growing))
+        ended.sort(key=lambda end: end[:2])
+        return [self._growing.pop(growing.request.id).output(reason) for *_, reason, growing in ended]
+
+    def progress(self) -> dict[int, int]:
+        """See GenEngine."""
+        return {i: len(growing.token_ids) for i, growing in self._growing.items()}
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See GenEngine. An iterator is consumed tensor by tensor; the engine has no weights (version -1) if that
+        fails. Prefixes of requests that run are kept for them alone, all others are dropped."""
+        if version < 0:
+            raise ValueError(f"weights version is {version}, 0 or more is needed")
+        if not isinstance(named, Iterator):
+            named = list(named)
+            self._names.check(named)
+        self.version = -1
+        if self._server is None:
+            for _ in named:
+                pass
+        else:
+            self._update(self._server, self._names.checked(named))
+        self._ask("end_update")
+        if not any(growing.token_ids for growing in self._growing.values()):
+            self._ask("forget")
+        self.version = version
+
+    def recompute(self) -> None:
+        """See GenEngine: SGLang looks for the prefixes of running requests among those of the new weights."""
+        if self.version < 0 and self._growing:
+            raise ValueError("the generator has no weights: call load_weights() before recompute()")
+        for growing in self._growing.values():
+            growing.salt = str(self.version) if growing.salt else ""
+
+    def sleep(self) -> None:
+        """See GenEngine. Without `sleeps`, SGLang keeps its memory."""
+        if running := sum(1 for growing in self._growing.values() if growing.token_ids):
+            raise ValueError(f"cannot sleep while {running} requests are running: abort or finish them")
+        if self._sleeps and not self._asleep:
+            self._ask("sleep")
+        self._asleep, self.version = self._sleeps, -1
+
+    def wake(self) -> None:
+        """See GenEngine."""
+        if self._asleep:
+            self._ask("wake")
+        self._asleep = False
+
+    def close(self) -> None:
+        """See GenEngine."""
+        self.abort(list(self._growing))
+        if self._server is not None:
+            self._server.close()
+
+    def _ask(self, name: str, *arguments: Any) -> bytes:
+        """What SGLang answers, on every rank of the replica, as msgpack."""
+        answer = b""
+        if self._server is not None:
+            answer = msgspec.msgpack.encode(self._server.call(name, *arguments))
+        return _from_first(self._replica, answer)
+
+    def _job(self, growing: _Growing) -> Continuation:
+        request, params = growing.request, growing.request.params
+        return Continuation(
+            id=request.id,
+            token_ids=np.array([*request.prompt_ids, *growing.token_ids], dtype=np.int32).tobytes(),
+            left=params.max_new_tokens - len(growing.token_ids),
+            sampling={
+                "temperature": float(params.temperature),
+                "top_p": float(params.top_p),
+                "top_k": self._top_k(request) if params.truncates else -1,
+                # Drawn from seed and position, so that a response does not depend on where bursts end.
+                "sampling_seed": request.seed - (request.seed >> 63 << 64),  # as a signed number
+                "stop_token_ids": set(params.stop_token_ids),
+                "ignore_eos": params.ignore_eos,
+            },
+            salt=growing.salt or str(self.version),
+            behaviour=params.truncates,
+        )
+
+    def _top_k(self, request: Request) -> int:
+        return request.params.top_k or self._vocab_size
+
+    def _extend(self, growing: _Growing, made: Made) -> FinishReason | None:
+        """Add new tokens to a request, up to its end; how it ended."""
+        request, count = growing.request, len(made.token_ids)
+        if not count == len(made.logprobs) == len(made.behaviour or made.logprobs):
+            raise RuntimeError(
+                f"request {request.id}: SGLang gave {count} tokens, {len(made.logprobs)} log-probs and "
+                f"{len(made.behaviour)} after truncation"
+            )
+        if wrong := [token for token in made.token_ids if not 0 <= token < self._vocab_size]:
+            raise RuntimeError(
+                f"request {request.id}: SGLang gave the token {wrong[0]}, outside the vocabulary of {self._vocab_size}"
+            )
+        if not np.isfinite([*made.logprobs, *made.behaviour]).all():
+            raise FloatingPointError(
+                f"request {request.id}: the log-probs are not finite under weights version {self.version}"
+            )
+        before = len(growing.token_ids)
+        growing.salt = growing.salt or str(self.version)
+        growing.token_ids += made.token_ids
+        kept = self._until_stop(growing, before)
+        del growing.token_ids[kept:]
+        growing.logprobs += made.logprobs[: kept - before]
+        growing.behaviour += made.behaviour[: kept - before]
+        growing.versions += [self.version] * (kept - before)
+        if kept < before + count or made.ended or self._is_stop(growing, kept):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if kept >= request.params.max_new_tokens else None
+
+    def _until_stop(self, growing: _Growing, before: int) -> int:
+        """Number of tokens up to the first, of those from `before` on, that ends the response. SGLang ignores stop ids
+        beside ignore_eos, and stop strings that a burst cuts in two."""
+        ends = (n for n in range(before + 1, len(growing.token_ids) + 1) if self._is_stop(growing, n))
+        return next(ends, len(growing.token_ids))
+
+    def _is_stop(self, growing: _Growing, count: int) -> bool:
+        """Whether the first `count` tokens end with a stop id or complete a stop string."""
+        params, token = growing.request.params, growing.token_ids[count - 1]
+        if token in params.stop_token_ids:
+            return True
+        if not params.stop or self._stops is None or not self._stops.closers(params.stop)[token]:
+            return False
+        return self._stops.completes(
+            params.stop, growing.token_ids[max(0, count - self._stops.window(params.stop)) : count]
+        )
+
+    @staticmethod
+    def _update(server: Calls, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Pass the weights on in buckets; the sender may fill a tensor's memory anew before its bucket is full."""
+        server.call("begin_update")
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in named:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
+                server.call("update", bucket)
+                bucket, size = [], 0
+            bucket.append((name, tensor.detach().clone()))
+            size += tensor.nbytes
+        if bucket:
+            server.call("update", bucket)
+
+
+def _from_first(replica: ReplicaRanks, data: bytes) -> bytes:
+    """What the first rank of the replica has, on all of them."""
+    if replica.group is None:
+        return data
+    size = torch.tensor([len(data)])
+    replica.group.broadcast([size], dist.BroadcastOptions()).wait()
+    # One byte more: gloo takes no empty tensors.
+    tensor = torch.zeros(int(size.item()) + 1, dtype=torch.uint8)
+    if replica.index == 0:
+        tensor[:-1] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else tensor[:-1]
+    replica.group.broadcast([tensor], dist.BroadcastOptions()).wait()
+    return tensor[:-1].numpy().tobytes()
+
+
+def _devices(replica: ReplicaRanks) -> str | None:
+    """The GPUs of all ranks of the replica as CUDA_VISIBLE_DEVICES, in order; None on CPUs. ValueError if the ranks are
+    on several hosts."""
+    own = f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    places = [own]
+    if replica.group is not None:
+        told = torch.frombuffer(bytearray(own.encode().ljust(PLACE_BYTES)), dtype=torch.uint8)
+        parts = [torch.empty_like(told) for _ in replica.ranks]
+        replica.group.allgather([parts], [told]).wait()
+        places = [part.numpy().tobytes().decode().rstrip() for part in parts]
+    hosts = [place.partition(" ")[0] for place in places]
+    if len(set(hosts)) > 1:
+        raise ValueError(
+            f"layout.generator.tensor_parallel: the ranks {replica.ranks} of a replica are on {', '.join(hosts)}, and "
+            "SGLang starts all its processes on one host"
+        )
+    devices = [place.partition(" ")[2] for place in places]
+    return ",".join(devices) if torch.cuda.is_available() and all(devices) else None
+
+
+def _environment(devices: str | None) -> dict[str, str]:
+    """Variables of SGLang's process, whose context is a little longer than the model's: see SPARE_TOKENS."""
+    own = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return own if devices is None else own | {"CUDA_VISIBLE_DEVICES": devices}

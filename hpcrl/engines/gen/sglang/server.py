@@ -1,0 +1,136 @@
+"""SGLang's engine and what is asked of it between the commands of the controller.
+
+Nothing runs in SGLang between two bursts: a burst asks for the next tokens of each response from its prompt and its
+tokens so far, which SGLang's prefix cache makes cheap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+
+class Continuation(msgspec.Struct):
+    """A response to continue with at most `left` tokens. sampling: SGLang's SamplingParams. salt: of its entries in the
+    prefix cache. behaviour: whether log-probs after truncation are wanted."""
+
+    id: int
+    token_ids: bytes  # int32
+    left: int
+    sampling: dict[str, Any]
+    salt: str
+    behaviour: bool
+
+
+class Made(msgspec.Struct):
+    """What a job got from iteration `start` of the burst on. ended: a stop token was generated. The lists are SGLang's,
+    unchecked."""
+
+    id: int
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    behaviour: list[float]
+    ended: bool
+
+
+class Server:
+    """SGLang's engine in this process. arguments: of ServerArgs."""
+
+    def __init__(self, arguments: Mapping[str, Any]):
+        import sglang
+
+        self._engine = sglang.Engine(**arguments)
+        self._updating = False
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The method of this name."""
+        return getattr(self, name)(*arguments)
+
+    def burst(self, jobs: Sequence[Continuation], num_tokens: int, max_slots: int) -> list[Made]:
+        """Continue the jobs, max_slots at once and in order, for num_tokens iterations of each slot."""
+        waiting, made = iter(jobs), []
+
+        async def slot() -> None:
+            start = 0
+            while start < num_tokens and (job := next(waiting, None)) is not None:
+                made.append(await self._generate(job, min(job.left, num_tokens - start), start))
+                start += len(made[-1].token_ids)
+
+        async def slots() -> None:
+            await asyncio.gather(*(slot() for _ in range(min(max_slots, len(jobs)))))
+
+        self._engine.loop.run_until_complete(slots())
+        return made
+
+    async def _generate(self, job: Continuation, num_tokens: int, start: int) -> Made:
+        # Engine.generate() has no argument for the log-probs after truncation; this is what it calls.
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=list(memoryview(job.token_ids).cast("i")),
+            sampling_params=job.sampling | {"max_new_tokens": num_tokens},
+            return_logprob=True,
+            return_sampling_mask=job.behaviour,
+            cache_salt=job.salt,
+        )
+        (answer,) = [answer async for answer in self._engine.tokenizer_manager.generate_request(request)]
+        tokens, told = list(answer["output_ids"]), answer["meta_info"]
+        reason = told["finish_reason"]
+        if reason["type"] == "abort":
+            raise RuntimeError(f"request {job.id}: SGLang aborted it: {reason.get('message')}")
+        if not tokens or (reason["type"] == "length" and len(tokens) < num_tokens):
+            raise RuntimeError(f"request {job.id}: SGLang made {len(tokens)} of {num_tokens} tokens: {reason}")
+        return Made(
+            job.id,
+            start,
+            tokens,
+            [logprob for logprob, *_ in told["output_token_logprobs"]],
+            list(told["output_token_sampling_logprobs"]) if job.behaviour else [],
+            reason["type"] == "stop",
+        )
+
+    def begin_update(self) -> None:
+        """Open an update of the weights; one that broke off is closed."""
+        if self._updating:
+            self.end_update()
+        _succeed(self._engine.begin_weight_update())
+        self._updating = True
+
+    def update(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Replace some weights."""
+        # torch does not pass a CUDA tensor on that came from another process.
+        tensors = [(name, tensor.clone() if tensor.is_cuda else tensor) for name, tensor in named]
+        _succeed(self._engine.update_weights_from_tensor(tensors, flush_cache=False))
+
+    def end_update(self) -> None:
+        """Close the update."""
+        self._updating = False
+        _succeed(self._engine.end_weight_update())
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        answer = self._engine.flush_cache()
+        _succeed((answer.success, answer.message))
+
+    def sleep(self) -> None:
+        """Free weights and KV cache."""
+        self._engine.release_memory_occupation()
+
+    def wake(self) -> None:
+        """Undo sleep(), but for the contents."""
+        self._engine.resume_memory_occupation()
+
+    def close(self) -> None:
+        """End the engine and its processes."""
+        self._engine.shutdown()
+
+
+def _succeed(answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise RuntimeError(f"SGLang: {message}")
