@@ -125,6 +125,19 @@ def test_an_update_that_broke_off_is_closed_by_the_next(folder: Path, started: l
     engine.close()
 
 
+def test_memory_is_given_back_once_and_weights_come_anew(folder: Path, started: list[Any]) -> None:
+    engine = make_engine(folder, start=functools.partial(recording, started), sleeps=True)
+    whole = answers(engine, [ask(0)])[0]
+    engine.sleep()
+    engine.sleep()
+    engine.wake()
+    engine.wake()
+    assert started[0]._engine.calls[-2:] == ["release_memory_occupation", "resume_memory_occupation"]
+    engine.load_weights(weights_of(folder), 1)
+    assert answers(engine, [ask(0)])[0].token_ids.tolist() == whole.token_ids.tolist()
+    engine.close()
+
+
 def test_a_stop_string_ends_a_response_wherever_bursts_end(folder: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -28,7 +28,6 @@ from sglang.signatures import check_call, check_fields
 
 WRONG = os.environ.get("SGLANG_STANDIN_WRONG", "")
 """What goes wrong in the third burst: die, hang, token, nan or short."""
-WHOLE = 1 << 30
 
 
 @dataclass
@@ -87,7 +86,9 @@ class Engine:
 
     def flush_cache(self, *args: Any, **kwargs: Any) -> FlushCacheReqOutput:
         self._called("flush_cache", args, kwargs)
-        return FlushCacheReqOutput(*self._flushed())
+        answer = FlushCacheReqOutput(*self._flushed())
+        check_fields("FlushCacheReqOutput", vars(answer))
+        return answer
 
     def release_memory_occupation(self, *args: Any, **kwargs: Any) -> None:
         self._called("release_memory_occupation", args, kwargs)
@@ -174,12 +175,11 @@ class TokenizerManager:
         """One more token, drawn from the seed and the position."""
         number, self._num_asked = self._num_asked, self._num_asked + 1
         origin = int(stream_origin(params.get("sampling_seed") or 0, 0)) + len(ids) * int(GOLDEN)
-        top_k = params.get("top_k", -1)
         sampling = SamplingParams(
             1,
             params.get("temperature", 1.0),
             params.get("top_p", 1.0),
-            0 if top_k in (-1, WHOLE) else top_k,
+            max(0, params.get("top_k", -1)),
             ignore_eos=True,
         )
         self._native.add([Request(number, ids, sampling, origin & MASK64)])

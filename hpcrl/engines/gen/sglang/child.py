@@ -6,6 +6,7 @@ them when one of its own fails. So a rank keeps it at a distance, and names it i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -52,12 +53,10 @@ class Child:
 
     def close(self) -> None:
         """End the process, within a deadline."""
-        if self._process.is_alive():
-            try:
-                self._channel.send(("close", ()))
-                self._process.join(END_S)
-            finally:
-                self._process.kill()
+        with contextlib.suppress(OSError):  # it is dead
+            self._channel.send(("close", ()))
+            self._process.join(END_S)
+        self._process.kill()
         self._process.join()
         self._channel.close()
         self._log.close()
