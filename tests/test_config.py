@@ -171,9 +171,12 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["trainer.engine=deepspeed", "deterministic=true"],
-            "deterministic: the deepspeed trainer cannot be; use false",
+            "deterministic: the deepspeed trainer cannot be; use false, or trainer.engine=",
         ),
-        (["generator.engine=vllm", "deterministic=true"], "deterministic: the vllm generator cannot be; use false"),
+        (
+            ["generator.engine=vllm", "deterministic=true"],
+            "deterministic: the vllm generator cannot be; use false, or generator.engine=native",
+        ),
         (
             ["generator.engine=sglang", "rollout.min_p=.1"],
             "rollout.min_p: SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k",

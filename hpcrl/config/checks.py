@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
@@ -425,11 +425,13 @@ def _abilities(config: Config) -> Iterator[Problem]:
     trainer, generator = TRAIN_ENGINES[train_engine], GEN_ENGINES[gen_engine]
     trains, generates = ("trainer", "engine"), ("generator", "engine")
     if config.deterministic and not trainer.deterministic:
-        yield Problem(("deterministic",), f"deterministic: the {train_engine} trainer cannot be; use false", (trains,))
+        instead = _able(TRAIN_ENGINES, trains, lambda spec: spec.deterministic)
+        text = f"deterministic: the {train_engine} trainer cannot be; use false{instead}"
+        yield Problem(("deterministic",), text, (trains,))
     if config.deterministic and not generator.deterministic and (config.generates or config.evaluates):
-        yield Problem(
-            ("deterministic",), f"deterministic: the {gen_engine} generator cannot be; use false", (generates,)
-        )
+        instead = _able(GEN_ENGINES, generates, lambda spec: spec.deterministic)
+        text = f"deterministic: the {gen_engine} generator cannot be; use false{instead}"
+        yield Problem(("deterministic",), text, (generates,))
     yield from _heads(config)
     for path, name, spec in chosen(config):
         if unknown := [role for role in spec.roles if role not in list(ROLES)]:
@@ -447,11 +449,18 @@ def _abilities(config: Config) -> Iterator[Problem]:
                 text = f"the {name} {kind} does not support it; use false or {dotted(path)}={has}"
                 yield Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (path,))
     if config.rollout.on_new_weights == "recompute" and config.rollout.max_lag and not generator.recompute:
-        text = f"the {gen_engine} generator cannot recompute; use continue or restart"
+        instead = _able(GEN_ENGINES, generates, lambda spec: spec.recompute)
+        text = f"the {gen_engine} generator cannot recompute; use continue or restart{instead}"
         yield Problem(("rollout", "on_new_weights"), f"rollout.on_new_weights: {text}", (generates,))
     if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
         text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
+
+
+def _able(table: SpecTable[Any], path: Path, can: Callable[[Any], bool]) -> str:
+    """Names the engines that can, as a way out."""
+    names = [name for name, spec in table.items() if spec.offered and can(spec)]
+    return f", or {dotted(path)}={' or '.join(names)}" if names else ""
 
 
 def _heads(config: Config) -> Iterator[Problem]:

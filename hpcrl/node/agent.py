@@ -40,6 +40,7 @@ KILL_S = 10.0  # a process blocked in the kernel (a dead file system) may not di
 PR_SET_PDEATHSIG = 1
 SIGN_EVERY_S = 10.0  # maximum interval between two updates for the batch script
 SIGNS = 8  # at least this many updates in silent_s
+LOG_LINES, LINE_CHARS, LOG_BYTES = 3, 200, 4096  # of the end of a log that is shown
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Agent:
         self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
         self._silent_s, self._start_s, self._impatient = silent_s, start_s, impatient
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._log_starts: dict[int, int] = {}  # bytes of earlier starts
         self._signals = signals
         self._sender: Sender | None = None
         self._earlier_outcome: int | None = None
@@ -120,6 +122,7 @@ class Agent:
 
     def _start(self, rank: int) -> None:
         log = open(self._logs / f"rank_{rank:04d}.log", "ab")  # noqa: SIM115
+        self._log_starts[rank] = os.fstat(log.fileno()).st_size
         # Rank 0 writes to the user; all other output goes to the logs.
         with contextlib.nullcontext() if rank == 0 else held_back():
             self._processes[rank] = subprocess.Popen(
@@ -227,7 +230,8 @@ class Agent:
         activity = read_trace(self._pages[rank])
         doing = f" in {activity.name}" + f" #{activity.seq}" * bool(activity.seq) if activity is not None else ""
         where = f"process {self._processes[rank].pid} on {socket.gethostname()}"
-        return f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
+        said = f"{where} {silent}{doing} and was ended" if silent else f"{where} {how}{doing}"
+        return said + _last_words(self._logs / f"rank_{rank:04d}.log", self._log_starts[rank])
 
     def _report(self, rank: int, cause: str, silent: bool) -> bool:
         """Report to the controller; False while it cannot be reached yet, True also if it is gone and no report is
@@ -265,6 +269,19 @@ class Agent:
             if rank == 0 and process.returncode is not None:
                 verdict.controller_code = process.returncode
                 verdict.lost[0] = self._cause(0, process.returncode, verdict.silent.get(0))
+
+
+def _last_words(log: Path, start: int) -> str:
+    """The last lines of a log after `start`, in one line; empty if there are none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(start, os.fstat(file.fileno()).st_size - LOG_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = ["".join(filter(str.isprintable, line)).strip() for line in text.splitlines()]
+    shown = [line[:LINE_CHARS] for line in lines if line][-LOG_LINES:]
+    return f"; its log ends: {' | '.join(shown)}" if shown else ""
 
 
 def _dying_with(parent: int) -> Callable[[], None]:

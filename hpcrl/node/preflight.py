@@ -104,7 +104,8 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Judgement(msgspec.Struct, forbid_unknown_fields=True):
-    """The first node's verdict on all reports: one line, and the exit code of all agents; 0 and no line on success."""
+    """The first node's verdict on all reports: one line, and the exit code of all agents; 0 on success, with a line if
+    something is worth a remark."""
 
     code: int
     message: str
@@ -114,7 +115,7 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 class Needs:
     """Requirements of a run on a node. `gpu_files`: its GPUs must exist, not only be listed; `all_or_none`: this many
     GPUs, or none; `all_or_none_roles`: roles whose other nodes must make the same choice; `modules`: those of the
-    engines, with the extras that install them."""
+    engines, with the extras that install them; `tested`: beginning of the versions that they were tested with."""
 
     ranks: tuple[int, ...]
     gpus: int
@@ -126,6 +127,7 @@ class Needs:
     all_or_none_roles: tuple[RoleName, ...] = ()
     memory_bytes: int = 0
     modules: Mapping[str, str] = field(default_factory=dict)
+    tested: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -225,6 +227,7 @@ def needs_of(config: Config) -> list[Needs]:
     auto, with_model = config.cluster.device == "auto", layout.ranks_with_model
     kinds = planned_kinds(config, layout)
     modules = {module: extra for _, _, spec in chosen(config) for module, extra in spec.needs.items()}
+    tested = {module: versions for _, _, spec in chosen(config) for module, versions in spec.tested.items()}
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
         Needs(
@@ -240,6 +243,7 @@ def needs_of(config: Config) -> list[Needs]:
             ),
             0 if config.cluster.oversubscribe else host_bytes(kinds, [rank for rank in ranks if rank in with_model]),
             modules if with_model & {*ranks} else {},
+            tested if with_model & {*ranks} else {},
         )
         for component in Placement.from_config(config, layout).components
         for ranks in component.nodes
@@ -309,6 +313,17 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
         text = f"shows no GPU, but other nodes with {role} ranks do ({shown}): cluster.exclude it, or set "
         found.setdefault(f"{text}cluster.device=cpu", []).extend(counts[0])
     return "; ".join(f"{_nodes(names)} {text}" for text, names in found.items())
+
+
+def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
+    """In one line, versions of engines that hpcrl was not tested with; empty if there are none. No reason to stop."""
+    found = {
+        f"{module} {version} is installed on the nodes, and hpcrl is tested with {tested}*": None
+        for report, need in zip(reports, needs, strict=True)
+        for module, tested in need.tested.items()
+        if (version := report.versions.get(module)) and not version.startswith(tested)
+    }
+    return "; ".join(found)
 
 
 def _mixed_roles(reports: Sequence[Report], needs: Sequence[Needs]) -> dict[RoleName, dict[int, list[str]]]:
@@ -434,8 +449,10 @@ def _judge_all(
         late = [names[node] if len(names) == len(needs) else str(node) for node in missing]
         why = f"it hangs, or {run_dir} is not on a file system that all nodes share"
         return Judgement(ExitCode.DEADLINE, f"{_nodes(late)} did not report within {start_s:g} s: {why}")
-    message = judge([reports[node] for node in range(len(needs))], needs)
-    return Judgement(ExitCode.BAD_INPUT if message else ExitCode.DONE, message)
+    ordered = [reports[node] for node in range(len(needs))]
+    if message := judge(ordered, needs):
+        return Judgement(ExitCode.BAD_INPUT, message)
+    return Judgement(ExitCode.DONE, remark(ordered, needs))
 
 
 def _step_hosts() -> list[str]:

@@ -132,11 +132,25 @@ def test_exit_codes_and_logs(node: Node) -> None:
     verdict = json.loads(last)
     assert first == "to the user"
     assert (verdict["controller_code"], verdict["signal_number"], list(verdict["lost"])) == (0, 0, ["2"])
-    assert verdict["lost"]["2"].endswith("exited with code 3")
+    assert verdict["lost"]["2"].endswith("exited with code 3; its log ends: two")
     assert (node.log(0), node.log(1), node.log(2)) == ("to the log\n", "one\n", "two\n")
     node.start(controller, HEAD + "print('again')")
     assert node.verdict()["lost"] == {}
     assert node.log(1) == "one\nagain\n"
+
+
+def test_a_lost_rank_is_named_with_the_last_lines_of_its_log(node: Node) -> None:
+    """Without control characters, and without lines of an earlier start."""
+    (node.folder / "logs").mkdir()
+    (node.folder / "logs" / "rank_0001.log").write_text("earlier\n")
+    noisy = "print(*range(9), '', '\\x1b[1m' + 'x' * 999, sep='\\n'); up(); sys.exit(3)"
+    node.start(CONTROLLER, HEAD + "up(); sys.exit(3)", HEAD + noisy)
+    node.pid(1), node.pid(2)
+    time.sleep(0.5)
+    node.release()
+    lost = node.verdict()["lost"]
+    assert lost["1"].endswith("exited with code 3")
+    assert lost["2"].endswith("exited with code 3; its log ends: 7 | 8 | [1m" + "x" * 197)
 
 
 def test_a_killed_rank_is_named_and_takes_its_children_along(node: Node) -> None:

@@ -209,6 +209,14 @@ def test_a_vllm_generator_keeps_within_its_share_of_a_card() -> None:
     )
 
 
+@pytest.mark.parametrize(("trainers", "wrong"), [(4, ""), (3, "there are 3, and replicas begin at number 0")])
+def test_a_vllm_replica_on_trainer_ranks_begins_at_a_multiple_of_its_ranks(trainers: int, wrong: str) -> None:
+    replica = {"colocate_with": "trainer", "num_ranks": 2, "tensor_parallel": 2}
+    config = run(layout={"trainer": {"num_ranks": trainers}, "generator": replica}, generator={"engine": "vllm"})
+    found = check_sizes(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
+    assert [problem.text.endswith(wrong) for problem in found] == [True] * bool(wrong)
+
+
 def test_engines_that_take_turns_do_not_add_up() -> None:
     """Qwen3-235B-A22B by hand: a rank's eighth of the weights in bf16 is 55 GiB, its training state 32."""
     config = run_of(256, generator=8, **LARGEST | {"recompute": "full"})

@@ -82,7 +82,7 @@ def test_the_plan_of_256_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "2.99 TiB a checkpoint, 27 min at 2 GB/s (cluster.storage_gb_per_s)",
     ):
         assert line in said, (line, said)
-    assert "fits 80 GB and larger (10% kept free); full responses in the KV cache: 18 on 80 GB" in said
+    assert "fits 80 GB and larger (10% kept free); full responses in the KV cache: 9 on 80 GB" in said
     assert "to fit 64 GB cards: " in said and "to fit 48" not in said, "the next smaller card, in a dry run"
     assert list(tmp_path.iterdir()) == [model]
 

@@ -32,6 +32,7 @@ from hpcrl.node.preflight import (
     judge,
     needs_of,
     read_reports,
+    remark,
 )
 from hpcrl.rundir import CONFIG, OUTCOME, close_run, open_run, stored_config, world_folder
 from tests.disks import small_file_system
@@ -208,7 +209,7 @@ def test_judgement() -> None:
 
 def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_needed() -> None:
     """Nodes without a model need none."""
-    need = dataclasses.replace(NEED, modules={"vllm": "vllm"})
+    need = dataclasses.replace(NEED, modules={"vllm": "vllm"}, tested={"vllm": "0.32."})
     found = [
         msgspec.structs.replace(GOOD, versions=GOOD.versions | {"vllm": v}) for v in ("0.32.0", "0.32.0", "0.31.1")
     ]
@@ -216,6 +217,8 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
     assert "has vllm 0.31.1, where the others have 0.32.0: use one environment" in judge(found, [need] * 3)
     line = judge([found[0], GOOD], [need] * 2)
     assert "has no vllm, which the run needs; install it there: " in line and "vllm==0.32.*" in line
+    assert remark(found[:2], [need, need]) == ""
+    assert remark(found[2:], [need]) == "vllm 0.31.1 is installed on the nodes, and hpcrl is tested with 0.32.*"
 
 
 @pytest.fixture

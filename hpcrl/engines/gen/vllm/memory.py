@@ -1,14 +1,16 @@
-"""Memory of vLLM's KV cache."""
+"""Memory of vLLM's KV cache, and what vLLM asks of sizes and ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.engines.gen.vllm.spec import VLLMConfig
 from hpcrl.planner.generator import token_bytes
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.spec.problems import Problem
+from hpcrl.spec.tables import ROLES
 
 BLOCK_TOKENS = 128
 """Tokens of a block on a CPU; blocks on GPUs are smaller."""
@@ -25,7 +27,23 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
 
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """A cache that does not hold one response of full length."""
+    """A cache that does not hold one response of full length, and replicas that vLLM cannot count (see world_of in
+    hpcrl.engines.gen.vllm.replica)."""
+    yield from _check_cache(config, shape)
+    layout, size = RoleLayout.from_config(config), config.layout.generator.tensor_parallel
+    for role in (name for name, spec in ROLES.items() if spec.owns_default_group):
+        ranks = layout.ranks[role]
+        begins = [ranks.index(replica[0]) for replica in layout.replicas if replica[0] in ranks]
+        if begins and (len(ranks) % size or any(first % size for first in begins)):
+            text = (
+                f"on {role} ranks vLLM needs a multiple of {size} of them, and every replica to begin at one; there "
+                f"are {len(ranks)}, and replicas begin at number {', '.join(map(str, begins))}"
+            )
+            path = ("layout", "generator", "tensor_parallel")
+            yield Problem(path, f"layout.generator.tensor_parallel: {text}", (("layout",),))
+
+
+def _check_cache(config: Config, shape: ModelShape) -> Iterator[Problem]:
     given = config.generator.section(VLLMConfig).kv_cache_gib
     least = (_longest(config) + 1) * _block_bytes(config, shape)
     if given is not None and given * 2**30 < least:
