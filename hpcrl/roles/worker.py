@@ -25,6 +25,7 @@ from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.planner.host import takes_turns
+from hpcrl.roles.allocator import grow_segments
 from hpcrl.roles.base import Answers, Role
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.peaks import PHASES, Peaks
@@ -166,6 +167,7 @@ class Worker:
         started, spec = time.perf_counter(), ROLES[command.role]
         if self.world.rank in self.layout.ranks_with_model and self.config.debug != "fake":
             check_device(os.environ.get(VISIBLE, HIDDEN), torch.cuda.is_available(), torch.__version__)
+            grow_segments(os.environ)
         if spec.owns_default_group:
             if self._default_ranks is None:
                 self.world.default_group(command.role, command.ranks, command.epoch)

@@ -59,8 +59,11 @@ FAILURES = ("bad", "failed")
 
 def run_part(entry: str, check: Check) -> NoReturn:
     """In the part's process: print its rows as they come."""
+    from hpcrl.roles.allocator import grow_segments
+
     module, function = entry.split(":")
     code = 1
+    grow_segments(os.environ)  # as in a rank
     try:
         for row in getattr(importlib.import_module(module), function)(check):
             print(f"\n{ROW}{json.dumps(dataclasses.asdict(row))}", flush=True)

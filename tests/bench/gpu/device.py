@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import torch
 
+from hpcrl.roles.allocator import VARIABLES
 from tests.bench.gpu.common import GB, Check, Row, median
 
 
@@ -14,6 +16,11 @@ def measure(check: Check) -> Iterator[Row]:
     name = torch.cuda.get_device_name() if check.on_gpu else "CPU"
     memory = torch.cuda.get_device_properties(0).total_memory if check.on_gpu else 0
     yield Row("device", "memory", memory / 2**30 or None, "GiB", note=f"{name}, torch {torch.__version__}")
+
+    if check.on_gpu:
+        grows = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+        own = any(map(os.environ.get, VARIABLES))
+        yield Row("device", "growing segments", verdict="" if own else "ok" if grows else "bad", note=f"{grows}")
 
     size, times = check.pick(1 << 30, 1 << 20), check.pick(10, 2)
     source = torch.ones(size, dtype=torch.uint8, device=check.device)

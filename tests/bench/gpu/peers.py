@@ -4,6 +4,7 @@ gloo."""
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect
 from hpcrl.control.abortable import AbortableGroup, blocking_wait
+from hpcrl.roles.allocator import grow_segments
 from hpcrl.spec.weights import Need, everything
 from tests.bench.gpu.common import GB, Check, Row, median
 from tests.bench.weights import layout_of
@@ -64,6 +66,7 @@ def _group(store: Any, rank: int, device: str) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         return gloo(store, rank, len(RANKS), timedelta(seconds=PATIENCE_S))
     torch.cuda.set_device(rank)
+    grow_segments(os.environ)
     with blocking_wait():
         nccl = dist.ProcessGroupNCCL(store, rank, len(RANKS), dist.ProcessGroupNCCL.Options())
     return AbortableGroup(nccl, "pair", RANKS, 60.0, lambda: {1} if store.check(["lost"]) else set())
