@@ -103,29 +103,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def family_folder(family: str, folder: Path) -> Path:
+    kind, changes = FAMILIES[family]
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
+    return make_model_folder(kind, folder, **heads, **changes)
+
+
+def changed(folder: Path, version: int) -> Any:
+    """The model of this folder with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(version)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+    return model
+
+
+def model_logprobs(model: Any, request: Request, output: Output) -> np.ndarray:
+    ids = torch.tensor([[*request.prompt_ids, *output.token_ids.tolist()]])
+    with torch.no_grad():
+        values = model(ids).logits[0, :-1].float().log_softmax(-1)
+    chosen: np.ndarray = values.gather(1, ids[0, 1:, None])[len(request.prompt_ids) - 1 :, 0].numpy()
+    return chosen
+
+
 @pytest.mark.numerics
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_after_an_update_are_those_of_the_new_weights(family: str, tmp_path: Path) -> None:
     """Also of requests that waited, with prompts of which the cache has what the old weights computed."""
-    from transformers import AutoModelForCausalLM
-
-    kind, changes = FAMILIES[family]
-    folder = make_model_folder(kind, tmp_path / "model", **HEADS, **changes)
+    folder = family_folder(family, tmp_path / "model")
     engine = make_engine(folder, options={"block_size": 32})
     asked = [Request(i, [(11 * i + k) % 90 for k in range(40 + i)], SamplingParams(12), seed=i) for i in range(3)]
     for version in range(2):
-        torch.manual_seed(version)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+        model = changed(folder, version)
         engine.load_weights(((name, tensor.detach()) for name, tensor in model.named_parameters()), version)
         for i, output in answers(engine, () if version else asked).items():
-            ids = torch.tensor([[*asked[i].prompt_ids, *output.token_ids.tolist()]])
-            with torch.no_grad():
-                wanted = model(ids).logits[0, :-1].log_softmax(-1)
-            wanted = wanted.gather(1, ids[0, 1:, None])[len(asked[i].prompt_ids) - 1 :, 0]
-            np.testing.assert_allclose(output.gen_logprobs, wanted.numpy(), atol=2e-5)
+            np.testing.assert_allclose(output.gen_logprobs, model_logprobs(model, asked[i], output), atol=2e-5)
         engine.add(asked)  # until the next weights
     engine.close()
 
@@ -149,6 +164,28 @@ def test_a_head_in_float32_rounds_no_logits(tied: bool, head: str | None, tmp_pa
         errors.append(np.abs(logprobs - wanted[torch.arange(len(tokens)), tokens].numpy()))
     engine.close()
     assert (np.concatenate(errors).mean() < 0.02) is (head == "float32")
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_in_bf16_logprobs_after_an_update_differ_by_rounding(family: str, tmp_path: Path) -> None:
+    """On average as much from float32, and from another computation in bfloat16, as that one from float32: errors of
+    equal size add up to at most 1.4 times as much if they are independent."""
+    folder = family_folder(family, tmp_path / "model")
+    engine = make_engine(folder, dtype="bfloat16")
+    asked = requests(8)
+    for version in range(2):
+        exact, rounded = changed(folder, version), changed(folder, version).to(torch.bfloat16)
+        engine.load_weights(((name, tensor.detach()) for name, tensor in exact.named_parameters()), version)
+        found = answers(engine, asked)
+        own = np.concatenate([found[request.id].gen_logprobs for request in asked])
+        full, half = (
+            np.concatenate([model_logprobs(model, request, found[request.id]) for request in asked])
+            for model in (exact, rounded)
+        )
+        floor = abs(half - full).mean()
+        assert 0 < abs(own - full).mean() < 1.5 * floor and abs(own - half).mean() < 1.5 * floor
+    engine.close()
 
 
 def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:
