@@ -105,8 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def family_folder(family: str, folder: Path) -> Path:
     kind, changes = FAMILIES[family]
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
-    return make_model_folder(kind, folder, **heads, **changes)
+    return make_model_folder(kind, folder, **HEADS, **changes)
 
 
 def changed(folder: Path, version: int) -> Any:
