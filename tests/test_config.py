@@ -217,11 +217,6 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["reward.default.timeout_s=1e-9"], "reward.default.timeout_s: expected at least 0.01"),
         (["model.dtype=bfloat16"], "trainer.param_dtype: float32 has no advantage"),
         (
-            ["generator.engine=sglang", "generator.head_dtype=float32"],
-            "generator.head_dtype: float32, but the sglang generator computes the vocabulary projection in the model's "
-            "type only; use null, or generator.engine=native, vllm",
-        ),
-        (
             ["trainer.engine=megatron", "trainer.head_dtype=float32"],
             "trainer.head_dtype: float32, but the megatron trainer computes the vocabulary projection in the model's "
             "type only; use null, or trainer.engine=fsdp2",

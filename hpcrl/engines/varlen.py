@@ -41,7 +41,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Setting:
     """What a kernel may support or not."""
 
     device: torch.device
@@ -136,7 +136,7 @@ KERNELS: dict[str, Callable[[], Attend]] = {"flash-attn": flash_attn, "torch": t
 
 
 @functools.lru_cache(maxsize=64)
-def find(choice: Choice, sizes: Sizes) -> Attend | None:
+def find(choice: Choice, sizes: Setting) -> Attend | None:
     """The kernel for these sizes; None: attention goes by blocks of equally long rows. ValueError with the reasons if
     choice is "flash" and there is none."""
     if choice == "sdpa":
@@ -162,11 +162,11 @@ def find(choice: Choice, sizes: Sizes) -> Attend | None:
     return None
 
 
-def _suits(sizes: Sizes) -> bool:
+def _suits(sizes: Setting) -> bool:
     return sizes.device.type == "cuda" and sizes.dtype.itemsize == 2
 
 
-def deviation(attend: Attend, sizes: Sizes) -> float:
+def deviation(attend: Attend, sizes: Setting) -> float:
     """The largest difference of outputs and gradients from those of the reference in fp32, over the largest number."""
     generator = torch.Generator(sizes.device).manual_seed(0)
     total = sum(PROBE_LENGTHS)

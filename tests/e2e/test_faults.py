@@ -151,7 +151,7 @@ def test_ranks_that_die_or_stop_end_the_run_which_resumes(runs: Runs) -> None:
     (run_dir / "checkpoints").rename(run_dir / "kept")
     (run_dir / "checkpoints").write_text("in the way")
     # What fails first depends on where the save was just then: making its folder, or finding what it had written.
-    cause = rf"{run_dir}/checkpoints: .*(Not a directory|File exists|is not a file of the checkpoint)"
+    cause = rf"{run_dir}/checkpoints: .*(Not a directory|File exists|No such file|is not a file of the checkpoint)"
     assert_ended(start, ExitCode.NOT_SAVED, cause, within_s=COMMAND_S)
 
     (run_dir / "checkpoints").unlink()

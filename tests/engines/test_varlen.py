@@ -17,11 +17,11 @@ from torch.nn.attention import varlen as torchs
 
 from hpcrl.engines import varlen
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, packed_attention, shared_prefixes
-from hpcrl.engines.varlen import Sizes, find, flash_attn, sequence_by_sequence, starts_of, torch_varlen
+from hpcrl.engines.varlen import Setting, find, flash_attn, sequence_by_sequence, starts_of, torch_varlen
 
 pytestmark = pytest.mark.numerics
 
-SIZES = Sizes(torch.device("cpu"), torch.float32, 4, 2, 8, None, None)
+SIZES = Setting(torch.device("cpu"), torch.float32, 4, 2, 8, None, None)
 LENGTHS = [7, 3, 9, 1]
 
 
@@ -174,7 +174,7 @@ def test_packed_rows_attend_as_in_blocks(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", list(varlen.KERNELS))
 def test_installed_kernels_agree_on_a_gpu(name: str, head_dim: int, window: int | None) -> None:
-    sizes = Sizes(torch.device("cuda"), torch.bfloat16, 28, 4, head_dim, window, None)
+    sizes = Setting(torch.device("cuda"), torch.bfloat16, 28, 4, head_dim, window, None)
     try:
         attend = varlen.KERNELS[name]()
     except ImportError as error:

@@ -16,7 +16,7 @@ from tests.bench.gpu.common import Check, Row, median
 def measure(check: Check) -> Iterator[Row]:
     """TFLOP/s of each kernel, and of blocks of rows with padding; the largest deviation from the reference."""
     shape, device = check.model(few_layers=True)[1], torch.device(check.device)
-    sizes = varlen.Sizes(
+    sizes = varlen.Setting(
         device, torch.bfloat16, shape.num_heads, shape.num_kv_heads, shape.head_dim, window=None, softcap=None
     )
     longest = check.pick(2048, 16)

@@ -170,7 +170,7 @@ def packed_attention(
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
-    sizes = varlen.Sizes(
+    sizes = varlen.Setting(
         query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1], sliding_window, softcap
     )
     attend = varlen.find(layout.attention, sizes) if value.shape[-1] == query.shape[-1] else None
