@@ -221,6 +221,10 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "trainer.head_dtype: float32, but the megatron trainer computes the vocabulary projection in the model's "
             "type only; use null, or trainer.engine=fsdp2",
         ),
+        (
+            ["trainer.fsdp2.attention=flash", "trainer.param_dtype=float32"],
+            "trainer.fsdp2.attention: flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto",
+        ),
         (["trainer.head_dtype=bfloat16"], "trainer.head_dtype: expected"),
         (["model.tiny.num_heads=3"], "model.tiny.num_kv_heads: 2 does not divide num_heads"),
         (["model.tiny.hidden_size=20"], "model.tiny.hidden_size: 20 must be a multiple of"),

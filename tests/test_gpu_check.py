@@ -24,7 +24,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 
 def test_the_device_has_a_bandwidth_and_a_rate(check: Check) -> None:
     rows = {row.what: row for row in device.measure(check)}
-    assert rows["copy"].value is not None and rows["copy"].value > 0.1
+    assert rows["copy"].value is not None and rows["copy"].value > 0
     assert rows["product"].value is not None and rows["product"].value > 0
 
 
@@ -70,16 +70,17 @@ def test_a_generator_is_measured_asleep_and_awake(check: Check) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "limit_s", "found"),
     [
-        ("raises", 60.0, [("before", "", ""), ("", "failed", "ValueError: facts are {'copy': 10.0, 'product': 0.1}")]),
+        ("raises", 200.0, [("before", "", ""), ("", "failed", "ValueError: facts are {'copy': 10.0, 'product': 0.1}")]),
         ("hangs", 2.0, [("", "failed", "no end after 2 s")]),
     ],
 )
 def test_a_part_that_fails_is_a_line(how: str, limit_s: float, found: list[tuple[str, str, str]], check: Check) -> None:
     part = Part(f"tests.failing_parts:{how}", limit_s)
-    assert [(row.what, row.verdict, row.note) for row in rows_of("bad one", part, check, 60.0, 0)] == found
+    assert [(row.what, row.verdict, row.note) for row in rows_of("bad one", part, check, 200.0, 0)] == found
 
 
 def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +93,10 @@ def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) 
     assert [r.verdict for r in rows_of("decode vllm", vllm, check, 60.0, 0)] == ["not installed"]
 
 
-def test_without_a_gpu_the_way_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_way_out_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([]) == 2
     assert "--device cpu --tiny" in capsys.readouterr().out
 

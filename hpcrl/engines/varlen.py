@@ -148,7 +148,7 @@ def find(choice: Choice, sizes: Setting) -> Attend | None:
         try:
             attend = make()
             differs = deviation(attend, sizes) if _suits(sizes) else None
-        except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
             reasons.append(f"{name}: {' '.join(str(error).split())[:150]}")
             continue
         if differs is None:

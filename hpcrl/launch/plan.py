@@ -110,7 +110,7 @@ def _engines(config: Config) -> Iterator[tuple[str, str]]:
         yield "engines", ", ".join(f"{module} {found or '(not installed here)'}" for module, found in versions.items())
     for module, tested in ((module, tested) for spec in specs for module, tested in spec.tested.items()):
         if versions.get(module) and not versions[module].startswith(tested):
-            yield "", f"note: {module} {versions[module]} is installed, and hpcrl is tested with {tested}*"
+            yield "", f"note: {module} {versions[module]} is installed, and hpcrl is written for {tested}*"
 
 
 def _debug(config: Config) -> str:

@@ -318,7 +318,7 @@ def judge(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
 def remark(reports: Sequence[Report], needs: Sequence[Needs]) -> str:
     """In one line, versions of engines that hpcrl was not tested with; empty if there are none. No reason to stop."""
     found = {
-        f"{module} {version} is installed on the nodes, and hpcrl is tested with {tested}*": None
+        f"{module} {version} is installed on the nodes, and hpcrl is written for {tested}*": None
         for report, need in zip(reports, needs, strict=True)
         for module, tested in need.tested.items()
         if (version := report.versions.get(module)) and not version.startswith(tested)

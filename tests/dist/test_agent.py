@@ -123,8 +123,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_exit_codes_and_logs(node: Node) -> None:
     controller = HEAD + "print('to the user'); print('to the log', file=sys.stderr); wait('end')"
     node.start(controller, HEAD + "print('one'); up()", HEAD + "print('two'); up(); sys.exit(3)")
-    node.pid(1), node.pid(2)
-    time.sleep(0.2)
+    pids = node.pid(1), node.pid(2)
+    until(lambda: not any(map(is_alive, pids)), "both have ended")
     node.release()
     assert node.process is not None
     out, _ = node.process.communicate(timeout=20)
@@ -145,8 +145,8 @@ def test_a_lost_rank_is_named_with_the_last_lines_of_its_log(node: Node) -> None
     (node.folder / "logs" / "rank_0001.log").write_text("earlier\n")
     noisy = "print(*range(9), '', '\\x1b[1m' + 'x' * 999, sep='\\n'); up(); sys.exit(3)"
     node.start(CONTROLLER, HEAD + "up(); sys.exit(3)", HEAD + noisy)
-    node.pid(1), node.pid(2)
-    time.sleep(0.5)
+    pids = node.pid(1), node.pid(2)
+    until(lambda: not any(map(is_alive, pids)), "both have ended")
     node.release()
     lost = node.verdict()["lost"]
     assert lost["1"].endswith("exited with code 3")

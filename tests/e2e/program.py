@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -50,7 +50,7 @@ class Start:
     @property
     def ranks(self) -> dict[int, int]:
         """Rank -> process id of the ranks that run."""
-        return {int(p.environ()["HPCRL_RANK"]): p.pid for p in self.processes() if "hpcrl.run" in p.cmdline()}
+        return {int(environ["HPCRL_RANK"]): process.pid for process, environ in self._running("hpcrl.run")}
 
     def wait(self, timeout_s: float = 100.0) -> int:
         """Its exit code."""
@@ -74,18 +74,22 @@ class Start:
 
     def processes(self) -> list[psutil.Process]:
         """Launcher, ranks and whatever they have started that still runs, wherever it hangs in the process tree."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:  # ended meanwhile, or of another user
-                continue
-        return found
+        return [process for process, _ in self._running()]
 
     def processes_of(self, module: str) -> list[psutil.Process]:
         """Those of its processes that run this module."""
-        return [process for process in self.processes() if module in process.cmdline()]
+        return [process for process, _ in self._running(module)]
+
+    def _running(self, module: str = "") -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+        """Its processes that run this module, or all, and their environment."""
+        for process in psutil.process_iter():
+            try:
+                environ, words = process.environ(), process.cmdline()
+                running = process.status() != psutil.STATUS_ZOMBIE
+            except psutil.Error:  # ended meanwhile, or of another user
+                continue
+            if environ.get(MARK) == self.mark and running and (not module or module in words):
+                yield process, environ
 
     def kill(self, rng: random.Random | None = None) -> None:
         """SIGKILL to every process, in random order."""

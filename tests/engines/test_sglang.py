@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def started() -> list[Any]:
-    """The servers that `record` started."""
+    """The servers that `recording` started."""
     return []
 
 
@@ -133,8 +133,11 @@ def test_memory_is_given_back_once_and_weights_come_anew(folder: Path, started: 
     engine.wake()
     engine.wake()
     assert started[0]._engine.calls[-2:] == ["release_memory_occupation", "resume_memory_occupation"]
+    engine.sleep()  # what is awake
     engine.load_weights(weights_of(folder), 1)
+    assert started[0]._engine.calls.count("resume_memory_occupation") == 2  # the KV cache not yet
     assert answers(engine, [ask(0)])[0].token_ids.tolist() == whole.token_ids.tolist()
+    assert started[0]._engine.calls.count("resume_memory_occupation") == 3
     engine.close()
 
 
@@ -206,7 +209,8 @@ def test_a_process_that_dies_or_hangs_is_named(
     engine.load_weights(iter(weights_of(folder)), 0)  # through shared memory
     engine.add([ask(0, 40)])
     assert engine.step(8) == engine.step(4) == [] and engine.progress() == {0: 12}
-    engine._server._call_s = 2.0
+    if wrong == "hang":
+        engine._server._call_s = 2.0
     with pytest.raises((RuntimeError, TimeoutError), match=text):
         answers(engine, [])
     engine.close()

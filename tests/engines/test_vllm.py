@@ -156,13 +156,14 @@ def test_a_head_in_float32_rounds_no_logits(tied: bool, head: str | None, tmp_pa
     engine.load_weights(iter(model.named_parameters()), 0)
     asked = [Request(i, [(11 * i + k) % 90 for k in range(4 + i)], SamplingParams(12), seed=i) for i in range(3)]
     errors = []
-    for i, (tokens, logprobs) in answers(engine, asked).items():
+    for i, output in answers(engine, asked).items():
+        tokens = output.token_ids.tolist()
         ids = torch.tensor([[*asked[i].prompt_ids, *tokens]])
         hidden = model.model(ids).last_hidden_state[0, len(asked[i].prompt_ids) - 1 : -1]
         wanted = torch.log_softmax(hidden.float() @ model.lm_head.weight.float().T, -1)
-        errors.append(np.abs(logprobs - wanted[torch.arange(len(tokens)), tokens].numpy()))
+        errors.append(np.abs(output.gen_logprobs - wanted[torch.arange(len(tokens)), tokens].numpy()))
     engine.close()
-    assert (np.concatenate(errors).mean() < 0.02) is (head == "float32")
+    assert (np.concatenate(errors).mean() < 0.02) == (head == "float32")
 
 
 @pytest.mark.numerics

@@ -213,7 +213,7 @@ def test_bytes_for_people() -> None:
     ("installed", "said"),
     [
         ("0.32.4", ["vllm 0.32.4"]),
-        ("0.33.0", ["vllm 0.33.0", "note: vllm 0.33.0 is installed, and hpcrl is tested with 0.32.*"]),
+        ("0.33.0", ["vllm 0.33.0", "note: vllm 0.33.0 is installed, and hpcrl is written for 0.32.*"]),
         ("", ["vllm (not installed here)"]),
     ],
 )

@@ -218,7 +218,7 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
     line = judge([found[0], GOOD], [need] * 2)
     assert "has no vllm, which the run needs; install it there: " in line and "vllm==0.32.*" in line
     assert remark(found[:2], [need, need]) == ""
-    assert remark(found[2:], [need]) == "vllm 0.31.1 is installed on the nodes, and hpcrl is tested with 0.32.*"
+    assert remark(found[2:], [need]) == "vllm 0.31.1 is installed on the nodes, and hpcrl is written for 0.32.*"
 
 
 @pytest.fixture

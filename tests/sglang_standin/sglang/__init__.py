@@ -44,7 +44,7 @@ class Engine:
         self.calls: list[str] = []
         self._folder, self._arguments = Path(kwargs["model_path"]), kwargs
         self._session: dict[str, torch.Tensor] | None = None
-        self._asleep = False
+        self._asleep: set[str] = set()
         context = kwargs["context_length"]
         self._native = NativeEngine(
             self._folder,
@@ -77,7 +77,7 @@ class Engine:
             return False, "no weight-update session is open; call begin_weight_update() first"
         self._weights |= self._session
         self._session = None
-        if not self._asleep and self._weights:
+        if "weights" not in self._asleep and self._weights:
             try:
                 self._native.load_weights(list(self._weights.items()), 0)
             except ValueError as error:  # SGLang would go on with what it has of them
@@ -94,15 +94,18 @@ class Engine:
         self._called("release_memory_occupation", args, kwargs)
         assert not self._native.progress(), "release_memory_occupation should be called only when server is idle."
         assert self._arguments["enable_memory_saver"]
-        self._asleep = True
-        self._weights.clear()
+        tags = set(args[0])
+        assert tags <= {"weights", "kv_cache", "cuda_graph"} - self._asleep, "what is asleep cannot sleep again"
+        self._asleep |= tags
+        if "weights" in tags:
+            self._weights.clear()
         self._native.sleep()
 
     def resume_memory_occupation(self, *args: Any, **kwargs: Any) -> None:
         self._called("resume_memory_occupation", args, kwargs)
-        assert self._asleep
-        self._asleep = False
-        self._native.wake()
+        tags = set(args[0])
+        assert tags <= self._asleep, "what is awake cannot wake"
+        self._asleep -= tags
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._called("shutdown", args, kwargs)
@@ -194,9 +197,11 @@ class TokenizerManager:
         return int(output.token_ids[0]), float(output.gen_logprobs[0]), float(last[0])
 
     def _go_wrong(self, made: list[tuple[int, float, float]]) -> None:
-        if not WRONG or self._calls.count("generate_request") < 3:
+        asked = self._calls.count("generate_request")
+        if WRONG and asked == 2:
+            print("the scheduler hit an exception", file=sys.stderr, flush=True)
+        if not WRONG or asked < 3:
             return
-        print("the scheduler hit an exception", file=sys.stderr, flush=True)
         if WRONG == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         elif WRONG == "hang":

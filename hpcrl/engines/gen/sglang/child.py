@@ -20,7 +20,9 @@ from typing import Any
 from hpcrl.signals import held_back
 
 PR_SET_PDEATHSIG = 1
+PR_SET_PTRACER = 0x59616D61
 LAST_LINES = 12
+STARTING = "starting"
 END_S = 30.0
 
 
@@ -40,8 +42,14 @@ class Child:
         self._process = context.Process(target=_serve, args=about)
         with held_back():  # a batch system's signals to all processes of a step do not end it
             self._process.start()
+        # It opens this process's GPU memory by pidfd_getfd, which some kernels' settings forbid to a child.
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, self._process.pid)
         theirs.close()
-        self._answer("starting", start_s)
+        try:
+            self._answer(STARTING, start_s)
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What the Server's method of this name returns."""
@@ -72,8 +80,9 @@ class Child:
         except (EOFError, OSError):
             raise self._dead(during) from None
         if error:
-            kind = ValueError if error in ("TypeError", "ValueError") else RuntimeError
-            raise kind(value if kind is ValueError else f"SGLang ({during}): {error}: {value}{self._last()}")
+            if during == STARTING and error in ("TypeError", "ValueError"):
+                raise ValueError(value)
+            raise RuntimeError(f"SGLang ({during}): {error}: {value}{self._last()}")
         return value
 
     def _dead(self, during: str) -> RuntimeError:

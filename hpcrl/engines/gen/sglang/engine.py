@@ -27,12 +27,14 @@ from hpcrl.engines.gen.names import WeightNames
 from hpcrl.engines.gen.sglang.child import Child
 from hpcrl.engines.gen.sglang.server import Continuation, Made
 from hpcrl.engines.gen.sglang.sizes import SPARE_TOKENS, cache_tokens
-from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig
+from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig, share
 from hpcrl.engines.gen.stops import StopStrings
 from hpcrl.planner.shapes import CannotPlanError, read_shape
 from hpcrl.rollout.types import FinishReason
 
 ALONE = ReplicaRanks((0,))
+ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
+"""The kinds of memory that SGLang can bring back separately."""
 PATIENCE_SHARE = 0.8
 """Share of a deadline of the run in which SGLang must answer, so that the error names it and not its rank."""
 PLACE_BYTES = 1024
@@ -49,7 +51,7 @@ class Calls(Protocol):
 
 def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks) -> SGLangEngine:
     """The engine of one replica, without weights: these come from the trainer. Collective within the replica."""
-    own, shares_gpu = config.generator.section(SGLangConfig), config.layout.generator.colocate_with is not None
+    own = config.generator.section(SGLangConfig)
     return SGLangEngine(
         model_path,
         tokenizer=tokenizer,
@@ -58,9 +60,9 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         dtype=config.generator.dtype,
         replica=replica,
         cache_tokens=_cache_tokens(config, model_path),
-        memory_share=own.memory_share or (0.5 if shares_gpu else None),
+        memory_share=share(config),
         float32_head=config.generator.head_dtype is not None,
-        sleeps=torch.cuda.is_available() and shares_gpu,
+        sleeps=torch.cuda.is_available() and config.layout.generator.colocate_with is not None,
         options=own.options,
         load=False,
         start=functools.partial(
@@ -159,7 +161,7 @@ class SGLangEngine:
                 raise ValueError(f"SGLang refuses {model_path}{named}: {' '.join(str(error).split())}") from error
         self.version = 0 if load else -1
         self.max_slots = max_slots
-        self._sleeps, self._asleep = sleeps, False
+        self._sleeps, self._asleep = sleeps, frozenset[str]()
         self._max_length, self._vocab_size = max_length, int(config.get("text_config", config)["vocab_size"])
         self._names = WeightNames.of(Path(model_path))
         self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
@@ -194,6 +196,7 @@ class SGLangEngine:
             return []
         if self.version < 0:
             raise ValueError("the generator has no weights: call load_weights() before step()")
+        self._wake(ALL_MEMORY)
         first = sorted(self._growing.values(), key=lambda growing: not growing.token_ids)
         jobs = [self._job(growing) for growing in first] if self._server is not None else []
         made = msgspec.msgpack.decode(self._ask("burst", jobs, num_tokens, self.max_slots), type=list[Made])
@@ -220,6 +223,7 @@ class SGLangEngine:
             named = list(named)
             self._names.check(named)
         self.version = -1
+        self.wake()
         if self._server is None:
             for _ in named:
                 pass
@@ -241,21 +245,26 @@ class SGLangEngine:
         """See GenEngine. Without `sleeps`, SGLang keeps its memory."""
         if running := sum(1 for growing in self._growing.values() if growing.token_ids):
             raise ValueError(f"cannot sleep while {running} requests are running: abort or finish them")
-        if self._sleeps and not self._asleep:
-            self._ask("sleep")
-        self._asleep, self.version = self._sleeps, -1
+        self.version = -1
+        if self._sleeps and (awake := ALL_MEMORY - self._asleep):
+            self._ask("sleep", sorted(awake))
+            self._asleep = ALL_MEMORY
 
     def wake(self) -> None:
-        """See GenEngine."""
-        if self._asleep:
-            self._ask("wake")
-        self._asleep = False
+        """See GenEngine. The KV cache wakes with step(): while weights are loaded, the trainer has some on the GPU."""
+        self._wake(frozenset({"weights"}))
 
     def close(self) -> None:
         """See GenEngine."""
         self.abort(list(self._growing))
         if self._server is not None:
             self._server.close()
+
+    def _wake(self, tags: frozenset[str]) -> None:
+        """Bring back these kinds of memory, as far as they sleep."""
+        if tags & self._asleep:
+            self._ask("wake", sorted(tags & self._asleep))
+        self._asleep -= tags
 
     def _ask(self, name: str, *arguments: Any) -> bytes:
         """What SGLang answers, on every rank of the replica, as msgpack."""
@@ -375,7 +384,7 @@ def _devices(replica: ReplicaRanks) -> str | None:
     if len(set(hosts)) > 1:
         raise ValueError(
             f"layout.generator.tensor_parallel: the ranks {replica.ranks} of a replica are on {', '.join(hosts)}, and "
-            "SGLang starts all its processes on one host"
+            "SGLang starts all its processes on one host; use fewer, or generator.engine=vllm"
         )
     devices = [place.partition(" ")[2] for place in places]
     return ",".join(devices) if torch.cuda.is_available() and all(devices) else None

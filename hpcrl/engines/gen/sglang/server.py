@@ -117,13 +117,13 @@ class Server:
         answer = self._engine.flush_cache()
         _succeed((answer.success, answer.message))
 
-    def sleep(self) -> None:
-        """Free weights and KV cache."""
-        self._engine.release_memory_occupation()
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free these kinds of memory."""
+        self._engine.release_memory_occupation(list(tags))
 
-    def wake(self) -> None:
-        """Undo sleep(), but for the contents."""
-        self._engine.resume_memory_occupation()
+    def wake(self, tags: Sequence[str]) -> None:
+        """Undo sleep() for these kinds of memory, but for the contents."""
+        self._engine.resume_memory_occupation(list(tags))
 
     def close(self) -> None:
         """End the engine and its processes."""

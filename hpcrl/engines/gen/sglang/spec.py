@@ -42,6 +42,8 @@ OWN = {
 }
 """Arguments that hpcrl gives to SGLang or that it relies on, and the keys that set them."""
 
+BESIDE_SHARE = 0.5
+"""Default share of a GPU on which other roles are."""
 MOST_KEPT = 4096
 """Largest top_k with which SGLang gives the log-probs after truncation (its sampling_mask_max_tokens)."""
 TRUNCATED = (
@@ -63,15 +65,19 @@ class SGLangConfig(Section):
 def _check(config: Any) -> Iterator[Problem]:
     own, rollout = config.generator.section(SGLangConfig), config.rollout
     for name in sorted(own.options.keys() & OWN.keys()):
-        how = f"set {OWN[name]} instead" if OWN[name] else "leave it out"
-        yield Problem(
-            ("generator", "sglang", "options"), f"generator.sglang.options: {name} is given to SGLang by hpcrl; {how}"
-        )
+        how = f"is given to SGLang by hpcrl; set {OWN[name]} instead" if OWN[name] else "is not free; leave it out"
+        yield Problem(("generator", "sglang", "options"), f"generator.sglang.options: {name} {how}")
     if rollout.min_p:
         text = "SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k, or another engine"
         yield Problem(("rollout", "min_p"), f"rollout.min_p: {text}")
     if rollout.top_k > MOST_KEPT:
         yield Problem(("rollout", "top_k"), f"rollout.top_k: {rollout.top_k}, but {TRUNCATED}; use less")
+
+
+def share(config: Any) -> float | None:
+    """SGLang's mem_fraction_static; None: its own choice."""
+    given: float | None = config.generator.section(SGLangConfig).memory_share
+    return given or (BESIDE_SHARE if config.layout.generator.colocate_with is not None else None)
 
 
 def _need(config: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> Need:
@@ -93,5 +99,6 @@ SPEC = GenEngineSpec(
     float32_head=True,
     plan="hpcrl.engines.gen.sglang.sizes:cache",
     check_sizes="hpcrl.engines.gen.sglang.sizes:check",
+    memory_share=lambda config: share(config) or 1.0,
     sleeps=True,
 )

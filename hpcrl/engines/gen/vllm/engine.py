@@ -209,7 +209,7 @@ class VLLMEngine:
         """See GenEngine. ValueError if the weights are not loaded."""
         if self.version < 0 and self._growing:
             raise ValueError("the generator has no weights: call load_weights() before step()")
-        if self._sleeps and self._engine.is_sleeping():
+        if self._growing and self._sleeps and self._engine.is_sleeping():
             self._engine.wake_up(["kv_cache"])
         finished: list[Output] = []
         for _ in range(num_tokens):

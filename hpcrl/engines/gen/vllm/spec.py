@@ -32,7 +32,7 @@ OWN = {
 }
 """Arguments that hpcrl gives to vLLM, and the keys that set them."""
 
-ALONE, TURNS, BESIDE = 0.9, 0.8, 0.5
+ALONE_SHARE, TURNS_SHARE, BESIDE_SHARE = 0.9, 0.8, 0.5
 """Default shares of a GPU: of an engine alone, of one that takes turns with a trainer, and of one beside a trainer."""
 
 
@@ -64,8 +64,8 @@ def shares_gpu(config: Any) -> bool:
     return config.layout.generator.colocate_with is not None
 
 
-def _memory_share(config: Any) -> float:
-    """A KV cache of a given size is outside the share."""
+def _planned_share(config: Any) -> float:
+    """Share that the plan counts: all with kv_cache_gib, which vLLM takes outside its share."""
     own = config.generator.section(VLLMConfig)
     return 1.0 if own.kv_cache_gib is not None else start_share(config)
 
@@ -74,8 +74,9 @@ def start_share(config: Any) -> float:
     """Share of the GPU that must be free when the engine is made, and of which the KV cache takes the rest."""
     given = config.generator.section(VLLMConfig).memory_share
     if given is not None or not shares_gpu(config):
-        return given or ALONE
-    return TURNS if config.rollout.max_lag == 0 and config.layout.offload != "never" else BESIDE
+        return given or ALONE_SHARE
+    on_trainers, in_step = config.layout.generator.colocate_with == "trainer", config.rollout.max_lag == 0
+    return TURNS_SHARE if on_trainers and in_step and config.layout.offload != "never" else BESIDE_SHARE
 
 
 SPEC = GenEngineSpec(
@@ -92,6 +93,6 @@ SPEC = GenEngineSpec(
     gives_routes=True,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",
-    memory_share=_memory_share,
+    memory_share=_planned_share,
     sleeps=True,
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
+from hpcrl.spec.problems import Problem
 
 
 class FSDP2Config(Section):
@@ -30,10 +32,19 @@ def is_whole(config: Any, num_ranks: int) -> bool:
     return num_ranks == 1 and config.model.dtype == config.trainer.param_dtype and not own.cpu_offload
 
 
+def _check(config: Any) -> Iterator[Problem]:
+    own, trainer = config.trainer.section(FSDP2Config), config.trainer
+    fits = trainer.param_dtype != "float32" and own.packing != "off" and config.cluster.device != "cpu"
+    if own.attention == "flash" and not fits:
+        text = "flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto"
+        yield Problem(("trainer", "fsdp2", "attention"), f"trainer.fsdp2.attention: {text}")
+
+
 SPEC = TrainEngineSpec(
     about="PyTorch FSDP2, for any decoder of transformers.",
     make="hpcrl.engines.train.fsdp2.engine:make",
     section=FSDP2Config,
+    check=_check,
     resume_keys=("attention", "activation_checkpointing", "cpu_offload"),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     whole=is_whole,
