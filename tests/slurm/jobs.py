@@ -66,7 +66,8 @@ def says(cluster: Any, run: str | Path, *texts: str, timeout_s: float = 60.0) ->
 
 def show(cluster: Any, job: int) -> dict[str, str]:
     """What `scontrol show job` tells of a job, of a heterogeneous one the leader."""
-    line = cluster.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()[0]
+    # Slurm answers late while the ranks of 64 nodes start on two cores.
+    line = cluster.run("scontrol", "--oneliner", "show", "job", str(job), timeout_s=200.0).splitlines()[0]
     return dict(re.findall(r"(\w+)=(\S*)", line))
 
 
