@@ -151,6 +151,7 @@ def test_an_episode_computes_its_observations_only(deterministic: bool, qwen3: t
     assert kept.prefilled == 20 + 10, "a response that is not continued is not kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_small_budget_makes_requests_wait_and_changes_no_response(
     deterministic: bool, qwen3: tuple[Any, Path]
@@ -401,6 +402,7 @@ def test_who_waits_behind_an_aborted_request_is_admitted(qwen3: tuple[Any, Path]
     assert engine.progress() == {0: 2, 2: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["continue", "recompute"])
 def test_any_order_of_calls_leaves_no_trace_in_responses(mode: str, qwen3: tuple[Any, Path]) -> None:
     """Requests, steps, aborts, new weights at random, with a full cache: what belongs to one policy has its log-probs,
