@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,21 +23,19 @@ PROBE_LENGTHS = (70, 1, 33)
 TOLERANCE = 0.02  # of the largest number; rounding to bfloat16 is .004
 
 
-class Attend(Protocol):
-    """[T, heads, D], differentiable, of q [T, heads, D] and k, v [T, kv_heads, D]: N sequences that begin at starts[:N]
-    and end at starts[1:] (int32 [N + 1]), the longest of `longest` tokens. window, softcap: as of causal_attention."""
+class Spans(NamedTuple):
+    """N sequences back to back that begin at starts[:N] and end at starts[1:] (int32 [N + 1]), the longest of `longest`
+    tokens; and how their tokens attend (window, softcap: as of causal_attention)."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        longest: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor: ...
+    starts: Tensor
+    longest: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Spans], Tensor]
+"""[T, heads, D], differentiable, of q [T, heads, D] and k, v [T, kv_heads, D]."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +51,13 @@ class Setting:
     softcap: float | None
 
 
-def sequence_by_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def sequence_by_sequence(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     """See Attend: by causal_attention. The reference of the others."""
     parts = []
-    for first, end in pairwise(starts.tolist()):
+    for first, end in pairwise(spans.starts.tolist()):
         row = [x[first:end].transpose(0, 1)[None] for x in (q, k, v)]
-        parts.append(causal_attention(*row, scale=scale, window=window, softcap=softcap)[0].transpose(0, 1))
+        out = causal_attention(*row, scale=spans.scale, window=spans.window, softcap=spans.softcap)
+        parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
 
@@ -75,28 +65,19 @@ def flash_attn() -> Attend:
     """Of the package flash-attn (arXiv 2307.08691). ImportError without it."""
     from flash_attn import flash_attn_varlen_func
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        longest: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
         out: Tensor = flash_attn_varlen_func(
             q,
             k,
             v,
-            starts,
-            starts,
-            longest,
-            longest,
-            softmax_scale=scale,
+            spans.starts,
+            spans.starts,
+            spans.longest,
+            spans.longest,
+            softmax_scale=spans.scale,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            softcap=softcap or 0.0,
+            window_size=(-1, -1) if spans.window is None else (spans.window - 1, 0),
+            softcap=spans.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return out
@@ -112,20 +93,12 @@ def torch_varlen() -> Attend:
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # other versions do not ask
         grouped["enable_gqa"] = True
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        longest: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        if softcap is not None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+        if spans.softcap is not None:
             raise NotImplementedError("no soft-capped scores")
-        reach = (-1 if window is None else window - 1, 0)
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=reach, **grouped)
+        reach = (-1 if spans.window is None else spans.window - 1, 0)
+        ends = (spans.starts, spans.starts, spans.longest, spans.longest)
+        out = varlen_attn(q, k, v, *ends, scale=spans.scale, window_size=reach, **grouped)
         return cast(Tensor, out)
 
     return attend
@@ -172,13 +145,14 @@ def deviation(attend: Attend, sizes: Setting) -> float:
     total = sum(PROBE_LENGTHS)
     shapes = [(total, heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)]
     *qkv, weight = (torch.randn(shape, generator=generator, device=sizes.device).to(sizes.dtype) for shape in shapes)
+    window = sizes.window if sizes.window is None else min(sizes.window, 16)
     starts = starts_of(PROBE_LENGTHS, sizes.device)
-    scale, window = sizes.head_dim**-0.5, sizes.window if sizes.window is None else min(sizes.window, 16)
+    spans = Spans(starts, max(PROBE_LENGTHS), sizes.head_dim**-0.5, window, sizes.softcap)
     found = []
     for way, dtype in ((attend, sizes.dtype), (sequence_by_sequence, torch.float32)):
         with torch.inference_mode(False), torch.enable_grad():
             q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in qkv)
-            out = way(q, k, v, starts, max(PROBE_LENGTHS), scale, window, sizes.softcap)
+            out = way(q, k, v, spans)
             found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), weight.to(out.dtype))])
     got, want = (torch.cat([x.flatten().float() for x in tensors]) for tensors in found)
     return float(((got - want).abs().max() / want.abs().max()).nan_to_num(nan=torch.inf))

@@ -79,6 +79,19 @@ def paged_cache(config: Config, shape: ModelShape) -> tuple[int, int]:
     return longest * config.generator.max_slots, longest
 
 
+def too_small_cache(config: Config, engine: str, given: int | None, least: int) -> Iterator[Problem]:
+    """The refusal of a KV cache of `given` bytes (None: as many as there are) below those of one response of full
+    length."""
+    if given is not None and given < least:
+        needed = f"{config.max_sequence_tokens} tokens, the longest prompt and response, need {least / 2**30:.4g}"
+        way_out = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+        yield Problem(
+            ("generator", engine, "kv_cache_gib"),
+            f"generator.{engine}.kv_cache_gib: {given / 2**30:.4g} GiB of KV cache, but {needed}; {way_out}",
+            (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens"), ("model",)),
+        )
+
+
 def _cache(config: Config, shape: ModelShape) -> tuple[int, int | None]:
     engine = config.generator.engine
     if path := GEN_ENGINES[engine].plan:

@@ -279,7 +279,7 @@ def test_the_first_rank_gets_the_weights_whole_and_the_others_none() -> None:
         (
             ["generator.sglang.kv_cache_gib=.01"],
             151936,
-            ["generator.sglang.kv_cache_gib: holds 436 tokens, but the longest prompt and response need 1288"],
+            ["generator.sglang.kv_cache_gib: 0.01 GiB of KV cache, but 1280 tokens, the longest prompt and resp"],
         ),
     ],
 )

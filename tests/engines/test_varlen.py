@@ -110,9 +110,7 @@ def test_libraries_are_asked_for_the_same_attention(
 
 def test_the_first_kernel_that_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, stand_ins: None) -> None:
     def wrong() -> varlen.Attend:
-        return lambda q, k, v, starts, longest, scale, window, softcap: sequence_by_sequence(
-            q, k, v, starts, longest, 2 * scale, window, softcap
-        )
+        return lambda q, k, v, spans: sequence_by_sequence(q, k, v, spans._replace(scale=2 * spans.scale))
 
     def broken() -> varlen.Attend:
         raise RuntimeError("no kernel image\nis available")

@@ -51,5 +51,5 @@ def _step(qkv: list[Tensor], layout: PackedLayout, scale: float, attend: varlen.
         out = by_blocks((q, k, v), layout, scale, None, None)
     else:
         starts, longest, _ = layout.exact
-        out = attend(q, k, v, starts, longest, scale, None, None)
+        out = attend(q, k, v, varlen.Spans(starts, longest, scale))
     torch.autograd.grad(out, qkv, torch.ones_like(out))

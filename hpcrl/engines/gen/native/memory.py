@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.engines.gen.native.spec import NativeConfig
-from hpcrl.planner.generator import token_bytes
+from hpcrl.planner.generator import token_bytes, too_small_cache
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.spec.problems import Problem
 
@@ -22,15 +22,7 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, None]:
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """A budget that does not hold one response of full length."""
-    budget, least = _budget(config), _longest(config) * _block_bytes(config, shape)
-    if budget is not None and budget < least:
-        needed = f"{config.max_sequence_tokens} tokens, the longest prompt and response, need {least / 2**30:.4g}"
-        way_out = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-        yield Problem(
-            ("generator", "native", "kv_cache_gib"),
-            f"generator.native.kv_cache_gib: {budget / 2**30:.4g} GiB of KV cache, but {needed}; {way_out}",
-            (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens"), ("model",)),
-        )
+    return too_small_cache(config, "native", _budget(config), _longest(config) * _block_bytes(config, shape))
 
 
 def _budget(config: Config) -> int | None:

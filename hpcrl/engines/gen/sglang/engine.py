@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from hpcrl.comm.weights_plan import BUCKET_BYTES
 from hpcrl.config import Config
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.growing import Growing
 from hpcrl.engines.gen.names import WeightNames
 from hpcrl.engines.gen.sglang.child import Child
 from hpcrl.engines.gen.sglang.server import Continuation, Made
@@ -81,28 +82,10 @@ def _cache_tokens(config: Config, model_path: Path) -> int | None:
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A request that was not ended, and what it has so far. salt: empty before its first token."""
+class _Growing(Growing):
+    """salt: of its entries in the prefix cache; empty before its first token."""
 
-    request: Request
-    order: int  # of add(); the order of outputs that finish together
     salt: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    behaviour: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def output(self, reason: FinishReason) -> Output:
-        return Output(
-            id=self.request.id,
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            gen_logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            finish_reason=reason,
-            gen_logprobs_behaviour=(
-                np.array(self.behaviour, dtype=np.float32) if self.request.params.truncates else None
-            ),
-        )
 
 
 class SGLangEngine:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpcrl.config import Config
 from hpcrl.engines.gen.sglang.spec import MOST_KEPT, TRUNCATED, SGLangConfig
-from hpcrl.planner.generator import paged_cache, token_bytes
+from hpcrl.planner.generator import paged_cache, token_bytes, too_small_cache
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.spec.problems import Problem
 
@@ -28,15 +28,9 @@ def cache_tokens(config: Config, shape: ModelShape) -> int | None:
 
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """A budget that does not hold one response of full length; truncated sampling without log-probs."""
-    tokens, least, rollout = cache_tokens(config, shape), config.max_sequence_tokens + SPARE_TOKENS, config.rollout
-    if tokens is not None and tokens < least:
-        text = f"holds {tokens} tokens, but the longest prompt and response need {least}"
-        way_out = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-        yield Problem(
-            ("generator", "sglang", "kv_cache_gib"),
-            f"generator.sglang.kv_cache_gib: {text}; {way_out}",
-            (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens"), ("model",)),
-        )
+    given, rollout = config.generator.section(SGLangConfig).kv_cache_gib, config.rollout
+    least = (config.max_sequence_tokens + SPARE_TOKENS) * token_bytes(config, shape)
+    yield from too_small_cache(config, "sglang", None if given is None else int(given * 2**30), least)
     if rollout.top_p < 1 and not rollout.top_k and shape.vocab_size > MOST_KEPT:
         text = f"0, with rollout.top_p={rollout.top_p:g}, but {TRUNCATED}; use {MOST_KEPT}"
         yield Problem(("rollout", "top_k"), f"rollout.top_k: {text}", (("rollout", "top_p"), ("model",)))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hpcrl.config import Config
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
+from hpcrl.engines.gen.growing import Growing
 from hpcrl.engines.gen.names import WeightNames
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
@@ -79,37 +80,21 @@ def _cache_bytes(config: Config, own: VLLMConfig, model_path: Path) -> int | Non
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A request that was not ended, and what it has so far."""
+class _Growing(Growing):
+    """origin: of the stream from which its tokens are drawn."""
 
-    request: Request
-    order: int  # of add(); the order of outputs that finish together
-    origin: np.uint64
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    behaviour: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    origin: np.uint64 = field(kw_only=True)
     routes: bytearray = field(default_factory=bytearray)  # the chosen experts of each token, one after the other
 
     @property
     def drawing(self) -> Drawing:
         return Drawing(self.request.params, self.origin, len(self.token_ids))
 
-    def output(self, reason: FinishReason, routes: Field | None) -> Output:
-        return Output(
-            id=self.request.id,
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            gen_logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            finish_reason=reason,
-            gen_logprobs_behaviour=(
-                np.array(self.behaviour, dtype=np.float32) if self.request.params.truncates else None
-            ),
-            columns={"routes": self._chosen(routes)} if routes is not None else {},
-        )
-
-    def _chosen(self, routes: Field) -> np.ndarray:
-        return np.frombuffer(self.routes, routes.travels_as).reshape(routes.shape(len(self.token_ids)))
+    def columns(self, routes: Field | None) -> dict[str, np.ndarray]:
+        """The further columns of its output."""
+        if routes is None:
+            return {}
+        return {"routes": np.frombuffer(self.routes, routes.travels_as).reshape(routes.shape(len(self.token_ids)))}
 
 
 class VLLMEngine:
@@ -196,14 +181,15 @@ class VLLMEngine:
         )
         for request in requests:
             self._queue(request)
-            self._growing[request.id] = _Growing(request, self._num_added, stream_origin(request.seed, 0))
+            self._growing[request.id] = _Growing(request, self._num_added, origin=stream_origin(request.seed, 0))
             self._num_added += 1
 
     def abort(self, ids: Sequence[int]) -> list[Output]:
         """See GenEngine."""
         ended = [i for i in dict.fromkeys(ids) if i in self._growing]
         self._engine.abort_request([str(i) for i in ended])
-        return [self._growing.pop(i).output(FinishReason.ABORT, self._routes) for i in ended]
+        dropped = [self._growing.pop(i) for i in ended]
+        return [growing.output(FinishReason.ABORT, growing.columns(self._routes)) for growing in dropped]
 
     def step(self, num_tokens: int) -> list[Output]:
         """See GenEngine. ValueError if the weights are not loaded."""
@@ -303,7 +289,7 @@ class VLLMEngine:
         done.sort(key=lambda ended: ended[0].order)
         for growing, _ in done:
             del self._growing[growing.request.id]
-        return [growing.output(reason, self._routes) for growing, reason in done]
+        return [growing.output(reason, growing.columns(self._routes)) for growing, reason in done]
 
     def _append(self, growing: _Growing, token: int, logprob: float, behaviour: float, routes: bytes) -> None:
         growing.token_ids.append(token)

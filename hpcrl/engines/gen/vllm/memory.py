@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.engines.gen.vllm.spec import VLLMConfig
-from hpcrl.planner.generator import token_bytes
+from hpcrl.planner.generator import token_bytes, too_small_cache
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.tables import ROLES
@@ -29,7 +29,9 @@ def cache(config: Config, shape: ModelShape) -> tuple[int, int]:
 def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """A cache that does not hold one response of full length, and replicas that vLLM cannot count (see world_of in
     hpcrl.engines.gen.vllm.replica)."""
-    yield from _check_cache(config, shape)
+    given, block = config.generator.section(VLLMConfig).kv_cache_gib, _block_bytes(config, shape)
+    num_bytes = None if given is None else int(given * 2**30)
+    yield from too_small_cache(config, "vllm", num_bytes, (_longest(config) + 1) * block)
     layout, size = RoleLayout.from_config(config), config.layout.generator.tensor_parallel
     for role in (name for name, spec in ROLES.items() if spec.owns_default_group):
         ranks = layout.ranks[role]
@@ -41,19 +43,6 @@ def check(config: Config, shape: ModelShape) -> Iterator[Problem]:
             )
             path = ("layout", "generator", "tensor_parallel")
             yield Problem(path, f"layout.generator.tensor_parallel: {text}", (("layout",),))
-
-
-def _check_cache(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    given = config.generator.section(VLLMConfig).kv_cache_gib
-    least = (_longest(config) + 1) * _block_bytes(config, shape)
-    if given is not None and given * 2**30 < least:
-        needed = f"{config.max_sequence_tokens} tokens, the longest prompt and response, need {least / 2**30:.4g}"
-        way_out = "raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-        yield Problem(
-            ("generator", "vllm", "kv_cache_gib"),
-            f"generator.vllm.kv_cache_gib: {given:.4g} GiB of KV cache, but {needed}; {way_out}",
-            (("rollout", "max_new_tokens"), ("data", "max_prompt_tokens"), ("model",)),
-        )
 
 
 def _longest(config: Config) -> int:

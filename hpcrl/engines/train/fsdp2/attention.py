@@ -179,7 +179,7 @@ def packed_attention(
     starts, longest, shown = layout.exact
     if shown is not None:
         q, k, v = (_Pad.apply(x, shown) for x in (q, k, v))
-    out = attend(q, k, v, starts, longest, scaling, sliding_window, softcap)
+    out = attend(q, k, v, varlen.Spans(starts, longest, scaling, sliding_window, softcap))
     return (out if shown is None else _Unpad.apply(out, shown)).unsqueeze(0), None
 
 
