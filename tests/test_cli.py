@@ -19,7 +19,7 @@ from hpcrl.config import load
 from hpcrl.config.checks import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.spec.extras import EXTRAS
-from hpcrl.spec.tables import TRAIN_ENGINES
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 from tests.conftest import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -136,6 +136,8 @@ def test_what_is_refused_names_the_interpreter(tmp_path: Path) -> None:
 def test_the_packages_of_an_extra_are_those_of_the_project() -> None:
     declared = PYPROJECT["project"]["optional-dependencies"]
     assert {extra: list(packages) for extra, packages in EXTRAS.items()} == {extra: declared[extra] for extra in EXTRAS}
+    engines = [spec for table in (TRAIN_ENGINES, GEN_ENGINES) for _, spec in table.items()]
+    assert {extra for spec in engines for extra in spec.needs.values()} <= EXTRAS.keys()
 
 
 def test_what_an_engine_lacks_is_installed_by_the_names_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:

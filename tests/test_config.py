@@ -103,7 +103,9 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
         "run_name=a/b",
     )
     expected = [
-        "algorithm=grop: no such algorithm; there are: grpo, reinforce, reinforce_plus_plus; did you mean grpo?",
+        "algorithm=grop: no such algorithm; there are: cispo, dapo, dr_grpo, grpo, gspo, kimi, lite_ppo, "
+        "raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, sapo, topr; did you mean "
+        "grpo?",
         "a=1,2: several values; write a list as key=[a,b], or give -m to run each value",
         "what: expected key=value",
         "--dry-run: unknown option; settings are written key=value, --help shows them",
@@ -113,8 +115,9 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
         "data.train.0.path: missing (override 'data.train=[{pth:x}]')",
         "data.train.0.pth: unknown key; did you mean data.train.0.path? (override 'data.train=[{pth:x}]')",
         "rollout.num_promts: unknown key; did you mean rollout.num_prompts? (override 'rollout.num_promts=4')",
-        "reward.default.name: expected 'exact_match', 'math', 'reasoning_gym', 'sort_digits', 'fake' or 'function', "
-        "got 'mth'; did you mean math? (override 'reward.default.name=mth')",
+        "reward.default.name: expected 'exact_match', 'math', 'numeric', 'choice', 'f1', 'regex', 'json_schema', "
+        "'ifeval', 'length', 'repetition', 'tags', 'language', 'composed', 'reasoning_gym', 'sort_digits', 'fake' or "
+        "'function', got 'mth'; did you mean math? (override 'reward.default.name=mth')",
         "trainer.lr: expected a number, got 'fast' (override 'trainer.lr=fast')",
         "trainer.betas.1: missing (override 'trainer.betas=[.9]')",
         "group_size: unknown key; did you mean rollout.group_size? (override 'group_size=4')",
@@ -170,8 +173,8 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "eval.temperature: 1e-09 is out of range; use 0.01 to 100, or 0 for greedy",
         ),
         (
-            ["trainer.engine=deepspeed", "deterministic=true"],
-            "deterministic: the deepspeed trainer cannot be; use false, or trainer.engine=",
+            ["trainer.engine=tests.planner.models:UNPLANNED", "deterministic=true"],
+            "deterministic: the tests.planner.models:UNPLANNED trainer cannot be; use false, or trainer.engine=",
         ),
         (
             ["generator.engine=vllm", "deterministic=true"],
@@ -196,9 +199,27 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "vllm",
         ),
         (
-            ["trainer.engine=megatron", "trainer.router_replay=true"],
-            "trainer.router_replay: the megatron trainer does not support it; use false or trainer.engine=fsdp2",
+            ["trainer.engine=deepspeed", "trainer.router_replay=true"],
+            "trainer.router_replay: the deepspeed trainer does not support it; use false or trainer.engine=fsdp2 or "
+            "megatron",
         ),
+        (
+            ["generator.engine=sglang", "trainer.lora.rank=8"],
+            "trainer.lora.rank: the sglang generator has no adapters; use 0, or generator.engine=native or vllm",
+        ),
+        (
+            ["trainer.engine=megatron", "trainer.lora.rank=8"],
+            "trainer.lora.rank: the megatron trainer has no adapters; use 0, or trainer.engine=fsdp2",
+        ),
+        (
+            ["trainer.lora.rank=8", "trainer.fsdp2.tensor_parallel=2", "layout.trainer.num_ranks=2"],
+            "trainer.fsdp2.tensor_parallel: 2, but matrices with adapters are not split; use 1, and context_parallel",
+        ),
+        (
+            ["trainer.lora.rank=8", "trainer.lora.target_modules=[]"],
+            "trainer.lora.target_modules: ",
+        ),
+        (["trainer.lora.alpha=8"], "trainer.lora.alpha: not read here, trainer.lora.rank is 0"),
         (
             ["generator.engine=vllm", "generator.native.kv_bucket=64"],
             "generator.native.kv_bucket: not read here, the engine is vllm",
@@ -289,6 +310,14 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "env.default.timeout_s: 300 must be below timeouts.command_s, which is 60",
         ),
         (["rollout.extra_members=16384"], "rollout.extra_members: with group_size 8 at most 16376"),
+        (
+            ["algorithm.loss_aggregation=seq-mean-token-sum-norm"],
+            "algorithm.loss_aggregation: seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens; give it",
+        ),
+        (
+            ["algorithm.difficulty_mask=true", "algorithm.difficulty_low_threshold=1"],
+            "algorithm.difficulty_low_threshold: 1 must be below difficulty_high_threshold, which is 0.95",
+        ),
         (
             ["algorithm.correction=mask", "algorithm.correction_low=3"],
             "algorithm.correction_low: 3 must be below algorithm.correction_high, which is 2",
@@ -418,6 +447,12 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
             ["algorithm=reinforce", "algorithm.std_normalize=true"],
             "algorithm.std_normalize: read by algorithm=grpo only",
         ),
+        (
+            ["algorithm.surrogate=topr", "algorithm.dual_clip=3"],
+            "algorithm.dual_clip: not read here, surrogate is topr",
+        ),
+        (["algorithm.loss_norm_tokens=8"], "algorithm.loss_norm_tokens: not read here, loss_aggregation is token-mean"),
+        (["algorithm.difficulty_low_threshold=.2"], "algorithm.difficulty_low_threshold: not read here, difficulty"),
         (["algorithm.kl_reward_estimator=k1"], "algorithm.kl_reward_estimator: not read here, kl_reward_coef is 0"),
         (
             ["algorithm.kl_reward_coef=.1", "algorithm.kl_loss_estimator=k3"],

@@ -63,6 +63,7 @@ def test_every_launch_command_in_the_readme_is_a_valid_configuration() -> None:
         assert load(shlex.split(command)).max_steps > 0
 
 
+@pytest.mark.slow
 def test_the_plan_that_is_shown_is_the_output_of_its_command(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "planner.md").read_text()
     command, plan, refusal = re.findall(r"^```\n(.+?)^```$", text, re.M | re.S)

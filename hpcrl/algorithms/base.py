@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.metrics.stats import Stats
-from hpcrl.rollout.batch import Batch, Norms
+from hpcrl.rollout.batch import STATUS, Batch, Norms
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over all ranks that hold a part of the batch (identity on one rank); collective over these ranks."""
@@ -21,13 +21,23 @@ AllSum = Callable[[Tensor], Tensor]
 class RewardTable:
     """Rewards of the whole step, on all ranks, sorted by sample id.
 
-    rewards float32 [N], group_ids int64 [N], sample_ids int64 [N], scores float32 [N].
+    rewards and scores float32 [N], group_ids and sample_ids int64 [N]; lengths int64 [N]: tokens of the response;
+    truncated bool [N]: whether the limit of tokens ended it.
     """
 
     rewards: Tensor
     group_ids: Tensor
     sample_ids: Tensor
     scores: Tensor
+    lengths: Tensor
+    truncated: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> RewardTable:
+        """The table of a batch's rows, in their order."""
+        lengths = torch.zeros_like(batch.lengths).index_add(0, batch.row_ids, (batch.turn_ids >= 0).long())
+        truncated = batch.status == STATUS.index("length")
+        return cls(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores, lengths, truncated)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The common part of credits for rewarded responses, which differ in how rewards are normalised.
 
+weights       = which responses count, and how much (hpcrl.algorithms.weighting)
 token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each
 returns       = discounted sums of token rewards over the model tokens of a row
 advantages    = returns, whitened if asked, then clipped
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.base import AllSum, Credit, RewardTable, is_last, model_tokens, required
+from hpcrl.algorithms.weighting import weigh
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.policy_loss import PolicyLoss
@@ -36,11 +38,18 @@ class ReturnsCredit(Credit, Generic[LossSection]):
     def normalize(self, table: RewardTable) -> Tensor:
         """float32 [N]: the normalised rewards of the table."""
 
+    def weigh(self, table: RewardTable) -> tuple[Tensor, Stats]:
+        """(float32 [N], statistics): the weight of each response of the table; 0: not learned from."""
+        return weigh(self.config, table)
+
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See Credit."""
-        config, index = self.config, model_tokens(batch)
+        config, positions = self.config, _positions(table, batch)
+        weights, stats = self.weigh(table)
+        batch.weights = batch.weights * weights[positions]
+        index = model_tokens(batch)
         rows = batch.row_ids[index]
-        rewards = _clip(self.normalize(table), config.reward_clip)[_positions(table, batch)]
+        rewards = _clip(self.normalize(table), config.reward_clip)[positions]
         token_rewards = torch.where(is_last(rows), rewards[rows], 0.0)
         if config.kl_reward_coef > 0:
             old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
@@ -52,7 +61,7 @@ class ReturnsCredit(Credit, Generic[LossSection]):
         advantages = _clip(advantages, config.advantage_clip)
         zeros = torch.zeros(batch.num_tokens, device=returns.device)
         batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
-        return {}
+        return stats
 
 
 def _positions(table: RewardTable, batch: Batch) -> Tensor:

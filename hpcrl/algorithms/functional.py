@@ -17,7 +17,7 @@ Over = Literal["batch", "group"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]
 RatioLevel = Literal["token", "geometric", "sequence"]
 Correction = Literal["truncate", "mask"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 KL_LIMIT = 10.0
 LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond every clip and still finite in float32
@@ -103,6 +103,17 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def at_level(log_ratio: Tensor, rows: Tensor, num_rows: int, level: RatioLevel) -> Tensor:
+    """float32 [M]: the log-ratio of each token, or in its place the sum (sequence) or the mean (geometric) over the
+    tokens of its row."""
+    if level == "token":
+        return log_ratio
+    sums = row_sums(log_ratio, rows, num_rows)
+    if level == "geometric":
+        sums = sums / torch.bincount(rows, minlength=num_rows).clamp(min=1)
+    return sums[rows]
+
+
 def behaviour_weights(
     old_logprobs: Tensor,
     behaviour_logprobs: Tensor,
@@ -120,12 +131,7 @@ def behaviour_weights(
     `high` (TIS, as in arXiv 1802.01561); mask: 0 outside [low, high] (MIS). `cut` is 1 where the weight is not the
     ratio. The weights have no gradient: decoupled PPO (arXiv 2110.00641).
     """
-    log_ratio = (old_logprobs - behaviour_logprobs).detach()
-    if level != "token":
-        sums = row_sums(log_ratio, rows, num_rows)
-        if level == "geometric":
-            sums = sums / torch.bincount(rows, minlength=num_rows).clamp(min=1)
-        log_ratio = sums[rows]
+    log_ratio = at_level((old_logprobs - behaviour_logprobs).detach(), rows, num_rows, level)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     outside = (ratio > high) | (ratio < low)
     if correction == "truncate":
@@ -152,10 +158,13 @@ def clipped_policy_loss(
     return loss, clipped.to(loss.dtype)
 
 
-def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation) -> Tensor:
+def token_coefficients(rows: Tensor, weights: Tensor, mode: Aggregation, norm_tokens: int | None = None) -> Tensor:
     """float32 [M]: each token's coefficient in the sum of the aggregation: the row's weight, divided by the row's
-    number of model tokens for seq-mean-token-mean. weights [B]."""
+    number of model tokens for seq-mean-token-mean, by norm_tokens for seq-mean-token-sum-norm. weights [B]."""
     coefficients = weights[rows]
+    if mode == "seq-mean-token-sum-norm":
+        assert norm_tokens is not None, "the configuration requires loss_norm_tokens"
+        coefficients = coefficients / norm_tokens
     if mode == "seq-mean-token-mean":
         coefficients = coefficients / torch.bincount(rows, minlength=weights.numel())[rows]
     return coefficients

@@ -1,6 +1,6 @@
-"""The clipped policy-gradient objective (PPO, arXiv 1707.06347).
+"""The policy-gradient objective, with one of several surrogates (hpcrl.algorithms.surrogates).
 
-    loss = weight x PPO clip + kl_loss_coef KL(policy, reference) - entropy_loss_coef entropy
+    loss = weight x surrogate + kl_loss_coef KL(policy, reference) - entropy_loss_coef entropy
 
 The weight is 1, or with `correction` the importance weight of responses from older weights
 (functional.behaviour_weights). Rows of weight 0 are ignored. A batch trained once on its own rollouts needs no
@@ -14,6 +14,7 @@ from torch import Tensor
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.base import Objective, Outputs, model_tokens, required
 from hpcrl.algorithms.metrics import LossSums
+from hpcrl.algorithms.surrogates import SURROGATES, PolicyTokens
 from hpcrl.metrics.stats import Stats
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.spec.policy_loss import PolicyLoss
@@ -42,10 +43,8 @@ class PolicyGradient(Objective):
             required(batch, "old_logprobs", "more than one optimizer step per batch")
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
         advantages = required(batch, "advantages", "the policy loss")[index]
-        ratio = F.importance_ratio(logprobs, old)
-        token_losses, clipped = F.clipped_policy_loss(
-            ratio, advantages, config.pg_clip_low, config.pg_clip_high, config.dual_clip
-        )
+        tokens = PolicyTokens(logprobs, old, advantages, rows, batch.num_sequences)
+        token_losses, clipped = SURROGATES[config.surrogate](config, tokens)
         behaviour = batch.gen_logprobs if batch.gen_logprobs_behaviour is None else batch.gen_logprobs_behaviour
         if config.correction != "none":
             weights, cut = F.behaviour_weights(
@@ -53,7 +52,7 @@ class PolicyGradient(Objective):
                 config.correction_low, config.correction_high,
             )  # fmt: skip
             token_losses = weights * token_losses
-        coefficients = F.token_coefficients(rows, batch.weights, config.loss_aggregation)
+        coefficients = F.token_coefficients(rows, batch.weights, config.loss_aggregation, config.loss_norm_tokens)
         total = pg_loss = (coefficients * token_losses).sum()
         sums = LossSums(batch, rows, coefficients, config.loss_aggregation)
         sums.add_loss("actor/pg_loss", pg_loss)
@@ -66,7 +65,7 @@ class PolicyGradient(Objective):
             assert outputs.entropy is not None, "entropy_loss_coef needs the engine's entropy"
             total = total - config.entropy_loss_coef * (coefficients * outputs.entropy[index]).sum()
         sums.add_loss("actor/total_loss", total)
-        sums.add_policy(ratio, logprobs - old, clipped)
+        sums.add_policy(F.importance_ratio(logprobs, old), logprobs - old, clipped)
         sums.add_train_infer(old, batch.gen_logprobs[index])
         if batch.on_policy is not None:
             sums.add_mismatch(old, batch.gen_logprobs[index], batch.on_policy[index])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpcrl.spec.fields import NonNegative, Share
+from hpcrl.spec.fields import Float, NonNegative, Share
 from hpcrl.spec.kinds import AlgorithmSpec
 from hpcrl.spec.policy_loss import PolicyLoss
 
@@ -51,6 +51,22 @@ class Reinforce(PolicyLoss):
     """Added to the standard deviation."""
 
 
+class RLOO(PolicyLoss):
+    """RLOO (arXiv 2402.14740): a reward minus the mean of the group's others."""
+
+    name: Literal["rloo"] = "rloo"
+    """The algorithm."""
+
+
+class RaftPlusPlus(PolicyLoss):
+    """RAFT++ (arXiv 2504.11343): learn from responses with positive rewards only, with PPO clip."""
+
+    name: Literal["raft_plus_plus"] = "raft_plus_plus"
+    """The algorithm."""
+    positive_above: Float = 0.0
+    """Rewards above this value are positive."""
+
+
 GRPO_SPEC = AlgorithmSpec(
     about="Group-relative policy optimisation: each response is compared with its siblings.",
     section=GRPO,
@@ -72,4 +88,19 @@ REINFORCE_SPEC = AlgorithmSpec(
     make="hpcrl.algorithms.reinforce:ReinforceCredit",
     objective=POLICY_GRADIENT,
     compares_siblings=lambda section: "group" in (section.norm_mean_type, section.norm_std_type),
+)
+
+RLOO_SPEC = AlgorithmSpec(
+    about="RLOO: each response is compared with the mean of its siblings.",
+    section=RLOO,
+    make="hpcrl.algorithms.rloo:RLOOCredit",
+    objective=POLICY_GRADIENT,
+    compares_siblings=lambda section: True,
+)
+
+RAFT_PLUS_PLUS_SPEC = AlgorithmSpec(
+    about="RAFT++: only responses with a positive reward are learned from.",
+    section=RaftPlusPlus,
+    make="hpcrl.algorithms.raft_plus_plus:RaftPlusPlusCredit",
+    objective=POLICY_GRADIENT,
 )

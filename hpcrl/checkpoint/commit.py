@@ -183,6 +183,15 @@ def first_damage(folder: Path, entries: Sequence[FileEntry]) -> str:
         return next(filter(None, threads.map(lambda entry: damage_of(folder, entry), entries)), "")
 
 
+def problem_of(path: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> str:
+    """Why the checkpoint in a folder, which may have been copied under another name, is not as committed; else empty.
+
+    damage: as for find_latest."""
+    match = STEP_NAME.fullmatch(path.name)
+    manifest, problem = _verify(path, int(match[1]) if match else None)
+    return damage(path, manifest.files) if manifest is not None else problem
+
+
 def find_latest(root: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> Latest:
     """The newest checkpoint whose files have their committed sizes and hashes. Writes nothing.
 
@@ -224,8 +233,8 @@ def _named(root: Path) -> str:
     return text if STEP_NAME.fullmatch(text) else repr(text[:40])
 
 
-def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint whose files exist with the right sizes, or None and the error."""
+def _verify(path: Path, step: int | None) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint (of this step) whose files exist with the right sizes, or None and the error."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
         sealed = manifest.seal()
@@ -233,7 +242,7 @@ def _verify(path: Path, step: int) -> tuple[Manifest | None, str]:
         return None, f"it has no {MANIFEST}"
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: bytes that are not text
         return None, f"{MANIFEST} cannot be read ({error})"
-    if manifest.step != step or manifest.format not in (UNSEALED, FORMAT):
+    if step not in (None, manifest.step) or manifest.format not in (UNSEALED, FORMAT):
         return None, f"{MANIFEST} says format {manifest.format}, step {manifest.step}; expected {FORMAT} and {step}"
     if (manifest.format != UNSEALED or manifest.sha256) and manifest.sha256 != sealed:
         return None, f"{MANIFEST} is not what was committed (its checksum does not match its content)"

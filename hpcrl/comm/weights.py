@@ -27,6 +27,10 @@ from hpcrl.spec.weights import Box, Held, Need, everything
 
 LAST_WAIT_S = 0.05
 """Time for a rank that others have waited for already."""
+FIRST_SHARE = 0.8
+"""Share of a sender's patience in the first step; it rises to all of it in the last. Receivers take the steps in order:
+while a sender of early steps (a first pipeline stage) waits for a replica that hangs, healthy ones take nothing from
+senders of later steps, which must not give up before it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class Sending:
 
     weights: this rank's part of every tensor of which it holds one, in the order of the layout. errors: the first error
     of each channel that failed; the rest of its messages are skipped, and the other channels go on. A receiver that
-    does not take a step within patience_s counts as failed.
+    does not take a step within patience_s, in early steps a fifth less, counts as failed.
     """
 
     def __init__(self, schedule: Schedule, keys: Collection[int], weights: Iterator[Tensor], patience_s: float):
@@ -211,7 +215,8 @@ class Sending:
 
     def _wait(self, step: int) -> None:
         """Wait for the messages of a step, whose buffer is needed again."""
-        deadline = time.monotonic() + self._patience_s
+        late = step / max(1, len(self._schedule.steps) - 1)
+        deadline = time.monotonic() + self._patience_s * (FIRST_SHARE + (1 - FIRST_SHARE) * late)
         for key, work in self._works.pop(step, ()):
             if key in self.errors:
                 continue

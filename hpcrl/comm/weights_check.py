@@ -6,7 +6,6 @@ sums of disjoint parts add up to that of the tensor, whichever ranks hold the pa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -18,27 +17,32 @@ from hpcrl.spec.weights import Box, Held, Need, everything, intersection
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 0x4A8BE9229ED9BA3A  # even: a place times this, plus 1, is odd
-CHUNK = 1 << 20  # numbers at once; each takes 24 bytes
+CHUNK = 1 << 20  # numbers at once; each takes up to 40 bytes
 
 
-def checksum(part: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
-    """int64 scalar: of the numbers in a box of a tensor of this shape."""
+def checksum(part: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """int64 scalar: of the numbers in a box of a tensor of this shape, after conversion to `dtype`."""
     total = torch.zeros((), dtype=torch.int64, device=part.device)
-    if not part.numel():
-        return total
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    places = torch.zeros((), dtype=torch.int64, device=part.device)
-    for (first, last), stride in zip(box[1:], strides[1:], strict=True):
-        places = places[..., None] + torch.arange(first, last, device=part.device) * stride
-    rows = part.reshape(-1, *part.shape[1:]) if part.ndim else part.reshape(1)
-    step = max(1, CHUNK // max(1, places.numel()))
-    for start in range(0, len(rows), step):
-        bits = rows[start : start + step].contiguous().view(BITS[part.element_size()]).long()
-        at = torch.arange(start, start + len(bits), device=part.device)
-        first, stride = (box[0][0], strides[0]) if box else (0, 1)
-        indices = ((at + first) * stride).view(-1, *[1] * places.ndim) + places
-        total += (bits * (indices * FACTOR + 1)).sum()
+    for chunk, at in _chunks(part, box):
+        places = torch.zeros((), dtype=torch.int64, device=part.device)
+        for (first, last), size in zip(at, shape, strict=True):
+            places = (places * size)[..., None] + torch.arange(first, last, device=part.device)
+        converted = chunk.to(dtype or chunk.dtype).contiguous()
+        total += (converted.view(BITS[converted.element_size()]) * (places * FACTOR + 1)).sum()
     return total
+
+
+def _chunks(part: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
+    """A box of a tensor in pieces of at most CHUNK numbers."""
+    axis = next((i for i, size in enumerate(part.shape) if size > 1), None)
+    if axis is None or part.numel() <= CHUNK:
+        yield part, box
+        return
+    step = max(1, CHUNK * part.shape[axis] // part.numel())
+    for start in range(0, part.shape[axis], step):
+        piece = part.narrow(axis, start, min(step, part.shape[axis] - start))
+        first = box[axis][0] + start
+        yield from _chunks(piece, (*box[:axis], (first, first + piece.shape[axis]), *box[axis + 1 :]))
 
 
 def held_sums(rank: int, layout: Sequence[Held], needs: Sequence[Sequence[Need]], weights: Iterable[Tensor]) -> Tensor:
@@ -54,8 +58,8 @@ def held_sums(rank: int, layout: Sequence[Held], needs: Sequence[Sequence[Need]]
             dtype = getattr(torch, arriving_dtype(held, need[number]))
             for wanted in need[number].boxes:
                 if (shared := intersection(box, wanted)) is not None:
-                    part = inside(tensor.detach(), shared, box).to(dtype)
-                    sums[index, number] += checksum(part, shared, held.shape).cpu()
+                    part = inside(tensor.detach(), shared, box)
+                    sums[index, number] += checksum(part, shared, held.shape, dtype).cpu()
     return sums
 
 
@@ -72,10 +76,10 @@ class LoadedSums:
         for name, tensor in named:
             number = self._numbers[name]
             held, need, self.sums[number] = self._layout[number], self._needs[number], 0
-            values = tensor.to(getattr(torch, arriving_dtype(held, need)))
+            dtype = getattr(torch, arriving_dtype(held, need))
             for box in need.boxes:
-                part = inside(values, box, everything(held.shape))
-                self.sums[number] += checksum(part, box, held.shape).cpu()
+                part = inside(tensor, box, everything(held.shape))
+                self.sums[number] += checksum(part, box, held.shape, dtype).cpu()
             yield name, tensor
 
     def differing(self, expected: Tensor) -> list[str]:

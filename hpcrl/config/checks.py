@@ -37,6 +37,7 @@ def check(config: Config) -> list[Problem]:
         *_debug(config),
         *_reinforcement(config),
         *_sampling(config),
+        *_policy_loss(config),
         *_correction(config),
         *_whole_responses(config),
         *_filters(config),
@@ -150,6 +151,20 @@ def _sampling(config: Config) -> Iterator[Problem]:
     for index, text in enumerate(config.rollout.stop):
         if not text:
             yield Problem(("rollout", "stop", index), "rollout.stop: '' ends every response before its first token")
+
+
+def _policy_loss(config: Config) -> Iterator[Problem]:
+    """Keys of the loss and of the masks that need or contradict each other."""
+    algorithm, section = config.algorithm, "algorithm"
+    if not (config.reinforces and config.learns):
+        return
+    if algorithm.loss_aggregation == "seq-mean-token-sum-norm" and algorithm.loss_norm_tokens is None:
+        text = "seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens; give it, such as rollout.max_new_tokens"
+        yield Problem((section, "loss_aggregation"), f"algorithm.loss_aggregation: {text}")
+    low, high = algorithm.difficulty_low_threshold, algorithm.difficulty_high_threshold
+    if algorithm.difficulty_mask and low >= high:
+        text = f"algorithm.difficulty_low_threshold: {low:g} must be below difficulty_high_threshold, which is {high:g}"
+        yield Problem((section, "difficulty_low_threshold"), text, ((section, "difficulty_high_threshold"),))
 
 
 def _correction(config: Config) -> Iterator[Problem]:
@@ -433,6 +448,7 @@ def _abilities(config: Config) -> Iterator[Problem]:
         text = f"deterministic: the {gen_engine} generator cannot be; use false{instead}"
         yield Problem(("deterministic",), text, (generates,))
     yield from _heads(config)
+    yield from _lora(config)
     for path, name, spec in chosen(config):
         if unknown := [role for role in spec.roles if role not in list(ROLES)]:
             text = f"{name} needs the role {unknown[0]}; there are {', '.join(ROLES)}"
@@ -455,6 +471,21 @@ def _abilities(config: Config) -> Iterator[Problem]:
     if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
         text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    """Adapters with an engine that has none."""
+    if config.lora is None:
+        return
+    for role, runs, table in (
+        ("trainer", True, TRAIN_ENGINES),
+        ("generator", config.generates or config.evaluates, GEN_ENGINES),
+    ):
+        path, name = (role, "engine"), str(getattr(config, role).engine)
+        if runs and not table[name].lora:  # type: ignore[attr-defined]
+            instead = _able(table, path, lambda spec: spec.lora)  # type: ignore[arg-type]
+            text = f"the {name} {role} has no adapters; use 0{instead}"
+            yield Problem(("trainer", "lora", "rank"), f"trainer.lora.rank: {text}", (path,))
 
 
 def _able(table: SpecTable[Any], path: Path, can: Callable[[Any], bool]) -> str:

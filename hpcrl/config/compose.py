@@ -52,6 +52,8 @@ class Composition:
 
     data: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
+    chosen: tuple[str, ...] = ()
+    """The groups whose option is from the command line."""
     overrides: list[Override] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -188,6 +190,7 @@ def _compose_groups(result: Composition) -> Any:
     from yaml import YAMLError
 
     listed = {key for entry in read_yaml(f"{PRIMARY}.yaml")["defaults"] if isinstance(entry, dict) for key in entry}
+    result.chosen = tuple(result.choices)
     words = [("" if group in listed else "+") + f"{group}={option}" for group, option in result.choices.items()]
     try:
         folder = conf_dir()

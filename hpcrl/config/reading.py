@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
+from hpcrl.config.foreign import FOREIGN
 from hpcrl.config.schema import Config, EnvConfig, Named, config_class, unloadable
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
@@ -109,7 +110,7 @@ def read(argv: Sequence[str]) -> Reading:
     reading.unread += [path for p in composition.problems for path in (p.path, *p.involves) if path]
     if reading.config is not None:
         reading.add(check(reading.config))
-        reading.add(check_unread(reading.config, composition.given()))
+        reading.add(check_unread(reading.config, composition.given(), composition.chosen))
     return reading
 
 
@@ -155,6 +156,8 @@ def _explain(path: Path, detail: Any) -> str:
             name for name, model in _algorithms().items() if path[0] == "algorithm" and path[1] in model.model_fields
         ]:
             return f"{name}: read by {' and '.join('algorithm=' + r for r in readers)} only"
+        if path[-1] in FOREIGN:
+            return f"{name}: unknown key; here {FOREIGN[path[-1]]}"
         near = _did_you_mean(path)
         return f"{name}: unknown key" + (f"; did you mean {near}?" if near else "")
     if kind == "missing":

@@ -199,6 +199,23 @@ class EnvConfig(Section):
     """Arguments of the environment."""
 
 
+class LoRAConfig(Section):
+    """Training low-rank adapters beside frozen linear layers (LoRA, arXiv 2106.09685) in place of all weights."""
+
+    rank: Annotated[int, Field(ge=0, le=512), NUMBER] = 0
+    """Rank of the adapters; 0: train all weights."""
+    alpha: PositiveFloat = 32.0
+    """The product of an adapter's two matrices is multiplied by alpha / rank."""
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Last parts of the names of the linear layers that get an adapter ([q_proj, v_proj]); null: all of the decoder.
+    The embedding, the vocabulary projection, and routers and experts of a mixture never do."""
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
 class TrainerConfig(Section):
     """The training engine and its optimizer."""
 
@@ -224,7 +241,7 @@ class TrainerConfig(Section):
     """Maximum tokens of one forward and backward pass on one rank."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of computation, by default bfloat16 if the configuration asks for GPUs; the master weights have
-    model.dtype."""
+    model.dtype. With lora, also the type of the frozen weights."""
     head_dtype: Literal["float32"] | None = None
     """Type in which the vocabulary projection is computed, also by the reference; null: param_dtype. float32 with
     param_dtype=bfloat16 brings log-probs closer to the generator's (set generator.head_dtype alike)."""
@@ -236,6 +253,8 @@ class TrainerConfig(Section):
     written by the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""
     logits_chunk_tokens: Positive = 4096
     """Tokens per chunk of the vocabulary projection."""
+    lora: LoRAConfig = LoRAConfig()
+    """Low-rank adapters."""
 
     def section(self, kind: type[S]) -> S:
         """The section of the engine, which is of this type."""
@@ -412,6 +431,21 @@ class Config(Section):
     def learns(self) -> bool:
         """Whether the run changes the weights."""
         return self.pipeline_spec.learns and self.debug != "rollout_only"
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """The adapters that are trained; None if all weights are."""
+        return self.trainer.lora if self.trainer.lora.rank and self.debug != "fake" else None
+
+    @property
+    def base_dtype(self) -> str:
+        """The type in which the trainer keeps the weights beside which adapters stand, or all without adapters."""
+        return self.model.dtype if self.lora is None else self.trainer.param_dtype
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the algorithm reads log-probs of the frozen initial policy."""
+        return self.reinforces and self.learns and self.algorithm_spec.uses_reference(self.algorithm)
 
     @property
     def evaluates(self) -> bool:

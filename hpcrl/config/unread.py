@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
+from hpcrl.spec.policy_loss import SURROGATE_KEYS
 from hpcrl.spec.problems import Path, Problem, dotted
 from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, ROLES, TRAIN_ENGINES
 
@@ -16,13 +17,13 @@ STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
 """The keys of rollout that a run on stored rollouts reads: those of evaluation, and the batch size."""
 
 
-def check_unread(config: Config, given: Mapping[Path, bool]) -> list[Problem]:
+def check_unread(config: Config, given: Mapping[Path, bool], chosen: Iterable[str] = ()) -> list[Problem]:
     """Keys set explicitly that this run does not read.
 
-    `given` maps their paths to whether they were set on the command line. A key of the experiment's file is accepted if
-    the command line made the choice that leaves it unread.
+    `given` maps their paths to whether they were set on the command line; `chosen`: the groups whose option was. A key
+    of the experiment's file is accepted if the command line made the choice that leaves it unread.
     """
-    by_hand = [path for path, on_command_line in given.items() if on_command_line]
+    by_hand = [path for path, on_command_line in given.items() if on_command_line] + [(group,) for group in chosen]
     problems = []
     for path, on_command_line in given.items():
         for prefix, cause, why in _unread(config):
@@ -46,6 +47,15 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for place in ("reward", "loss"):
             if not getattr(config.algorithm, f"kl_{place}_coef"):
                 yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"
+        for threshold in ("low", "high"):
+            if not config.algorithm.difficulty_mask:
+                key = f"difficulty_{threshold}_threshold"
+                yield ("algorithm", key), ("algorithm", "difficulty_mask"), "difficulty_mask is false"
+        if (mode := config.algorithm.loss_aggregation) != "seq-mean-token-sum-norm":
+            yield ("algorithm", "loss_norm_tokens"), ("algorithm", "loss_aggregation"), f"loss_aggregation is {mode}"
+        surrogate = config.algorithm.surrogate
+        for key in frozenset().union(*SURROGATE_KEYS.values()) - SURROGATE_KEYS[surrogate]:
+            yield ("algorithm", key), ("algorithm", "surrogate"), f"surrogate is {surrogate}"
     if config.reinforces:
         yield from _unread_policies(config)
     if not config.reinforces or config.debug != "none":
@@ -74,6 +84,9 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("eval",), ("data", "val"), "data.val is null"
         if config.eval_every:
             yield ("eval_every",), ("data", "val"), "data.val is null, so there is nothing to evaluate on"
+    if not config.trainer.lora.rank:
+        for key in ("alpha", "target_modules"):
+            yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
     fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]

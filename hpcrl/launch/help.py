@@ -91,9 +91,7 @@ def section(name: str) -> str:
     parts = []
     for title, entries in _parts(name):
         parts.append("\n".join([title, *(f"  {entry:<24} {about}" for entry, about in entries)]))
-    for model in sections.get(name, ()):
-        parts.append("\n".join([f"{name}: {_doc(model)}", *(_line(*row) for row in _keys(model, _stem(name)))]))
-    for title, rows in _options(name):
+    for title, rows in (*_blocks(name, sections.get(name, [])), *_options(name)):
         parts.append("\n".join([title, *(_line(*row) for row in rows)]))
     return "\n\n".join(parts)
 
@@ -108,14 +106,8 @@ def reference() -> str:
             lines += [f"| `{entry}` | {about} |" for entry, about in entries]
             lines.append("")
     top = [(key, *_lookup(key)) for key in Config.model_fields if key not in _sections()]
-    for title, rows in [
-        ("run", top),
-        *(
-            block
-            for n, ms in _sections().items()
-            for block in (*((f"{n}: {_doc(m)}", _keys(m, _stem(n))) for m in ms), *_options(n))
-        ),
-    ]:
+    blocks = (block for n, models in _sections().items() for block in (*_blocks(n, models), *_options(n)))
+    for title, rows in (("run", top), *blocks):
         lines += [f"## {title}", "", "| Key | Default | Meaning |", "|---|---|---|"]
         lines += [
             f"| `{key}` | {f'`{shown}`' if (shown := _show(default)) else ''} | {' '.join(text.split())} |"
@@ -143,6 +135,14 @@ def _stem(name: str) -> str:
     return f"{name}.NAME" if get_origin(Config.model_fields[name].annotation) is dict else name
 
 
+def _blocks(name: str, models: list[type[BaseModel]]) -> list[tuple[str, list[tuple[str, Any, str]]]]:
+    """(title, keys) of the models of a section; first, if a name selects among them, the keys that all of them have."""
+    keys = {model: _keys(model, _stem(name)) for model in models}
+    shared = [row for row in keys[models[0]] if all(row in rows for rows in keys.values())] if len(models) > 1 else []
+    own = [(f"{name}: {_doc(model)}", [row for row in rows if row not in shared]) for model, rows in keys.items()]
+    return [(f"{name}: keys of all kinds", shared), *own] if shared else own
+
+
 def _options(name: str) -> list[tuple[str, list[tuple[str, Any, str]]]]:
     """(title, keys) of the options of each reward or environment that has options."""
     tables: dict[str, SpecTable[Any]] = {"reward": REWARDS, "env": ENVS}
@@ -165,7 +165,7 @@ def _keys(model: type[BaseModel], at: str) -> list[tuple[str, Any, str]]:
         if isinstance(info.default, BaseModel):
             rows += _keys(type(info.default), f"{at}.{key}")
         else:
-            rows.append((f"{at}.{key}", info.default, meaning(model, key)))
+            rows.append((f"{at}.{key}", info.get_default(call_default_factory=True), meaning(model, key)))
     return rows
 
 
@@ -175,7 +175,7 @@ def _lookup(key: str) -> tuple[Any, str]:
     *sections, last = key.split(".")
     for part in sections:
         model = _models(model.model_fields[part].annotation)[0]
-    return model.model_fields[last].default, meaning(model, last)
+    return model.model_fields[last].get_default(call_default_factory=True), meaning(model, last)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -191,7 +191,7 @@ def _doc(model: type[BaseModel]) -> str:
 
 
 def _line(key: str, default: Any, text: str) -> str:
-    return f"  {f'{key}={_show(default)}':<44} {text}".rstrip()
+    return f"  {f'{key}={_show(default)}':<44} {' '.join(text.split())}".rstrip()
 
 
 def _show(default: Any) -> str:

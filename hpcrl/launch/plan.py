@@ -11,6 +11,7 @@ from hpcrl.config.checks import chosen
 from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer_rows, update_rows
+from hpcrl.planner.lora import trained
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
 from hpcrl.rundir import RunState
 from hpcrl.spec.extras import version_of
@@ -128,6 +129,9 @@ def _model(config: Config, model: ModelFolder | None, shape: ModelShape | None) 
     count = f"{_count(shape.num_parameters)} parameters" if shape is not None else "parameters not counted"
     if shape is not None and shape.num_active < shape.num_parameters:
         count += f", {_count(shape.num_active)} active"
+    if config.lora is not None:
+        learnt = _count(trained(config, shape).num_parameters) if shape is not None else "some"
+        count += f", frozen; {learnt} in adapters of rank {config.lora.rank} are trained"
     if model is None:
         tiny = config.model.tiny
         return (

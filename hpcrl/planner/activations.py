@@ -38,6 +38,10 @@ class Tokens:
         total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * longest), longest)
         return cls(total, total, longest)
 
+    def shared(self, num_ranks: int) -> Tokens:
+        """A rank's part, if ranks divide the tokens."""
+        return Tokens(-(-self.total // num_ranks), -(-self.predicted // num_ranks), self.longest)
+
 
 def fsdp2_activations(shape: ModelShape, tokens: Tokens, num_bytes: int, checkpointing: bool) -> int:
     """Bytes kept for the backward pass of one micro-batch; num_bytes: size of a number of the computation type. With

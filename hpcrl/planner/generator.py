@@ -8,7 +8,8 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.weights_plan import BUCKET_BYTES, ITEM_BYTES
 from hpcrl.config import Config, RoleName
 from hpcrl.planner.activations import FP32
-from hpcrl.planner.memory_parts import BYTES, Part, Phase, split_size
+from hpcrl.planner.lora import adapters, trained
+from hpcrl.planner.memory_parts import BYTES, PHASES, Part, Phase, split_size
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.problems import Problem
@@ -29,6 +30,10 @@ def generator_parts(
     generator, rollout, tensor = config.generator, config.rollout, config.layout.generator.tensor_parallel
     num_bytes, slots = BYTES[generator.dtype], generator.max_slots
     weights = sum(split_size(p, shape, tensor, tensor) for p in shape.parameters) * num_bytes
+    low_rank, engine = sum(p.size for p in adapters(config.lora, shape)) * num_bytes, GEN_ENGINES[config.gen_engine]
+    away = tuple(phase for phase in PHASES if phase not in resident) if config.lora is not None else ()
+    if not engine.sleeps:  # read once from the model's folder, the weights beside adapters stay
+        resident, away = (*resident, *away), ()
     truncates = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     copies = (TRUNCATED_COPIES if truncates else LOGIT_COPIES) + on_gpu
     logits = slots * shape.vocab_size * copies * FP32
@@ -41,6 +46,8 @@ def generator_parts(
     head = shape.vocab_size * shape.hidden_size * FP32 // tensor if converted else 0
     return [
         Part("generator", "weights", weights, resident),
+        Part("generator", "sleeping weights", weights * bool(away), away, on_host=True),
+        Part("generator", "adapters", low_rank, resident),
         Part("generator", "float32 head", head, resident),
         Part("generator", "KV cache", cache, cached, least=least),
         Part("generator", "prefill", prompt * width * num_bytes // tensor, ("generate",)),
@@ -60,7 +67,7 @@ def shares_weights(config: Config, layout: RoleLayout) -> bool:
     return (
         in_one_process(config, layout)
         and GEN_ENGINES[config.gen_engine].shares_weights
-        and config.generator.dtype == config.model.dtype
+        and config.generator.dtype == config.base_dtype
         and config.rollout.max_lag == 0
     )
 
@@ -106,12 +113,14 @@ def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles
     if layout.generates_on_trainers:
         return []
     plan, wire, parts = train_plan(config), BYTES[config.generator.dtype], []
-    step = min(BUCKET_BYTES, shape.num_parameters * wire)
+    published = trained(config, shape)
+    step = min(BUCKET_BYTES, published.num_parameters * wire)
     if "trainer" in roles:
         sent = 2 * step // plan.num_senders(config, len(layout.ranks["trainer"]))
         parts.append(Part("trainer", "weights to send", sent, ("publish",)))
     if "generator" in roles:
-        received = 2 * min(BUCKET_BYTES // layout.generator_tensor_parallel, step) + plan.largest_tensor(shape) * wire
+        received = 2 * min(BUCKET_BYTES // layout.generator_tensor_parallel, step)
+        received += plan.largest_tensor(published) * wire
         parts.append(Part("generator", "weights received", received, ("publish",)))
     return parts
 
@@ -120,7 +129,7 @@ def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tup
     """(bytes to the first generator rank, bytes from a trainer rank on average) of a weight update, as if no rank had
     both roles; the trainers' gather, if generators run there, brings each rank what it lacks."""
     need, size = GEN_ENGINES[config.generator.engine].need, layout.generator_tensor_parallel
-    needs = [(p, need(config, p.name, tuple(p.shape), 0, size)) for p in shape.parameters]
+    needs = [(p, need(config, p.name, tuple(p.shape), 0, size)) for p in trained(config, shape).parameters]
     received = sum(ITEM_BYTES[n.dtype or config.model.dtype] * count(box) for p, n in needs for box in n.boxes)
     trainers = len(layout.ranks["trainer"])
     if layout.generates_on_trainers:

@@ -16,11 +16,12 @@ from hpcrl.planner.generator import (
     shares_weights,
     token_bytes,
 )
+from hpcrl.planner.lora import check_targets
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.table import load
-from hpcrl.spec.tables import GEN_ENGINES, ROLES
+from hpcrl.spec.tables import GEN_ENGINES, ROLES, TRAIN_ENGINES
 
 CARDS = {
     "40 GB": 39 << 30,
@@ -35,9 +36,10 @@ USUAL_CARD = "80 GB"
 """The smallest card for which every plan suggests changes, and beyond which layout.offload=auto moves memory."""
 RESERVE = 0.1
 """Share of a card for the CUDA context, NCCL's buffers, kernels' workspaces and fragmentation."""
-PROGRAM_BYTES = 520 << 20
+PROGRAM_BYTES = 555 << 20
 """Resident memory of a rank of this program and its libraries, without a model (torch for CPUs; measured: 410 MiB, with
-triton 490)."""
+triton 490, with accelerate, which transformers imports if it is installed, 523 to 533; some more is counted, so that a
+plan does not say less than is measured)."""
 LEARNING: tuple[Phase, ...] = ("train", "update")
 
 
@@ -101,6 +103,7 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
     if config.trainer.router_replay and not shape.expert_layers:
         text = f"{shape.family} has no experts; set it to false"
         problems.append(Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (("model",),)))
+    problems += check_targets(config, shape)
     with contextlib.suppress(CannotPlanError):
         problems += train_plan(config).check(config, layout, shape)
     return problems
@@ -135,9 +138,11 @@ def _kind(
 
 
 def may_take_turns(config: Config, layout: RoleLayout) -> bool:
-    """Whether trainer and generator share ranks, never work at the same time there, and layout.offload allows it."""
+    """Whether trainer and generator share ranks, never work at the same time there, and layout.offload and the trainer
+    allow it."""
     shared = set(layout.ranks["trainer"]) & set(layout.ranks["generator"])
-    return bool(shared) and config.layout.offload != "never" and config.rollout.max_lag == 0
+    offloads = TRAIN_ENGINES[config.trainer.engine].offloads and config.layout.offload != "never"
+    return bool(shared) and offloads and config.rollout.max_lag == 0
 
 
 def _summed(
@@ -153,14 +158,15 @@ def _summed(
     for role in roles:
         if path := ROLES[role].plan:
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
-    if shares:
-        parts = [moved for part in parts for moved in _moves_out(part)]
+    lent = shares_weights(config, layout)
+    if shares:  # what the generator reads stays
+        parts = [moved for p in parts for moved in ([p] if lent and p.name == "weights" else _moves_out(p))]
     if layout.replicas and not {"trainer", "generator"}.isdisjoint(roles):
         parts += hand_over_parts(config, layout, shape, roles)
     if "generator" in roles:
         awake: tuple[Phase, ...] = ("generate", "publish") if shares else PHASES
         own = generator_parts(config, shape, awake, ("generate",) if shares else PHASES, on_gpu)
-        parts += own if not shares_weights(config, layout) else [part for part in own if part.name != "weights"]
+        parts += [part for part in own if part.name != "weights"] if lent else own
     parts.append(Part(roles[0], "program", PROGRAM_BYTES, on_host=True))
     if config.trainer.router_replay and config.reinforces:
         parts += _routes(config, shape, roles, layout)

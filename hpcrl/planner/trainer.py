@@ -66,11 +66,13 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def forward_parts(
-    config: Config, shape: ModelShape, num_ranks: int, weights: int, gathered: int, on_host: bool
+    config: Config, shape: ModelShape, num_ranks: int, weights: int, gathered: int, on_host: bool, sharing: int = 1
 ) -> list[Part]:
-    """Parts of a rank with frozen weights that computes one layer at a time."""
+    """Parts of a rank with frozen weights that computes one layer at a time. sharing: ranks that divide the tokens of
+    the same rows."""
     samples = config.rollout.num_prompts * config.rollout.group_size
-    compute, tokens = BYTES[config.trainer.param_dtype], Tokens.of(config, -(-samples // num_ranks))
+    compute = BYTES[config.trainer.param_dtype]
+    tokens = Tokens.of(config, -(-samples * sharing // num_ranks)).shared(sharing)
     logits = logits_bytes(shape, tokens, config.trainer.logits_chunk_tokens, compute, bool(config.trainer.head_dtype))
     return [
         Part("reference", "weights", weights, PHASES, on_host),

@@ -81,9 +81,9 @@ class Reward(Protocol):
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
 
-    def problem_of_answer(self, answer: Any) -> str:
-        """Why no response can be compared with the answer of a row; empty if it can be. If a built-in reward overrides
-        this method, every row is checked before the start."""
+    def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
+        """Why no response to a row with this answer (None: without one) and these columns can be scored; empty if it
+        can be. If a built-in reward overrides this method, every row is checked before the start."""
         return ""
 
 

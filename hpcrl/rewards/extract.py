@@ -71,7 +71,7 @@ def last_boxed(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     """The last box with the boxes directly before it: boxes separated only by commas, "and" or "or" are one list. None
     without a box."""
-    contents: list[str] = []
+    contents: dict[str, None] = {}
     next_start = None
     for start, end, content in _boxes(text):
         if next_start is not None:
@@ -79,8 +79,7 @@ def boxed_answer(text: str) -> str | None:
             if end > next_start or len(between) > MAX_BETWEEN_CHARS or not _BETWEEN_BOXES.fullmatch(between):
                 break
         next_start = start
-        if content not in contents:
-            contents.append(content)
+        contents.setdefault(content)
     return ", ".join(reversed(contents)) if contents else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpcrl.config import RewardConfig
@@ -26,9 +26,9 @@ class MathReward(Reward):
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self._score(item) for item in items]
 
-    def problem_of_answer(self, answer: Any) -> str:
+    def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """That the gold answer is too long: the time limit of a comparison does not include its normal form."""
-        return self._problem_of(gold_answer(as_text(answer)))
+        return "" if answer is None else self._problem_of(gold_answer(as_text(answer)))
 
     def _problem_of(self, gold: str) -> str:
         most = self.options.max_answer_chars

@@ -110,7 +110,7 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
                     f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "
                     f"with; {count} rows of domain {domain} in data.{split} have none"
                 )
-            problems += _check_answers(scored_by, domain, split, found)
+            problems += _check_rows(scored_by, domain, split, found)
     return list(dict.fromkeys(problems))
 
 
@@ -132,17 +132,17 @@ def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     return problems
 
 
-def _check_answers(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:
-    """The first answer of a domain that its reward cannot use, with the number of such answers; at most one line."""
+def _check_rows(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:
+    """The first row of a domain that its reward cannot score, with the number of such rows; at most one line."""
     if REWARDS[section.name].imports_code or _check_options(section):
         return []
     reward = make_reward(section)
-    if type(reward).problem_of_answer is Reward.problem_of_answer:
+    if type(reward).problem_of_row is Reward.problem_of_row:
         return []
     wrong = [
         f"{where}: {problem}"
         for where, row in found.read_rows(domain)
-        if row.answer is not None and (problem := reward.problem_of_answer(row.answer))
+        if (problem := reward.problem_of_row(row.answer, row.extra))
     ]
     return [f"{wrong[0]}; data.{split} has {len(wrong)} such rows of domain {domain}"] if wrong else []
 

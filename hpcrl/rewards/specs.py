@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, NonNegative, Section, Share
+from hpcrl.spec.fields import NUMBER, Float, NonNegative, Positive, Section, Share
 from hpcrl.spec.kinds import RewardSpec
+
+
+def _compiled(pattern: str | None) -> str | None:
+    """The pattern. ValueError if it is no regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
 
 
 class ExactMatchOptions(Section):
@@ -23,11 +32,7 @@ class ExactMatchOptions(Section):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str | None) -> str | None:
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return pattern
+        return _compiled(pattern)
 
 
 class MathOptions(Section):
@@ -37,6 +42,125 @@ class MathOptions(Section):
     """Accept only a box as the answer."""
     max_answer_chars: Annotated[int, Field(ge=1, le=4000), NUMBER] = 300
     """Maximum answer length, characters; a longer answer is wrong, a longer gold answer an error."""
+
+
+class ChoiceOptions(Section):
+    """Options of the reward choice."""
+
+    soft: bool = False
+    """Reward 1 and -0.5 for a right and a wrong letter in a box, 0.5 and -1 for one outside; false: 1 and 0."""
+
+
+class F1Options(Section):
+    """Options of the reward f1."""
+
+    threshold: Share = 1.0
+    """The score is 1 from this F1 on; the reward is the F1."""
+
+
+class NumericOptions(Section):
+    """Options of the reward numeric."""
+
+    relative: Share = 0.0
+    """Allowed difference, as a share of the larger number."""
+    absolute: NonNegative = 1e-6
+    """Allowed difference."""
+
+
+class RegexOptions(Section):
+    """Options of the reward regex."""
+
+    pattern: str | None = None
+    """Regular expression; null: the row's answer is one."""
+    whole: bool = False
+    """The whole response must match; false: a part of it."""
+    with_thinking: bool = False
+    """Search the thinking too."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        return _compiled(pattern)
+
+
+class JsonSchemaOptions(Section):
+    """Options of the reward json_schema."""
+
+    json_schema: dict[str, Any] | None = None
+    """JSON schema; null: the row's answer is one."""
+
+
+class LengthOptions(Section):
+    """Options of the reward length."""
+
+    max_tokens: Positive
+    """From this length on the reward is -1, tokens; usually rollout.max_new_tokens."""
+    buffer_tokens: Positive
+    """The reward falls from 0 to -1 over this many tokens before max_tokens."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens={self.buffer_tokens} is above max_tokens={self.max_tokens}")
+        return self
+
+
+class RepetitionOptions(Section):
+    """Options of the reward repetition."""
+
+    ngram: Positive = 3
+    """Words of an n-gram."""
+
+
+class TagsOptions(Section):
+    """Options of the reward tags."""
+
+    tags: Annotated[list[str], Field(min_length=1)] = ["think"]
+    """Names of the tags, in order."""
+    answer_after: bool = True
+    """Text must follow after the last tag; false: none may."""
+
+
+class LanguageOptions(Section):
+    """Options of the reward language."""
+
+    language: str | None = None
+    """Code of ISO 639-1, such as en; null: the language of the prompt."""
+    with_thinking: bool = False
+    """Judge the thinking too."""
+
+
+class PartOptions(Section):
+    """A part of the reward composed."""
+
+    name: str
+    """Built-in reward."""
+    options: dict[str, Any] = {}
+    """Its options."""
+    weight: Float = 1.0
+    """Its reward is multiplied by it."""
+    gate: bool = False
+    """Its score must be 1."""
+
+
+class ComposedOptions(Section):
+    """Options of the reward composed."""
+
+    parts: Annotated[dict[str, PartOptions], Field(min_length=1)]
+    """Name -> name, options, weight and gate of each part. The first part gives the score."""
+    rule: Literal["sum", "product", "gate"] = "sum"
+    """sum: weighted; product: without weights; gate: the weighted sum where every gate has score 1, else `closed`."""
+    closed: Float = 0.0
+    """The reward behind a closed gate."""
+
+
+class IFEvalOptions(Section):
+    """Options of the reward ifeval."""
+
+    reading: Literal["strict", "loose"] = "strict"
+    """loose: an instruction also counts if the response follows it without its first or last line, or its asterisks."""
+    partial: bool = False
+    """The reward is the share of the instructions that are followed; false: 1 for all of them, else 0."""
 
 
 class ReasoningGymOptions(Section):
@@ -74,6 +198,75 @@ MATH = RewardSpec(
     make="hpcrl.rewards.math:MathReward",
     section=MathOptions,
     compares_answer=True,
+)
+
+CHOICE = RewardSpec(
+    about="The option letter of multiple choice.",
+    make="hpcrl.rewards.choice:ChoiceReward",
+    section=ChoiceOptions,
+    compares_answer=True,
+)
+
+NUMERIC = RewardSpec(
+    about="A number within a tolerance.",
+    make="hpcrl.rewards.numeric:Numeric",
+    section=NumericOptions,
+    compares_answer=True,
+)
+
+F1 = RewardSpec(
+    about="F1 of the words of the answer, as in SQuAD.",
+    make="hpcrl.rewards.f1:F1",
+    section=F1Options,
+    compares_answer=True,
+)
+
+REGEX = RewardSpec(
+    about="Whether a regular expression, of the options or the row, is found.",
+    make="hpcrl.rewards.pattern:Regex",
+    section=RegexOptions,
+)
+
+JSON_SCHEMA = RewardSpec(
+    about="Whether the response is JSON of a schema, of the options or the row.",
+    make="hpcrl.rewards.pattern:JsonSchema",
+    section=JsonSchemaOptions,
+)
+
+IFEVAL = RewardSpec(
+    about="The 25 verifiable instructions of IFEval.",
+    make="hpcrl.rewards.ifeval:IFEval",
+    section=IFEvalOptions,
+)
+
+LENGTH = RewardSpec(
+    about="Minus a penalty for responses near the limit of tokens.",
+    make="hpcrl.rewards.shaping:Length",
+    section=LengthOptions,
+)
+
+REPETITION = RewardSpec(
+    about="Minus the share of repeated n-grams.",
+    make="hpcrl.rewards.shaping:Repetition",
+    section=RepetitionOptions,
+)
+
+TAGS = RewardSpec(
+    about="Whether the response has the tags, such as <think>, in order.",
+    make="hpcrl.rewards.shaping:Tags",
+    section=TagsOptions,
+)
+
+LANGUAGE = RewardSpec(
+    about="Whether the response is in a language, or in that of the prompt.",
+    make="hpcrl.rewards.shaping:Language",
+    section=LanguageOptions,
+)
+
+COMPOSED = RewardSpec(
+    about="The sum, the product or a gated sum of other rewards.",
+    make="hpcrl.rewards.composed:Composed",
+    section=ComposedOptions,
 )
 
 REASONING_GYM = RewardSpec(

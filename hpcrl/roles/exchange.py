@@ -90,7 +90,9 @@ class Exchange:
         self._worker.batches.pop(command.batch, None)
 
     def _logprobs(self, command: Logprobs, seq: int) -> Done:
-        return cast(TrainerRole | ReferenceRole, self._worker.roles[command.role]).logprobs(command, seq)
+        # Without ranks of its own, the reference is with the trainer.
+        role = self._worker.roles.get(command.role) or self._worker.roles["trainer"]
+        return cast(TrainerRole | ReferenceRole, role).logprobs(command, seq)
 
     def _send_tokens(self, command: SendTokens, seq: int) -> Done:
         worker, batch = self._worker, self._worker.batches[command.batch]

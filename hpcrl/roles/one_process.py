@@ -27,8 +27,7 @@ class OneProcess:
         self._shared, self._loaded_at = shared, -1
         if shared:
             assert isinstance(generator, SharesWeights), "the specification says that it shares"
-            own = generator.share_weights()
-            trainer.adopt({name: own[name] for name in trainer.local_weights() if name in own})
+            trainer.adopt(generator.share_weights())
 
     @classmethod
     def of(cls, rank: Rank, generator: GenEngine) -> OneProcess | None:

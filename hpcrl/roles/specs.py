@@ -21,9 +21,9 @@ def _division(config: Any, num_ranks: int) -> Division:
     return TRAIN_ENGINES[config.train_engine].division(config, num_ranks)
 
 
-def _uses_reference(config: Any) -> bool:
-    learns = config.reinforces and config.learns
-    return learns and config.algorithm_spec.uses_reference(config.algorithm)
+def _needs_reference(config: Any) -> bool:
+    """With adapters, the trainers' frozen weights are the reference."""
+    return bool(config.uses_reference and config.lora is None)
 
 
 def _generates(config: Any) -> bool:
@@ -56,10 +56,10 @@ GENERATOR = RoleSpec(
 )
 
 REFERENCE = RoleSpec(
-    about="Ranks of the frozen policy; only with a KL term.",
+    about="Ranks of the frozen policy; only with a KL term, and not with trainer.lora.",
     make="hpcrl.roles.trainer:ReferenceRole",
     plan="hpcrl.planner.trainer:reference_parts",
-    needed=_uses_reference,
+    needed=_needs_reference,
     holds_model=True,
     division=_division,
     owns_default_group=True,

@@ -35,7 +35,7 @@ from hpcrl.control.messages import (
 )
 from hpcrl.data import sft_rows
 from hpcrl.engines.routes import routes_of
-from hpcrl.engines.train.base import TrainEngine, check_objective
+from hpcrl.engines.train.base import Adapts, TrainEngine, check_objective
 from hpcrl.metrics.stats import scalar
 from hpcrl.roles.base import Rank
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
@@ -76,7 +76,11 @@ class _EngineRole:
 
     def logprobs(self, command: Logprobs, seq: int) -> Done:
         batch = self._worker.batches[command.batch]
-        values = self.engine.logprobs(batch, command.micro_batches, self._algorithm.objective.temperature)
+        compute = self.engine.logprobs
+        if command.role != self.name:  # the reference, which is the trainer's model without adapters
+            assert isinstance(self.engine, Adapts), "the specification says that it has adapters"
+            compute = self.engine.reference_logprobs
+        values = compute(batch, command.micro_batches, self._algorithm.objective.temperature)
         setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
         return Done(seq)
 
@@ -202,10 +206,12 @@ class TrainerRole(_EngineRole):
 
 def _gather_rewards(batch: Batch, ranks: DataParallel) -> RewardTable:
     """Rewards of the samples of all trainer ranks. Collective over them."""
-    ids = ranks.all_gather(batch.sample_ids)
+    own = RewardTable.of(batch)
+    ids = ranks.all_gather(own.sample_ids)
     order = torch.argsort(ids)
-    ids, rewards = ids[order], ranks.all_gather(batch.rewards)[order]
-    return RewardTable(rewards, group_ids(ids), ids, ranks.all_gather(batch.scores)[order])
+    rewards, scores, lengths = (ranks.all_gather(values)[order] for values in (own.rewards, own.scores, own.lengths))
+    truncated = ranks.all_gather(own.truncated.byte())[order].bool()
+    return RewardTable(rewards, group_ids(ids[order]), ids[order], scores, lengths, truncated)
 
 
 def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:

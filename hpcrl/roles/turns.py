@@ -24,7 +24,7 @@ TURNS: dict[type, str] = {
 
 
 class Turns:
-    """On a rank with both roles, if the run offloads (hpcrl.planner.turns)."""
+    """On a rank with both roles, if the run offloads (hpcrl.planner.host.takes_turns)."""
 
     def __init__(self, roles: Mapping[str, Role]):
         self._roles, self._turn, self._asleep = roles, "", False

@@ -67,17 +67,22 @@ class Trainer:
         return answers_stats(answers.values())
 
     def update(self, batch: BatchHandle) -> Stats:
-        """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches."""
-        start, started = time.perf_counter(), []
+        """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without those of which
+        masks leave nothing to learn from."""
+        start, started, num_empty = time.perf_counter(), [], 0
         for _ in range(self._algorithm.objective.num_epochs):
             for mini_batch in batch.mini_batches:
                 plan = batch.plan(batch.rows, mini_batch, self._config.trainer.max_tokens_per_micro_batch)
                 tokens, sequences = batch.norms(mini_batch)
+                if not tokens:
+                    num_empty += 1
+                    continue
                 # All are queued ahead: no rank waits for the controller between two.
                 steps = {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences) for rank in plan}
                 started.append(self._controller.start(self._division.spread(steps)))
         parts = [answers_stats(self._controller.finish(step).values()) for step in started]
-        return merge([*parts, timed("time/step_train", start)])
+        empty = {"actor/empty_updates": scalar(num_empty)} if num_empty else {}
+        return merge([*parts, empty, timed("time/step_train", start)])
 
     def load_rows(
         self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
@@ -106,12 +111,14 @@ class Trainer:
 
 
 class Reference:
-    """The reference ranks: the frozen initial policy. Does nothing if the algorithm does not use a reference."""
+    """The reference ranks: the frozen initial policy. With trainer.lora, the trainer ranks without their adapters. Does
+    nothing if the algorithm does not use a reference."""
 
     def __init__(self, controller: Controller, layout: RoleLayout, config: Config):
         self._controller, self._config = controller, config
-        self.ranks = layout.ranks["reference"]
-        self._division, self._trainers = layout.division("reference"), layout.division("trainer")
+        role = "trainer" if config.uses_reference and not layout.ranks["reference"] else "reference"
+        self.ranks = layout.ranks[role]
+        self._division, self._trainers = layout.division(role), layout.division("trainer")
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
         """Fill a token field with the reference's log-probs."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 EXTRAS = {
+    "deepspeed": ("deepspeed==0.19.*",),
     "megatron": ("megatron-core==0.16.1",),
     "sglang": ("sglang==0.5.23",),
     "slurm": ("submitit", "hydra-submitit-launcher"),

@@ -138,8 +138,12 @@ class TrainEngineSpec(Spec):
     """Whether it can compute the same bits again (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
+    offloads: bool = True
+    """Whether its memory moves to the host while a generator works on the same GPU (layout.offload)."""
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.routes)."""
+    lora: bool = False
+    """Whether it can train adapters beside frozen weights (trainer.lora, hpcrl.engines.train.base.Adapts)."""
     offered: bool = True
     """Whether trainer.engine may name it."""
 
@@ -179,6 +183,8 @@ class GenEngineSpec(Spec):
     """Whether it can read its weights from a trainer's parameters (hpcrl.engines.gen.base.SharesWeights)."""
     gives_routes: bool = False
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.routes)."""
+    lora: bool = False
+    """Whether it can apply adapters beside the weights of the model's folder (trainer.lora)."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
     offered: bool = True

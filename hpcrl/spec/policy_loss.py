@@ -15,17 +15,44 @@ def _kl_in_loss(value: Any) -> Any:
     return value
 
 
-class PolicyLoss(Section):
-    """Keys that every clipped policy-gradient algorithm reads."""
+SURROGATE_KEYS: dict[str, frozenset[str]] = {
+    "ppo": frozenset({"ratio_level", "pg_clip_low", "pg_clip_high", "dual_clip"}),
+    "cispo": frozenset({"ratio_level", "pg_clip_low", "pg_clip_high"}),
+    "topr": frozenset({"ratio_level"}),
+    "sapo": frozenset({"ratio_level", "sapo_tau_positive", "sapo_tau_negative"}),
+    "kimi": frozenset({"ratio_level", "kimi_tau"}),
+    "vanilla": frozenset(),
+}
+"""The keys that each surrogate reads, among those that not all read."""
 
+
+class PolicyLoss(Section):
+    """Keys that every policy-gradient algorithm reads."""
+
+    surrogate: Literal["ppo", "cispo", "topr", "sapo", "kimi", "vanilla"] = "ppo"
+    """Loss of a token: PPO's clip, CISPO (arXiv 2506.13585), TOPR (arXiv 2503.14286), SAPO (arXiv 2511.20347), Kimi
+    k1.5 (arXiv 2501.12599), or the plain policy gradient (docs/algorithms.md)."""
+    ratio_level: Literal["token", "geometric", "sequence"] = "token"
+    """Level of the ratio to the policy before the step: per token, or the geometric mean (with ppo: GSPO, arXiv
+    2507.18071) or the product over a response."""
     pg_clip_low: NonNegative = 0.2
     """Lower clip bound of the ratio is 1 minus this value."""
     pg_clip_high: NonNegative = 0.2
     """Upper clip bound of the ratio is 1 plus this value."""
     dual_clip: Annotated[float, Field(gt=1), NUMBER] | None = None
     """Constant c of dual clip (arXiv 1912.09729); null: off."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    sapo_tau_positive: PositiveFloat = 1.0
+    """Steepness of SAPO's gate for tokens of positive advantage."""
+    sapo_tau_negative: PositiveFloat = 1.05
+    """Steepness of SAPO's gate for the other tokens."""
+    kimi_tau: PositiveFloat = 0.1
+    """Weight of Kimi k1.5's squared log-ratio."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """Aggregation of token losses into one loss."""
+    loss_norm_tokens: Positive | None = None
+    """Constant by which seq-mean-token-sum-norm divides the sum of a response, such as rollout.max_new_tokens."""
     kl_loss_coef: NonNegative = 0.0
     """Weight of KL(policy, reference) in the loss."""
     kl_reward_coef: NonNegative = 0.0
@@ -52,6 +79,20 @@ class PolicyLoss(Section):
     """Upper bound of the ratio; above 1, or at least 1 with truncate."""
     whiten_advantages: bool = False
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
+    max_len_mask: bool = False
+    """Do not learn from responses that the limit of tokens ended."""
+    difficulty_mask: bool = False
+    """Learn only from prompts whose mean score lies between the two thresholds."""
+    difficulty_low_threshold: Float = 0.1
+    """Prompts whose mean score is above it are kept."""
+    difficulty_high_threshold: Float = 0.95
+    """Prompts whose mean score is below it are kept."""
+    error_max_len_clip: Positive | None = None
+    """Do not learn from responses of this many tokens or more whose score is below 1; null: off."""
+    difficulty_loss_weight: bool = False
+    """Weight responses by 0.5 + 1.5 d, rescaled to mean 1; d: 1 minus the mean score of the prompt's responses."""
+    length_loss_weight: bool = False
+    """Weight responses by 1.5 minus their length, scaled to 0..1 over the step; rescaled to mean 1."""
     ppo_epochs: Positive = 1
     """Passes over the batch of a step."""
     num_mini_batches: Positive = 1

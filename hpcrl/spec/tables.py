@@ -58,6 +58,8 @@ ALGORITHMS = SpecTable(
         "grpo": "hpcrl.algorithms.specs:GRPO_SPEC",
         "reinforce_plus_plus": "hpcrl.algorithms.specs:REINFORCE_PLUS_PLUS_SPEC",
         "reinforce": "hpcrl.algorithms.specs:REINFORCE_SPEC",
+        "rloo": "hpcrl.algorithms.specs:RLOO_SPEC",
+        "raft_plus_plus": "hpcrl.algorithms.specs:RAFT_PLUS_PLUS_SPEC",
     },
 )
 
@@ -67,6 +69,17 @@ REWARDS = SpecTable(
     {
         "exact_match": "hpcrl.rewards.specs:EXACT_MATCH",
         "math": "hpcrl.rewards.specs:MATH",
+        "numeric": "hpcrl.rewards.specs:NUMERIC",
+        "choice": "hpcrl.rewards.specs:CHOICE",
+        "f1": "hpcrl.rewards.specs:F1",
+        "regex": "hpcrl.rewards.specs:REGEX",
+        "json_schema": "hpcrl.rewards.specs:JSON_SCHEMA",
+        "ifeval": "hpcrl.rewards.specs:IFEVAL",
+        "length": "hpcrl.rewards.specs:LENGTH",
+        "repetition": "hpcrl.rewards.specs:REPETITION",
+        "tags": "hpcrl.rewards.specs:TAGS",
+        "language": "hpcrl.rewards.specs:LANGUAGE",
+        "composed": "hpcrl.rewards.specs:COMPOSED",
         "reasoning_gym": "hpcrl.rewards.specs:REASONING_GYM",
         "sort_digits": "hpcrl.rewards.specs:SORT_DIGITS",
         "fake": "hpcrl.rewards.specs:FAKE",

@@ -46,7 +46,7 @@ def make_batch(masks, rewards, group_ids, seed=0):
     batch = batch_from_samples(samples, group_ids)
     batch.old_logprobs = torch.from_numpy(np.where(batch.loss_mask, -rng.random(batch.num_tokens), 0)).float()
     batch.ref_logprobs = torch.from_numpy(np.where(batch.loss_mask, -rng.random(batch.num_tokens), 0)).float()
-    return batch.check(), RewardTable(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores)
+    return batch.check(), RewardTable.of(batch)
 
 
 def advantages(algorithm: Algorithm, batch, table):
@@ -386,7 +386,7 @@ def test_every_algorithm_is_the_pair_that_its_specification_says():
         module, _, credit = spec.make.partition(":")
         assert (type(pair.credit).__module__, type(pair.credit).__name__) == (module, credit)
         assert f"{type(pair.objective).__module__}:{type(pair.objective).__name__}" == spec.objective
-    assert len({spec.make for _, spec in ALGORITHMS.items()}) == 3
+    assert len({spec.make for _, spec in ALGORITHMS.items()}) == 5
 
 
 def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():

@@ -43,7 +43,7 @@ def expected_gradient(config: PolicyLoss) -> torch.Tensor:
     batch.old_logprobs = spread.detach()
     batch.ref_logprobs = torch.zeros(2 * len(LOGITS)).index_copy(0, torch.arange(1, 2 * len(LOGITS), 2), REFERENCE)
     pair = make_pair(config)
-    table = RewardTable(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores)
+    table = RewardTable.of(batch)
     pair.credit.assign(batch, table, lambda tensor: tensor)
     loss, _ = pair.objective.loss(Outputs(spread), batch, Norms(1.0, 1.0))
     loss.backward()

@@ -7,7 +7,7 @@ the median over the turns of the ratio within one.
 
     python -m tests.bench.generator [--repeats N]
 
-vLLM runs in a process of its own; where it is not installed, it is left out.
+vLLM runs in fp32 and in bf16, each in a process of its own; where it is not installed, it is left out.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def generate(path: Path, prompts: list[list[int]], lengths: list[int]) -> Callab
 
 
 @contextmanager
-def vllm(path: Path, prompts: list[list[int]], lengths: list[int]) -> Iterator[Callable[[], float]]:
-    """One run of vLLM (fp32, eager, in-process) in another process; returns its tokens per CPU-second."""
+def vllm(path: Path, prompts: list[list[int]], lengths: list[int], dtype: str) -> Iterator[Callable[[], float]]:
+    """One run of vLLM (eager, in-process) in another process; returns its tokens per CPU-second."""
     script = Path(__file__).parent / "vllm" / "run_vllm.py"
-    job = json.dumps({"model": str(path), "prompts": prompts, "lengths": lengths})
+    job = json.dumps({"model": str(path), "prompts": prompts, "lengths": lengths, "dtype": dtype})
     child = subprocess.Popen(
         [sys.executable, str(script), job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -151,7 +151,8 @@ def main() -> None:
         runs = {f"native_{slots}_slots": timed(native(path, prompts, lengths, slots)) for slots in SLOTS}
         others = {"transformers_generate": timed(generate(path, prompts, lengths))}
         if find_spec("vllm") is not None:
-            others["vllm_fp32_eager"] = stack.enter_context(vllm(path, prompts, lengths))
+            for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+                others[f"vllm_{name}_eager"] = stack.enter_context(vllm(path, prompts, lengths, dtype))
         turns = [{name: run() for name, run in (runs | others).items()} for _ in range(args.repeats + 1)][1:]
     best = {name: round(max(turn[name] for turn in turns)) for name in turns[0]}
     mine = f"native_{SLOTS[-1]}_slots"

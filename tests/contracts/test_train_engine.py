@@ -64,11 +64,15 @@ class Critical(Objective):
 
 def check_weights(engine: TrainEngine) -> None:
     """The parts that the ranks hold, together, are the weights, which can be had in another type."""
-    named, layout = dict(engine.named_weights()), engine.weight_layout()
+    share, layout = dict(engine.named_weights()), engine.weight_layout()
     layouts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(layouts, layout)
     assert all(other == layout for other in layouts)
-    assert [(held.name, held.shape) for held in layout] == [(name, tuple(t.shape)) for name, t in named.items()]
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, share)
+    named: dict[str, Tensor] = {name: tensor for of_rank in shares for name, tensor in of_rank.items()}
+    assert len({held.name for held in layout}) == len(layout)
+    assert {held.name: held.shape for held in layout} == {name: tuple(t.shape) for name, t in named.items()}
     mine = [(held.name, part) for held in layout if (part := held.part_of(dist.get_rank())) is not None]
     parts = [(name, part, tensor.clone()) for (name, part), tensor in zip(mine, engine.held_weights(), strict=True)]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -81,8 +85,9 @@ def check_weights(engine: TrainEngine) -> None:
                 boxes.append(part)
         assert sorted(set(boxes)) == sorted(box for box, _ in held.parts), held.name
         assert torch.equal(whole, named[held.name]), held.name
-    first, *others = named
-    converted = dict(engine.named_weights({name: torch.bfloat16 for name in others}))
+    first, *others = share
+    with torch.inference_mode():  # as generators draw them
+        converted = dict(engine.named_weights({name: torch.bfloat16 for name in others}))
     assert torch.equal(converted[first], named[first])
     assert all(torch.equal(converted[name], named[name].bfloat16()) for name in others)
 

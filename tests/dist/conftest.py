@@ -1,4 +1,5 @@
-"""A world of three ranks that are threads of the test: real stores, queues and gloo groups, without three imports."""
+"""A world of three ranks or more that are threads of the test: real stores, queues and gloo groups, without as many
+imports."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ SIZE = 3
 class Threads:
     """The worlds of the ranks, and a way to have every rank do something at once."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, size: int = SIZE):
         from hpcrl.control.bootstrap import Place
         from hpcrl.control.world import join
 
-        self._pool = ThreadPoolExecutor(SIZE)
+        self._size, self._pool = size, ThreadPoolExecutor(size)
         self.worlds = self.every(
             lambda rank: join(
-                Place("rank", "agent", rank, 0, 1), SIZE, folder, start_s=30.0, store_s=30.0, command_s=20.0
+                Place("rank", "agent", rank, 0, 1), size, folder, start_s=30.0, store_s=30.0, command_s=20.0
             )
         )
 
     def every(self, action: Callable[[int], Any]) -> list[Any]:
         """action(rank) on every rank's thread; their results in order."""
-        return list(self._pool.map(action, range(SIZE)))
+        return list(self._pool.map(action, range(self._size)))
 
     def close(self) -> None:
         for world in self.worlds:

@@ -77,9 +77,9 @@ class Trainer:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer import TransformerConfig
 
-        import megatron_cpu  # beside this script, which runs by its path
+        from hpcrl.engines.train.megatron import cpu
 
-        megatron_cpu.install()
+        cpu.install()
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
             model_parallel_cuda_manual_seed(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -15,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.comm import weights
+from hpcrl.comm import weights, weights_check
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending, connect, inside, receive_layout, send_layout
 from hpcrl.comm.weights_check import LoadedSums, add_sums, checksum, held_sums
 from hpcrl.rollout.store import RolloutReader
 from hpcrl.spec.weights import Box, Held, Need, everything
 from tests.dist.conftest import SIZE, Threads
+from tests.planner.measuring import peak_bytes
 
 SHAPES = [(3, 5), (1,), (), (7, 1, 3), (0, 4), (64,), (33, 9), (0,)]
 DTYPES = {"float32": torch.int32, "bfloat16": torch.int16}  # and the integers to look at their bits
@@ -137,9 +139,7 @@ def test_ranks_of_a_replica_get_their_slices_in_their_dtype(threads: Threads, sm
         middle = shape[1] // 2
         return (0, shape[0]), ((0, middle), (middle, shape[1]))[index]
 
-    needs = {
-        rank: [Need("bfloat16", (half(tensor.shape, rank - 1),)) for tensor in named.values()] for rank in (1, 2)
-    }
+    needs = {rank: [Need("bfloat16", (half(tensor.shape, rank - 1),)) for tensor in named.values()] for rank in (1, 2)}
     got = transfer(threads, "slices", named, layout_of(named, [0], False), needs)
     for rank in (1, 2):
         assert list(got[rank]) == list(named)
@@ -219,7 +219,9 @@ def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: 
         for other, group in groups.items():
             if group is not None:
                 connect(group, (0, other), rank, [0], [other])
-        channels = {other: Channel(group, (0, other), layout, {other: all_of(named)}) for other, group in groups.items()}
+        channels = {
+            other: Channel(group, (0, other), layout, {other: all_of(named)}) for other, group in groups.items()
+        }
         if rank == 1:
             return {name: tensor.clone() for name, tensor in Receiving(1, channels[1]).tensors()}, []
         if rank == 0:
@@ -231,6 +233,39 @@ def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: 
     got = threads.every(update)
     assert got[0] == ({}, [2])
     assert_same(got[1][0], named)
+
+
+def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_steps: None, tmp_path: Path) -> None:
+    """Rank 0 holds the first four of six tensors, rank 1 the others. Rank 3 generates and takes nothing; rank 2
+    generates, too, and takes nothing of rank 1 before rank 0 has given rank 3 up."""
+    named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.numel() > 1}
+    layout = [Held.whole(name, "float32", t.shape, [i // 4]) for i, (name, t) in enumerate(named.items())]
+    threads = Threads(tmp_path, 4)
+    kept: list[Any] = []  # a group that ends is no replica that hangs
+
+    def update(rank: int) -> tuple[Named, list[int]]:
+        channels = {}
+        for other in (2, 3):
+            if rank in (0, 1, other):
+                ranks = (0, 1, other)
+                group = threads.worlds[rank].group(f"weights/hangs/{other}", ranks, 0)
+                connect(group, ranks, rank, [0, 1], [other])
+                channels[other] = Channel(group, ranks, layout, {other: all_of(named)})
+        kept.append(channels)
+        if rank == 2:
+            return {name: tensor.clone() for name, tensor in Receiving(2, channels[2]).tensors()}, []
+        if rank == 3:
+            return {}, []
+        if rank == 0:
+            time.sleep(0.2)  # ranks never begin at the same moment
+        sending = Sending(Schedule(rank, channels), [2, 3], held(named, layout, rank), patience_s=4.0)
+        sending.finish()
+        return {}, sorted(sending.errors)
+
+    got = threads.every(update)
+    threads.close()
+    assert [errors for _, errors in got] == [[3], [3], [], []]
+    assert_same(got[2][0], named)
 
 
 def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
@@ -250,6 +285,19 @@ def test_checksums_of_parts_add_up_and_see_every_bit_and_place() -> None:
         if len(flat) > 1 and flat[0] != flat[-1]:
             flat[[0, -1]] = flat[[-1, 0]]
             assert checksum(tensor, everything(shape), shape) != whole, name
+
+
+def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    experts = torch.randn(2, 64, 512)
+    box = ((1, 3), (0, 64), (3, 515))
+    expected = checksum(experts.bfloat16(), box, (4, 64, 520))
+    monkeypatch.setattr(weights_check, "CHUNK", 1 << 12)
+    found: list[Tensor] = []
+    peak = peak_bytes(
+        lambda: found.append(checksum(experts, box, (4, 64, 520), torch.bfloat16)), tmp_path / "trace.json"
+    )
+    assert peak < 40 << 12
+    assert found == [expected]
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import committed_step
 from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.store import RolloutReader
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 from tests.e2e.test_resume import WORDS, check_accounts
@@ -34,9 +36,17 @@ layout.reward.colocate_with=trainer layout.reward.num_ranks=null
 LAYOUTS = {
     "single": ["layout=single"],
     "colocated": ["layout=colocated", "layout.offload=always"],
+    "apart": [*APART, "layout.generator.num_ranks=1"],
     "colocated_split": ["layout=colocated", "layout.generator.tensor_parallel=2"],
     "apart_split": [*APART, "layout.generator.num_ranks=2", "layout.generator.tensor_parallel=2"],
 }
+AHEAD = [*ALL, *LAYOUTS["apart"], "rollout.max_lag=1"]
+EXPERTS = """
+layout=single model.tiny.architecture=qwen3_moe model.tiny.num_experts=8 model.tiny.hidden_size=64
+model.tiny.num_heads=2 model.tiny.num_kv_heads=1 trainer.param_dtype=bfloat16 generator.dtype=bfloat16
+trainer.router_replay=true data.train=task:sort_digits data.max_prompt_tokens=64 rollout.num_prompts=8
+rollout.group_size=4 rollout.max_new_tokens=8 rollout.filter_std=false max_steps=2 save_every=0 eval_every=0
+""".split()  # noqa: SIM905
 SAME = ("critic/score/mean", "token/response_length/mean", "token/response_length/max", "default/score")
 CLOSE = ("actor/pg_loss", "actor/grad_norm", "critic/entropy/mean", "actor/ratio_mean")
 
@@ -47,10 +57,12 @@ class Runs:
     def __init__(self, folder: Path, model: Path, data: Path):
         self.folder, self._inputs = folder, [f"model.path={model}", f"data.train={data}", f"data.val={data}"]
 
-    def start(self, name: str, words: list[str], dies: str = "") -> tuple[int, str]:
+    def start(
+        self, name: str, words: list[str], dies: str = "", slow: str = "", inputs: bool = True
+    ) -> tuple[int, str]:
         """One start of a run to its end: exit code and what it printed."""
-        environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies}
-        start = Start(self.folder / name, [*self._inputs, *words], environment)
+        environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies, "HPCRL_TEST_SLOW": slow}
+        start = Start(self.folder / name, [*(self._inputs if inputs else ()), *words], environment)
         return start.wait(300.0), start.text
 
 
@@ -67,11 +79,11 @@ def native(runs: Runs) -> list[dict[str, Any]]:
     return read_metrics(runs.folder / "native")
 
 
-def check_same(run_dir: Path, native: list[dict[str, Any]]) -> None:
+def check_same(run_dir: Path, native: list[dict[str, Any]], same: Collection[str] = SAME) -> None:
     rows = read_metrics(run_dir)
     assert len(rows) == len(native) == 4
     for row, wanted in zip(rows, native, strict=True):
-        for name in SAME:
+        for name in same:
             assert row.get(name) == wanted.get(name), (row["step"], name)
         for name in CLOSE if row["step"] else ():
             assert row.get(name) == pytest.approx(wanted.get(name), rel=2e-3, abs=1e-5), (row["step"], name)
@@ -83,6 +95,33 @@ def test_a_run_is_the_same_as_with_the_native_engine(runs: Runs, layout: str, na
     code, text = runs.start(layout, [*ALL, "generator.engine=vllm", *LAYOUTS[layout]])
     assert code == ExitCode.DONE, text
     check_same(runs.folder / layout, native)
+
+
+def test_an_asynchronous_run_is_the_same_as_with_the_native_engine(runs: Runs) -> None:
+    """The trainer is slow, so that every batch but the first is generated with the weights before those it trains."""
+    for engine in ("native", "vllm"):
+        code, text = runs.start(f"ahead_{engine}", [*AHEAD, f"generator.engine={engine}"], slow="1:TrainStep:2")
+        assert code == ExitCode.DONE, text
+        for step in (1, 2, 3):
+            batch = RolloutReader(runs.folder / f"ahead_{engine}").batch(step)
+            assert batch.versions[batch.loss_mask].unique().tolist() == [max(0, step - 2)]
+    of_the_batch = {*SAME} - {"default/score"}  # of all that was scored meanwhile, also for later steps
+    check_same(runs.folder / "ahead_vllm", read_metrics(runs.folder / "ahead_native"), of_the_batch)
+
+
+def test_experts_are_replayed_and_bfloat16_differs_as_with_the_native_engine(runs: Runs) -> None:
+    steps = {}
+    for engine in ("native", "vllm"):
+        name = f"experts_{engine}"
+        code, text = runs.start(name, [*EXPERTS, f"generator.engine={engine}"], inputs=False)
+        assert code == ExitCode.DONE, text
+        batch = RolloutReader(runs.folder / name).batch(2)
+        assert batch.routes.shape == (batch.num_tokens, 4)  # 2 layers of 2 experts
+        assert (batch.routes[batch.loss_mask] < 8).all() and (batch.routes[~batch.loss_mask] == 255).all()
+        steps[engine] = read_metrics(runs.folder / name)[-2:]
+    for ours, theirs in zip(steps["vllm"], steps["native"], strict=True):
+        assert 1e-7 < ours["mismatch/diff/mean"] < 2 * theirs["mismatch/diff/mean"] < 1e-4, "of tokens of about 1/320"
+        assert 1e-8 < ours["mismatch/kl_k3"] < 4 * theirs["mismatch/kl_k3"] < 1e-4
 
 
 def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs, native: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import shutil
 import warnings
@@ -20,18 +19,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.algorithms.base import Outputs
 from hpcrl.config import TrainerConfig
 from hpcrl.engines import varlen
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
-from hpcrl.engines.train.fsdp2 import model
+from hpcrl.engines.train.fsdp2 import model, probe
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.rollout.batch import Batch
 from hpcrl.runtime.balance import balance, micro_batches
 from tests.checkpoint.writing import write_files
-from tests.engines.worlds import FAMILIES, Weighted, make_batch, make_model_folder, norms_of, run_ranks
+from tests.engines.worlds import (
+    FAMILIES,
+    Weighted,
+    make_batch,
+    make_model_folder,
+    norms_of,
+    run_ranks,
+    transformers_results,
+    worst_difference,
+)
 
 pytestmark = pytest.mark.numerics
 
@@ -67,36 +74,13 @@ def gradients_of(trainer: FSDP2Engine, batch: Batch, plan: list[list[int]], whol
     return gradients
 
 
-def worst_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """Largest over parameters of the largest difference relative to that parameter's largest gradient."""
-    assert got.keys() == want.keys()
-    return max(float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
-
-
-def transformers_results(folder: Path, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs [T] and gradients of Weighted, one sequence at a time through transformers' eager attention."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    logprobs, entropies = [], []
-    rotary = copy.deepcopy(model.base_model.rotary_emb)
-    for tokens in batch.token_ids.split(batch.lengths.tolist()):
-        model.base_model.rotary_emb = copy.deepcopy(rotary)  # dynamic NTK rotates by the longest sequence so far
-        log_p = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        first = log_p.new_zeros(1)
-        logprobs.append(torch.cat([first, log_p.gather(1, tokens[1:, None])[:, 0]]))
-        entropies.append(torch.cat([first, -(log_p.exp() * log_p).sum(-1)]))
-    found = torch.cat(logprobs) * batch.loss_mask
-    outputs = Outputs(found, torch.cat(entropies) * batch.loss_mask)
-    Weighted().loss(outputs, batch, norms_of(batch))[0].backward()
-    return found.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
 # ---- one rank
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_equal_transformers(family: str, folders: dict[str, Path], world_of_one: None) -> None:
     batch = make_batch(LENGTHS)
-    want, gradients = transformers_results(folders[family], batch)
+    want, gradients = transformers_results(folders[family], batch, TEMPERATURE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # none of the five falls back
         trainer = engine(folders[family], packing="require")
@@ -125,7 +109,7 @@ def test_ways_to_run_give_the_same_gradients(
     change: dict[str, Any], folders: dict[str, Path], world_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(LENGTHS)
-    _, want = transformers_results(folders["qwen3"], batch)
+    _, want = transformers_results(folders["qwen3"], batch, TEMPERATURE)
     if change == {"large": True}:
         monkeypatch.setattr(fsdp2, "SMALL_MODEL_BYTES", 0)
         change = {"activation_checkpointing": True, "cpu_offload": True}
@@ -148,7 +132,7 @@ def test_rows_outside_the_mini_batch_take_no_part(folders: dict[str, Path], worl
 
 def test_bfloat16_computation_is_near_float32(folders: dict[str, Path], world_of_one: None) -> None:
     batch = make_batch(LENGTHS)
-    want, gradients = transformers_results(folders["qwen2"], batch)
+    want, gradients = transformers_results(folders["qwen2"], batch, TEMPERATURE)
     trainer = engine(folders["qwen2"], param_dtype="bfloat16")
     error = (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs()[batch.loss_mask].mean()
     assert 1e-5 < error < 0.1
@@ -176,17 +160,17 @@ def test_a_model_that_leaks_between_sequences_is_not_packed(
 ) -> None:
     """Packing that lets sequences see each other must be noticed, and what runs instead must be right."""
 
-    class Blind(fsdp2.PackedLayout):
+    class Blind(probe.PackedLayout):
         def __init__(self, lengths: list[int], device: torch.device, *_: object):
             super().__init__([sum(lengths)], device)
 
-    monkeypatch.setattr(fsdp2, "PackedLayout", Blind)
+    monkeypatch.setattr(probe, "PackedLayout", Blind)
     with pytest.raises(ValueError, match=r"packing=require, but qwen2 cannot be packed: packed log-probs differ by"):
         engine(folders["qwen2"], packing="require")
     with pytest.warns(UserWarning, match="qwen2 cannot be packed"):
         trainer = engine(folders["qwen2"])
     batch = make_batch(LENGTHS)
-    want, gradients = transformers_results(folders["qwen2"], batch)
+    want, gradients = transformers_results(folders["qwen2"], batch, TEMPERATURE)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
 
@@ -200,7 +184,7 @@ def test_a_kernel_for_sequences_of_different_lengths_gives_the_same(
     monkeypatch.setattr(varlen, "_suits", lambda sizes: True)
     monkeypatch.setattr(varlen, "find", varlen.find.__wrapped__)  # without a memory
     trainer, batch = engine(folders[family], packing="require", attention="flash"), make_batch(LENGTHS)
-    want, gradients = transformers_results(folders[family], batch)
+    want, gradients = transformers_results(folders[family], batch, TEMPERATURE)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
 
@@ -242,7 +226,7 @@ def test_rotary_embeddings_of_the_longest_sequence_are_not_packed(tmp_path: Path
     with pytest.warns(UserWarning, match="phi3 cannot be packed .rope_type=longrope"):
         trainer = engine(folder)
     batch = make_batch(LENGTHS)
-    want, gradients = transformers_results(folder, batch)
+    want, gradients = transformers_results(folder, batch, TEMPERATURE)
     assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
     assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
     trainer.model.set_packing(True)  # negative control: packed, short sequences are rotated as the long one is
@@ -269,7 +253,7 @@ def test_dynamic_rotary_embeddings_take_the_length_of_each_sequence(
     with pytest.warns(UserWarning, match=f"{family} cannot be packed .rope_type=dynamic"):
         trainer = engine(folder)
     batch = make_batch((9, 44, 4, 30, 20, 21))
-    want, gradients = transformers_results(folder, batch)
+    want, gradients = transformers_results(folder, batch, TEMPERATURE)
     for _ in range(2):
         assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
         assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
@@ -303,7 +287,7 @@ def test_gemma2_without_packing_keeps_its_soft_caps(folders: dict[str, Path], wo
     batch = make_batch(LENGTHS)
     trainer = engine(folders["gemma2"], packing="off", trainable=False)
     assert (
-        trainer.logprobs(batch, ONE, TEMPERATURE) - transformers_results(folders["gemma2"], batch)[0]
+        trainer.logprobs(batch, ONE, TEMPERATURE) - transformers_results(folders["gemma2"], batch, TEMPERATURE)[0]
     ).abs().max() < 1e-5
 
 
@@ -353,9 +337,9 @@ def test_names_and_export_are_those_of_transformers(
         modes = {path.stat().st_mode & 0o777 for path in (tmp_path / f"{family}-out").iterdir()}
         (tmp_path / "probe").touch()
         assert modes == {(tmp_path / "probe").stat().st_mode & 0o777}, "those of any new file"
-        want, _ = transformers_results(tmp_path / f"{family}-out", batch)
+        want, _ = transformers_results(tmp_path / f"{family}-out", batch, TEMPERATURE)
         assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
-        assert (transformers_results(origin, batch)[0] - want).abs().max() > 1e-4  # the step shows
+        assert (transformers_results(origin, batch, TEMPERATURE)[0] - want).abs().max() > 1e-4  # the step shows
         names = {
             n for p in (origin, tmp_path / f"{family}-out") for n in [tuple(sorted(load_file(p / "model.safetensors")))]
         }

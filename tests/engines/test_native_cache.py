@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hpcrl.engines.gen.base import Output, Request, SamplingParams
+from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.blocks import Blocks
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.gen.native.kv import block_bytes
+from hpcrl.engines.gen.native.kv import KVCache, block_bytes
 from tests.engines.test_native import (
     CONFIGS,
     engine_of,
@@ -24,6 +25,7 @@ from tests.engines.test_native import (
     prompt_of,
     run,
 )
+from tests.planner.measuring import peak_bytes
 
 pytestmark = pytest.mark.numerics
 BLOCK = 16
@@ -299,6 +301,32 @@ def test_memory_is_given_back_after_long_sequences(qwen3: tuple[Any, Path]) -> N
     engine.load_weights(model.state_dict().items(), 3)
     assert engine._cache.capacity <= 8
     assert all(layer.shape[1] == engine._cache.capacity for layer in engine._cache.layers)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 40), (32, 40), (40, 32)])
+def test_a_cache_that_changes_its_size_needs_one_layer_beside_it(
+    before: int, after: int, qwen3: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """As the plan counts; the blocks keep what they hold."""
+    architecture = read_architecture(qwen3[1])
+    most, blocks = max(before, after), np.arange(min(before, after))
+    held = torch.rand(2, before, architecture.num_kv_heads, BLOCK, architecture.head_dim)
+    cache = KVCache(architecture, most, BLOCK, torch.float32, torch.device("cpu"))
+    first = np.zeros(0)
+
+    def change() -> None:
+        nonlocal first
+        cache.settle([blocks[:3], blocks[3:9]], blocks[9:], before)
+        first = cache.places
+        for layer in cache.layers:
+            layer.copy_(held)
+        cache.settle([blocks[3:9]], np.r_[9:after, 0:3], after)
+
+    planned = most * block_bytes(architecture, BLOCK, torch.float32) * (1 + 1 / architecture.num_layers)
+    assert peak_bytes(change, tmp_path / "trace.json") <= planned + 4096  # beside it, where blocks go
+    assert cache.capacity == after
+    for layer in cache.layers:
+        assert torch.equal(layer[:, cache.places[blocks]], held[:, first[blocks]]) and layer.isfinite().all()
 
 
 def test_new_weights_may_come_at_any_time(qwen3: tuple[Any, Path]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,19 @@ from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
-from tests.engines.worlds import make_model_folder, run_ranks
+from tests.engines.test_lora import LORA, check_generator
+from tests.engines.test_lora import engine as make_trainer
+from tests.engines.worlds import make_model_folder, process_group, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+# find_spec rather than importorskip: collecting must not pay for importing vLLM
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)"),
+]
 
 SIZES: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2}  # heads of 32
 SHAPE = RouteShape(num_layers=2, experts_per_token=2, num_experts=4)
-
-
-pytest.importorskip("vllm")
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +97,16 @@ def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> Non
             np.testing.assert_allclose(split[i].gen_logprobs, wanted.gen_logprobs, atol=2e-5)
             chosen, expected = (np.sort(o.columns["routes"].reshape(-1, 2, 2)) for o in (split[i], wanted))
             np.testing.assert_array_equal(chosen, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels of a CPU")
+def test_heads_without_a_kernel_are_refused_with_the_sizes_that_have_one(tmp_path: Path) -> None:
+    make_tiny_model(TinyModel(hidden_size=16, num_heads=2, num_kv_heads=1), tmp_path)
+    with pytest.raises(ValueError, match=r"heads have 8 numbers, .* this CPU take .*\b32, 64.*; generator.engine=n"):
+        make_engine(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 32}))
+    make_engine(tmp_path).close()
 
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
@@ -194,3 +210,21 @@ def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:
         make_engine(tmp_path, options={"nonsense": 1})
     with pytest.raises(ValueError, match=r"vLLM refuses .*max_model_len"):
         make_engine(tmp_path, max_length=1 << 20)
+
+
+def test_adapters_beside_the_weights_of_the_folder(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128}
+    folder = make_model_folder("qwen2", tmp_path / "model", **sizes)
+    with process_group(0, 1, str(tmp_path / "world")):
+        trainer, generator = make_trainer(folder), make_engine(folder, lora=LORA)
+        check_generator(trainer, generator, lambda version: generator.load_weights(trainer.named_weights(), version))
+        named = dict(trainer.named_weights())
+        (name, _) = named.popitem()
+        with pytest.raises(ValueError, match=rf"1 weights are missing: {name}"):
+            generator.load_weights(named.items(), 4)
+        generator.close()
+    experts = make_model_folder("qwen3_moe", tmp_path / "experts", **sizes)
+    with pytest.raises(
+        ValueError, match=r"vLLM on a CPU runs no mixture of experts \(qwen3_moe\) with trainer.lora; use"
+    ):
+        make_engine(experts, lora=LORA)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,13 @@ from tests.engines.test_fsdp2 import worst_difference
 from tests.engines.test_replay import as_batch, trainer_of
 from tests.engines.worlds import VOCAB, Weighted, make_model_folder, norms_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(300)]
-pytest.importorskip("vllm")
+# find_spec rather than importorskip: collecting must not pay for importing vLLM
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.numerics,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)"),
+]
 
 SHAPE = RouteShape(num_layers=2, experts_per_token=2, num_experts=8)  # three layers, of which the second is dense
 SIZES: dict[str, Any] = {

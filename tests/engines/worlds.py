@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import tempfile
@@ -90,6 +91,29 @@ class Weighted(Objective):
         if outputs.entropy is not None:
             loss = loss - 0.3 * (outputs.entropy * weights)[batch.loss_mask].sum() / norms.tokens
         return loss, {"actor/logprob": stat(outputs.logprobs, batch.loss_mask)}
+
+
+def worst_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Largest over parameters of the largest difference relative to that parameter's largest gradient."""
+    assert got.keys() == want.keys()
+    return max(float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
+
+
+def transformers_results(folder: Path, batch: Batch, temperature: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs [T] and gradients of Weighted, one sequence at a time through transformers' eager attention."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    logprobs, entropies = [], []
+    rotary = copy.deepcopy(model.base_model.rotary_emb)
+    for tokens in batch.token_ids.split(batch.lengths.tolist()):
+        model.base_model.rotary_emb = copy.deepcopy(rotary)  # dynamic NTK rotates by the longest sequence so far
+        log_p = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        first = log_p.new_zeros(1)
+        logprobs.append(torch.cat([first, log_p.gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([first, -(log_p.exp() * log_p).sum(-1)]))
+    found = torch.cat(logprobs) * batch.loss_mask
+    outputs = Outputs(found, torch.cat(entropies) * batch.loss_mask)
+    Weighted().loss(outputs, batch, norms_of(batch))[0].backward()
+    return found.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
 @contextlib.contextmanager

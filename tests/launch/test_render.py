@@ -21,7 +21,14 @@ from hpcrl.launch.render import render
 from tests.conftest import ROOT
 
 RECIPES = {path.stem for path in (ROOT / "slurm").glob("*.sbatch")}
-RUNNABLE = {"rlvr_tiny", "rlvr_7b", "rlvr_7b_async"}
+RUNNABLE = {
+    "rlvr_tiny",
+    "rlvr_7b",
+    "rlvr_7b_async",
+    "rlvr_30b_a3b",
+    "rlvr_200b",
+    "rlvr_200b_disaggregated",
+}
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
 
 

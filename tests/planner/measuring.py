@@ -31,9 +31,9 @@ def bytes_of(tensor: Any) -> int:
     return local.numel() * local.element_size()
 
 
-def held_bytes(folder: Path, dtype: str) -> dict[str, int]:
+def held_bytes(folder: Path, dtype: str, **changes: Any) -> dict[str, int]:
     """Part -> bytes of this rank after a step and a snapshot for a checkpoint."""
-    trainer = make_engine(folder, dtype, param_dtype=dtype)
+    trainer = make_engine(folder, dtype, **{"param_dtype": dtype} | changes)
     batch = make_batch([12, 9, 17])
     trainer.train_step(batch, [[0, 1, 2]], Weighted(), norms_of(batch))
     files = trainer.snapshot().values()
@@ -41,7 +41,7 @@ def held_bytes(folder: Path, dtype: str) -> dict[str, int]:
     states = trainer.optimizer.state.values()  # type: ignore[union-attr]
     return {
         "weights": sum(map(bytes_of, trainer.shards)),
-        "gradients": sum(bytes_of(parameter.grad) for parameter in trainer.shards),
+        "gradients": sum(bytes_of(parameter.grad) for parameter in trainer.shards if parameter.requires_grad),
         "optimizer": sum(bytes_of(value) for state in states for value in state.values()),
         "snapshot": sum(len(file.buffer) for file in files if isinstance(file, SharedFile)),
     }

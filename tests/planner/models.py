@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcrl.spec.kinds import TrainEngineSpec
+
 
 def published(
     family: str, hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: Any
@@ -78,3 +80,9 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
 }
 """Name -> (config.json, parameters as the model's card or its weight files count them)."""
+
+UNPLANNED = TrainEngineSpec(
+    about="An engine without a plan.",
+    make="hpcrl.engines.train.fake.engine:make",
+    computes=frozenset({"entropy"}),
+)

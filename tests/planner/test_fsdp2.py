@@ -25,8 +25,9 @@ def shape_of(folder: Path) -> ModelShape:
     return read_shape(inspect_model(folder).config)
 
 
-def planned_parts(folder: Path, dtype: str, num_ranks: int) -> dict[str, int]:
-    config = parse({"model": {"dtype": dtype}, "trainer": {"param_dtype": dtype}})
+def planned_parts(folder: Path, dtype: str, num_ranks: int, **changes: Any) -> dict[str, int]:
+    own = {key: changes.pop(key) for key in FSDP2Config.model_fields if key in changes}
+    config = parse({"model": {"dtype": dtype}, "trainer": {"param_dtype": dtype, "fsdp2": own} | changes})
     parts = trainer_parts(config, shape_of(folder), num_ranks)
     names = ("weights", "optimizer", "gradients")
     return {name: next(p.num_bytes for p in parts if p.name == name and "update" in p.during) for name in names}
@@ -47,14 +48,54 @@ def test_one_rank_holds_exactly_what_is_planned(family: str, dtype: str, tmp_pat
     assert held != planned_parts(folder, dtype, 2)  # negative control
 
 
+def test_adapters_beside_frozen_weights_are_planned(tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen3", tmp_path / "model")
+    changes: dict[str, Any] = {"param_dtype": "bfloat16", "lora": {"rank": 3, "target_modules": ["q_proj", "up_proj"]}}
+    held = held_bytes(folder, "float32", **changes)
+    del held["snapshot"]
+    planned = planned_parts(folder, "float32", 1, **changes)
+    assert held == planned
+    whole = planned_parts(folder, "float32", 1, param_dtype="bfloat16")
+    assert planned["weights"] < 0.7 * whole["weights"] and planned["optimizer"] < 0.2 * whole["optimizer"]
+
+
+SPLITS = ({"tensor_parallel": 2}, {"context_parallel": 2}, {"replicas": 2})
+NUM_ROWS, LENGTH = 4, 48
+
+
+def planned_activations(folder: Path, **own: int) -> int:
+    """Bytes kept of one micro-batch on one rank."""
+    section, shape = FSDP2Config(**own), shape_of(folder)
+    tokens = Tokens(NUM_ROWS * LENGTH, NUM_ROWS * (LENGTH - 1), LENGTH).shared(section.ranks_of_a_row)
+    others = fsdp2.of_other_ranks(section, shape, tokens, 4, shape.num_layers)
+    return fsdp2_activations(shape, tokens, 4, False) + others
+
+
+def _held_by_splits(folder: Path, split: Path) -> dict[str, dict[str, int]]:
+    results = {"": held_bytes(folder, "float32")}
+    for own in SPLITS:
+        results[str(own)] = held_bytes(split, "float32", **own)
+        del results[str(own)]["snapshot"]  # ranks with equal parts share the writing
+        results[str(own)]["saved"] = saved_bytes(make_engine(split, **own), NUM_ROWS, LENGTH)
+    return results
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_two_ranks_hold_exactly_what_is_planned(family: str, tmp_path: Path) -> None:
     """An odd vocabulary and three key heads of width 9, so that blocks of rows are uneven."""
     changes = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 12, "vocab_size": 101}
     folder = make_model_folder(family, tmp_path / family, num_experts=5, **changes)
+    split = make_model_folder(family, tmp_path / "split", vocab_size=101, **WIDTHS)
     shape = shape_of(folder)
-    first, second = run_ranks(2, held_bytes, folder, "float32")
+    held = run_ranks(2, _held_by_splits, folder, split)
+    for own in SPLITS:
+        saved = sum(result[str(own)].pop("saved") for result in held) / 2  # a rank's experts may be chosen more often
+        assert held[0][str(own)] == planned_parts(split, "float32", 2, **own)
+        assert saved == pytest.approx(planned_activations(split, **own), rel=0.1)
+    assert planned_parts(split, "float32", 2, replicas=2) != planned_parts(split, "float32", 2)  # negative control
+    assert planned_activations(split, context_parallel=2) < 0.6 * planned_activations(split)  # as above
+    first, second = (result[""] for result in held)
     written = first.pop("snapshot") + second.pop("snapshot")
     assert first == planned_parts(folder, "float32", 2)
     assert second["weights"] == 4 * fsdp2.shard_size(shape, 2, rank=1) < first["weights"]

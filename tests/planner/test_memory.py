@@ -24,6 +24,7 @@ from hpcrl.planner.generator import hand_over_parts
 from hpcrl.planner.memory import CARDS, PROGRAM_BYTES, RankMemory, check_sizes, memory, usable
 from hpcrl.planner.memory_parts import Part
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
+from hpcrl.planner.trainer import checkpoint_bytes
 from hpcrl.spec.weights import Held, all_in_generators_dtype
 from tests.engines.worlds import make_model_folder
 from tests.planner.models import PUBLISHED
@@ -275,8 +276,8 @@ def test_no_change_is_enough() -> None:
 
 
 def test_an_engine_whose_memory_is_not_known() -> None:
-    config = run(trainer={"engine": "deepspeed"})
-    with pytest.raises(CannotPlanError, match="deepspeed"):
+    config = run(trainer={"engine": "tests.planner.models:UNPLANNED"})
+    with pytest.raises(CannotPlanError, match="UNPLANNED"):
         memory(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
 
 
@@ -306,3 +307,26 @@ def test_a_dense_model_has_no_experts_to_replay() -> None:
     config = run(trainer={"router_replay": True})
     problems = check_sizes(config, RoleLayout.from_config(config), shape_of("Qwen2.5-7B"))
     assert [problem.text for problem in problems] == ["trainer.router_replay: qwen2 has no experts; set it to false"]
+
+
+def test_adapters_need_no_second_model_and_travel_alone() -> None:
+    """Rank 16 beside q and v of Qwen2.5-7B: 28 layers of 16 * (3584 + 3584) and 16 * (3584 + 512) numbers."""
+    shape, numbers = shape_of("Qwen2.5-7B"), 28 * 16 * (2 * 3584 + 3584 + 512)
+    apart = {"trainer": {"num_ranks": 4}, "generator": {"colocate_with": None, "num_ranks": 2}}
+    lora = {"rank": 16, "target_modules": ["q_proj", "v_proj"]}
+    kl = {"name": "grpo", "kl_loss_coef": 0.1}
+    with_kl = run(algorithm=kl, layout=apart)
+    config = run(algorithm=kl, layout=apart, trainer={"param_dtype": "bfloat16", "lora": lora})
+    assert "trainer+reference" in kinds(with_kl, shape) and {*kinds(config, shape)} == {"trainer", "generator"}
+    layout = RoleLayout.from_config(config)
+    assert generator.update_traffic(config, layout, shape) == (2 * numbers, 2 * numbers * 2 // 4)
+    assert checkpoint_bytes(config, shape) == 3 * 4 * numbers + 4 * 2 * 2 * 28
+    weights = part(kinds(config, shape)["trainer"], "trainer", "weights").num_bytes
+    assert 0 <= weights - (2 * shape.num_parameters + 4 * numbers) / 4 < 1 << 20
+    assert part(kinds(config, shape)["generator"], "generator", "adapters").num_bytes == 2 * numbers
+    config = run(trainer={"lora": {"rank": 2, "target_modules": ["q_proj", "query"]}})
+    (problem,) = check_sizes(config, RoleLayout.from_config(config), shape)
+    assert problem.text == (
+        "trainer.lora.target_modules: query: the model has none, whose linear layers are q_proj, k_proj, v_proj, "
+        "o_proj, gate_proj, up_proj, down_proj"
+    )

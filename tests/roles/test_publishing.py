@@ -144,3 +144,47 @@ def test_an_engine_that_shows_nothing_is_checked_as_it_gets_the_weights(pair: Pa
     pair.trainer.engine.held_weights = other
     with pytest.raises(RuntimeError, match=r"check_weights: .* of weights 2"):
         pair.update(2)
+
+
+LORA_WAYS = {
+    "one process": (TRAINER, {}),
+    "one rank": (TRAINER, {"fsdp2": {"cpu_offload": True}}),  # which FSDP2 gathers
+    "two ranks": (1, {}),
+}
+
+
+@pytest.mark.parametrize("way", LORA_WAYS)
+def test_adapters_travel_alone(way: str, threads: Threads, stage: Stage) -> None:
+    generator, trainer = LORA_WAYS[way]
+    settings = SETTINGS | {"trainer": {"lora": {"rank": 2, "target_modules": ["k_proj", "down_proj"]}} | trainer}
+    pair = Pair(threads, stage, generator, settings)
+    try:
+        asked: list[str] = []
+        load = pair.engine.load_weights
+
+        def loading(named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            load(((asked.append(name) or name, tensor) for name, tensor in named), version)
+
+        pair.engine.load_weights = loading  # type: ignore[method-assign]
+        for version in (0, 1):
+            asked.clear()
+            pair.update(version)
+            names = {name.partition(".lora_")[0].rpartition(".")[2] for name in asked}
+            assert names == {"k_proj", "down_proj"} and len(asked) == 4 * pair.engine._arch.num_layers
+            assert pair.engine.version == version and pair.same()
+            with torch.no_grad():
+                for name in pair.trainer.engine.weights.names:
+                    pair.trainer.engine.weights[name].add_(1)
+            assert not pair.same()
+
+        def corrupting(named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            load(named, version)
+            pair.engine._weights.layers[0].adapters["qkv"][0].second.view(torch.int16)[-1] ^= 1
+
+        pair.engine.load_weights = corrupting  # type: ignore[method-assign]
+        with pytest.raises(
+            RuntimeError, match=r"check_weights: model.layers.0.self_attn.k_proj.lora_B.weight of .* 1 of"
+        ):
+            pair.update(2)
+    finally:
+        dist.destroy_process_group()

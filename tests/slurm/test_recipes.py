@@ -24,6 +24,7 @@ from tests.conftest import ROOT
 from tests.slurm.jobs import show, wait_state
 
 RECIPES = sorted(path.stem for path in (ROOT / "slurm").glob("*.sbatch"))
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,6 @@ def test_what_slurm_refuses_is_told_in_one_line_and_nothing_is_queued(
     assert large.run("squeue", "-h") == ""
 
 
-@pytest.mark.slow
 def test_the_tiny_recipe_runs_to_its_end(large: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     log = tmp_path / "job.log"
@@ -163,7 +163,6 @@ def test_words_added_by_hand_may_not_change_the_nodes(large: Any, tmp_path: Path
     assert not run_dir.exists()
 
 
-@pytest.mark.slow
 def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     job = sbatch(large, f"--output={log}", str(script("convert")), f"run_dir={tmp_path / 'run'}")

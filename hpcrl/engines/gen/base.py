@@ -110,7 +110,8 @@ class GenEngine(Protocol):
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights by tensors under their HF names, in any type; a tensor of an iterator is valid until the
-        next is drawn. Running requests keep their KV cache and continue.
+        next is drawn. Running requests keep their KV cache and continue. With trainer.lora, these are the adapters'
+        weights (hpcrl.spec.lora), and the engine has all others from the model's folder, also after sleep().
         ValueError on an unknown or missing name or a wrong shape, before anything is changed if possible."""
 
     def recompute(self) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from hpcrl.config import LoRAConfig
+from hpcrl.planner.lora import adapters
 from hpcrl.planner.shapes import CannotPlanError, read_shape
 
 
@@ -18,13 +20,15 @@ class WeightNames:
         self._shapes = shapes
 
     @classmethod
-    def of(cls, folder: Path) -> WeightNames:
-        """Of a folder in HF layout; nothing is checked for a family whose parameters are not known."""
+    def of(cls, folder: Path, lora: LoRAConfig | None = None) -> WeightNames:
+        """Of a folder in HF layout, or of the adapters beside it; nothing is checked for a family whose parameters are
+        not known."""
         try:
             shape = read_shape(json.loads((folder / "config.json").read_text()))
         except CannotPlanError:
             return cls({})
-        return cls({parameter.name: parameter.shape for parameter in shape.parameters})
+        parameters = adapters(lora, shape) if lora is not None else shape.parameters
+        return cls({parameter.name: parameter.shape for parameter in parameters})
 
     def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """ValueError on an unknown or missing name or a wrong shape."""

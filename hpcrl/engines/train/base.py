@@ -51,9 +51,9 @@ class TrainEngine(Protocol):
 
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """Copies of the full weights, one at a time, in a fixed order, under the names of transformers' state_dict(), a
-        tied weight once; those in `dtypes` converted, before ranks exchange anything. Collective: every rank must
-        exhaust it. A rank yields its share of the parameters according to the division; all shares together have each
-        name once."""
+        tied weight once; those in `dtypes` converted, before ranks exchange anything. With trainer.lora, those of the
+        adapters alone (hpcrl.spec.lora). Collective: every rank must exhaust it. A rank yields its share of the
+        parameters according to the division; all shares together have each name once."""
 
     def weight_layout(self) -> list[Held]:
         """The tensors of all shares, in a fixed order, and which ranks of the engine hold which part. The same on all
@@ -97,7 +97,16 @@ class LocalWeights(Protocol):
         """The parameters themselves under the names of named_weights(), not to be changed."""
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Move the values of the named parameters into these tensors, which are the parameters from now on."""
+        """Move the values of the named parameters, also frozen ones, into those of these tensors that have their type;
+        these are the parameters from now on."""
+
+
+@runtime_checkable
+class Adapts(Protocol):
+    """A training engine with adapters beside frozen weights (trainer.lora), which are those of the reference policy."""
+
+    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """TrainEngine.logprobs() of the frozen weights alone. Collective over the engine's ranks."""
 
 
 def check_objective(engine: TrainEngine, objective: Objective) -> None:

@@ -22,7 +22,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     engine = LLM(
         job["model"],
-        dtype="float32",
+        dtype=job["dtype"],
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=512,

@@ -1,25 +1,36 @@
 """On PYTHONPATH, lets ranks die or stop when they are told something: HPCRL_TEST_DIES="RANK:COMMAND:K:SIGNAL ...", at
-the K-th command of that kind, before it is carried out."""
+the K-th command of that kind, before it is carried out. Or take longer: HPCRL_TEST_SLOW="RANK:COMMAND:SECONDS ..."."""
 
 import os
 import signal
+import time
+from collections.abc import Callable
 
 
-def watch(command: str, count: int, number: int) -> None:
+def before(command: str, act: Callable[[int], None]) -> None:
+    """act(k) before the k-th command of this kind."""
     from hpcrl.roles.worker import Worker
 
     carry_out, heard = Worker._reporting, []
 
     def reporting(self, seq, what):
         heard.append(what)
-        if heard.count(command) == count:
-            os.kill(os.getpid(), number)
+        if what == command:
+            act(heard.count(command))
         return carry_out(self, seq, what)
 
     Worker._reporting = reporting
 
 
+def die(count: int, number: int) -> Callable[[int], None]:
+    return lambda k: os.kill(os.getpid(), number) if k == count else None
+
+
 for wish in os.environ.get("HPCRL_TEST_DIES", "").split():
     rank, command, count, number = wish.split(":")
     if rank == os.environ.get("HPCRL_RANK"):
-        watch(command, int(count), getattr(signal, number))
+        before(command, die(int(count), getattr(signal, number)))
+for wish in os.environ.get("HPCRL_TEST_SLOW", "").split():
+    rank, command, seconds = wish.split(":")
+    if rank == os.environ.get("HPCRL_RANK"):
+        before(command, lambda k, seconds=float(seconds): time.sleep(seconds))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpcrl.config import Config
+from hpcrl.config import Config, LoRAConfig
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.native.architecture import read_architecture
@@ -58,6 +58,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         device="cuda" if torch.cuda.is_available() else "cpu",
         deterministic=config.deterministic,
         routes=routes_of(config, model_path),
+        lora=config.lora,
         load=False,
     )
 
@@ -80,7 +81,8 @@ class NativeEngine:
     in the cache serves later requests under weights that are at most this many versions newer. deterministic: always
     decode max_slots rows, reserve a request's full length at admission and share the prefill of requests that are
     admitted together, but no blocks, so that a request's bits depend on no other requests than those. routes: record
-    the chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights().
+    the chosen experts in the column `routes` of outputs. load=False leaves the weights to load_weights(). lora: it gets
+    those of adapters, and all others are read from the folder at its first call.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class NativeEngine:
         device: torch.device | str = "cpu",
         deterministic: bool = False,
         routes: RouteShape | None = None,
+        lora: LoRAConfig | None = None,
         load: bool = True,
     ):
         for name, value in {"max_slots": max_slots, "max_length": max_length, "kv_bucket": kv_bucket}.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}, at least 1 is needed")
-        self._arch = read_architecture(Path(model_path))
+        self._model_path, self._lora = Path(model_path), lora
+        self._arch = read_architecture(self._model_path)
         if max_length > self._arch.max_positions:
             raise ValueError(
                 f"max_length {max_length} exceeds the {self._arch.max_positions} positions of the model in {model_path}"
@@ -188,7 +192,7 @@ class NativeEngine:
         the engine has no weights (version -1) if that fails."""
         if version < 0:
             raise ValueError(f"weights version is {version}, 0 or more is needed")
-        weights = self._weights or FusedWeights(self._arch, self._dtype, self._device, self._float32_head)
+        weights = self._weights or self._new_weights()
         weights.check(named)
         self.version = -1
         weights.load(named)
@@ -202,8 +206,12 @@ class NativeEngine:
     def share_weights(self) -> dict[str, torch.Tensor]:
         """See SharesWeights."""
         assert self._weights is None, "share_weights() comes before the first load_weights()"
-        self._weights = FusedWeights(self._arch, self._dtype, self._device, self._float32_head, shared=True)
+        self._weights = self._new_weights(shared=True)
         return self._weights.parameters()
+
+    def _new_weights(self, shared: bool = False) -> FusedWeights:
+        base = read_safetensors(self._model_path) if self._lora is not None else ()
+        return FusedWeights(self._arch, self._dtype, self._device, self._float32_head, shared, self._lora, base)
 
     def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See ShowsWeights."""
@@ -240,7 +248,7 @@ class NativeEngine:
         self._cache.clear()
         self._blocks.clear()
         self._model, self.version = None, -1
-        if self._weights is not None and not self._weights.shared:
+        if self._weights is not None and not self._weights.shared and self._lora is None:
             self._weights = None
 
     def wake(self) -> None:

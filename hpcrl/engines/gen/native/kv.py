@@ -77,11 +77,23 @@ class KVCache:
         moves = (sources != NOWHERE) & ((sources != targets) | resized)
         if not resized and not moves.any():
             return
+        if resized:
+            self._resize(sources[moves], targets[moves], capacity)
+            return
         source, target = (torch.from_numpy(at[moves]).to(self._device) for at in (sources, targets))
-        for i, layer in enumerate(self.layers):  # layer by layer: one layer's worth of extra memory at a time
-            if resized:
-                self.layers[i] = layer.new_zeros(2, capacity, *self._shape)
-            self.layers[i][:, target] = layer[:, source]
+        for layer in self.layers:
+            layer[:, target] = layer[:, source]
+
+    def _resize(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
+        """Move blocks into tensors of another size, layer by layer: beside the new tensors, at most the old ones of the
+        layers that are left are held."""
+        source_of = np.zeros(capacity, dtype=np.int64)  # any old numbers, which are finite, at places of no block
+        source_of[targets] = sources
+        index = torch.from_numpy(source_of).to(self._device)
+        for i, layer in enumerate(self.layers):
+            self.layers[i] = layer.new_zeros(2, capacity, *self._shape)
+            if len(sources):  # straight into the new tensor: indexing would make a copy of the old one
+                torch.index_select(layer, 1, index, out=self.layers[i])
 
     def trim(self, groups: Sequence[np.ndarray], others: np.ndarray) -> None:
         """`settle`, in no more memory than was needed at once since the last trim."""

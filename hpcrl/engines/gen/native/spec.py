@@ -53,4 +53,5 @@ SPEC = GenEngineSpec(
     shares_weights=True,
     deterministic=True,
     float32_head=True,
+    lora=True,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcrl.engines.gen.native.architecture import Architecture
 from hpcrl.engines.gen.native.attention import Adding, Decoding
 from hpcrl.engines.gen.native.kv import KVCache
-from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer
+from hpcrl.engines.gen.native.weights import Dense, Experts, FusedWeights, Layer, LowRank
 
 
 class Transformer:
@@ -72,6 +72,7 @@ class Transformer:
         """Heads [T, heads + 2 kv_heads, head_dim] of x [T, H]; q and k normalised and rotated."""
         a, normed = self._arch, self._norm(x, layer.attention_norm)
         fused = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
+        _adapt(fused, normed, layer.adapters["qkv"])
         heads = fused.view(-1, a.num_qkv_heads, a.head_dim)
         qk = heads[:, : a.num_qk_heads]
         if layer.qk_norm is not None:
@@ -90,18 +91,19 @@ class Transformer:
     def _block(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of a block after attention; x [T, H] is overwritten."""
         if layer.attention_post_norm is None:
-            x.addmm_(attended, layer.out)
+            _adapt(x.addmm_(attended, layer.out), attended, layer.adapters["out"])
             if layer.out_bias is not None:
                 x.add_(layer.out_bias)
         else:
-            x.add_(self._norm(F.linear(attended, layer.out.t(), layer.out_bias), layer.attention_post_norm))
+            result = _adapt(F.linear(attended, layer.out.t(), layer.out_bias), attended, layer.adapters["out"])
+            x.add_(self._norm(result, layer.attention_post_norm))
         normed = self._norm(x, layer.mlp_norm)
         if not isinstance(layer.mlp, Dense):
             return x.add_(self._mixture(layer.mlp, normed))
-        inner = self._gate(normed @ layer.mlp.gate_up)
+        inner = self._gate(_adapt(normed @ layer.mlp.gate_up, normed, layer.adapters["gate_up"]))
         if layer.mlp_post_norm is None:
-            return x.addmm_(inner, layer.mlp.down)
-        return x.add_(self._norm(inner @ layer.mlp.down, layer.mlp_post_norm))
+            return _adapt(x.addmm_(inner, layer.mlp.down), inner, layer.adapters["down"])
+        return x.add_(self._norm(_adapt(inner @ layer.mlp.down, inner, layer.adapters["down"]), layer.mlp_post_norm))
 
     def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
         """Weighted sum [T, H] of each token's chosen experts. The host learns nothing of the choices, so it need not
@@ -119,6 +121,13 @@ class Transformer:
         results = F.grouped_mm(_silu_gated(results), experts.down, offs=ends)
         by_token = results[order.argsort()].unflatten(0, (-1, top))
         return torch.bmm(shares[:, None].to(x.dtype), by_token)[:, 0]
+
+
+def _adapt(product: Tensor, x: Tensor, adapters: Sequence[LowRank]) -> Tensor:
+    """The product of x with a matrix, to which that with the matrix's adapters is added in place."""
+    for adapter in adapters:
+        product[:, adapter.columns].addmm_(x @ adapter.first.t(), adapter.second.t(), alpha=adapter.scale)
+    return product
 
 
 def _silu_gated(fused: Tensor) -> Tensor:

@@ -19,7 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcrl.config import LoRAConfig
 from hpcrl.engines.gen.native.architecture import Architecture
+from hpcrl.spec.lora import A, B, is_adapter, matches
+
+ALL = slice(None)
 
 
 @dataclass(slots=True)
@@ -39,6 +43,16 @@ class Experts:
     down: Tensor  # [E, I, H]
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter of some columns of a product: scale * x @ first.t() @ second.t() is added to them."""
+
+    columns: slice
+    first: Tensor  # [rank, in]
+    second: Tensor  # [out, rank], rows in the order of the columns
+    scale: float
+
+
 @dataclass(slots=True)
 class Layer:
     """One block. q heads come first, then k, then v."""
@@ -53,6 +67,7 @@ class Layer:
     mlp_norm: Tensor  # [H]
     mlp_post_norm: Tensor | None  # [H]
     mlp: Dense | Experts
+    adapters: dict[str, list[LowRank]]  # by matrix: qkv, out, gate_up, down
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +83,7 @@ class FusedWeights:
     """Fused weights and their loading under HF names. Uninitialised until `load` succeeds.
 
     float32_head: the vocabulary projection sums and keeps products of numbers of `dtype` in float32. shared: in a
-    layout whose parts can be a trainer's parameters.
+    layout whose parts can be a trainer's parameters. lora: `load` gets adapters; all other weights are `base`.
     """
 
     def __init__(
@@ -78,8 +93,10 @@ class FusedWeights:
         device: torch.device,
         float32_head: bool = False,
         shared: bool = False,
+        lora: LoRAConfig | None = None,
+        base: Iterable[tuple[str, Tensor]] = (),
     ):
-        self._arch, self._dtype, self._device = architecture, dtype, device
+        self._arch, self._dtype, self._device, self._lora = architecture, dtype, device, lora
         self._float32_head, self.shared = float32_head and dtype != torch.float32, shared
         self._targets: dict[str, _Target] = {}
         rotated = architecture.num_rotated
@@ -96,7 +113,10 @@ class FusedWeights:
         self._converted_head = torch.empty(vocab, device=device) if copied else None
         self.norm = self._norm("model.norm.weight")
         self.layers = [self._layer(i) for i in range(architecture.num_layers)]
-        self._required = {part for name, target in self._targets.items() for part in target.parts or (name,)}
+        parts = {part for name, target in self._targets.items() for part in target.parts or (name,)}
+        self._required = parts if lora is None else {name for name in parts if is_adapter(name)}
+        if lora is not None:
+            self._copy(base, parts - self._required)
 
     def parameters(self) -> dict[str, Tensor]:
         """Destinations that hold exactly the tensor of an HF name, in its layout."""
@@ -111,10 +131,13 @@ class FusedWeights:
         """ValueError on an unknown or missing name or a wrong shape in a collection. An iterator is left to `load`,
         since its tensors may not outlive the iteration."""
         if isinstance(named, Collection):
-            self._require({part for name, tensor in named for part in self._accept(name, tensor)[1]})
+            _require(self._required, {part for name, tensor in named for part in self._accept(name, tensor)[1]})
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Copy every tensor to its place. ValueError at the first unknown or missing name or wrong shape."""
+        self._copy(named, self._required)
+
+    def _copy(self, named: Iterable[tuple[str, Tensor]], required: set[str]) -> None:
         loaded: set[str] = set()
         for name, tensor in named:
             target, parts = self._accept(name, tensor)
@@ -128,7 +151,7 @@ class FusedWeights:
             target.view.copy_(tensor)
             if target.add:
                 target.view.add_(target.add)
-        self._require(loaded)
+        _require(required, loaded)
         if self._converted_head is not None:
             self._converted_head.copy_(self.head)
 
@@ -168,10 +191,6 @@ class FusedWeights:
             raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, the model has {list(target.shape)}")
         return target, target.parts or (name,)
 
-    def _require(self, loaded: set[str]) -> None:
-        if missing := sorted(self._required - loaded):
-            raise ValueError(f"{len(missing)} of {len(self._required)} weights are missing, e.g. {missing[:3]}")
-
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
@@ -192,6 +211,22 @@ class FusedWeights:
     ) -> None:
         self._targets[name] = _Target(view, shape or tuple(view.shape), 0 if self.shared else rotary_heads, parts, add)
 
+    def _linear(
+        self, name: str, matrix: Tensor, columns: slice = ALL, rotary_heads: int = 0, *, adapters: list[LowRank]
+    ) -> None:
+        """The target `name`.weight in these columns of a matrix [in, out], and its adapter, if it gets one."""
+        part = matrix[:, columns].t()
+        self._target(f"{name}.weight", part, rotary_heads=rotary_heads)
+        if self._lora is None or not matches(name, self._lora.target_modules):
+            return
+        rows, inputs = part.shape
+        found = LowRank(
+            columns, self._empty(self._lora.rank, inputs), self._empty(rows, self._lora.rank), self._lora.scale
+        )
+        self._target(name + A, found.first)
+        self._target(name + B, found.second, rotary_heads=rotary_heads)
+        adapters.append(found)
+
     def _norm(self, name: str, *shape: int) -> Tensor:
         """[H] or `shape`: the factors of a norm, in Gemma's families weight + 1 in float32."""
         plain = not self._arch.family.gemma
@@ -206,6 +241,7 @@ class FusedWeights:
         a, prefix = self._arch, f"model.layers.{index}."
         hidden, attention, gemma = a.hidden_size, prefix + "self_attn.", a.family.gemma
         after = prefix + "post_attention_layernorm.weight"  # in Gemma's families the norm of attention's result
+        adapters: dict[str, list[LowRank]] = {"qkv": [], "out": [], "gate_up": [], "down": []}
         layer = Layer(
             attention_norm=self._norm(prefix + "input_layernorm.weight"),
             attention_post_norm=self._norm(after) if gemma else None,
@@ -216,18 +252,19 @@ class FusedWeights:
             out_bias=self._empty(hidden) if a.out_bias else None,
             mlp_norm=self._norm(prefix + "pre_feedforward_layernorm.weight" if gemma else after),
             mlp_post_norm=self._norm(prefix + "post_feedforward_layernorm.weight") if gemma else None,
-            mlp=self._experts(prefix + "mlp.") if index in a.expert_layers else self._dense(prefix + "mlp."),
+            mlp=self._experts(prefix + "mlp.") if index in a.expert_layers else self._dense(prefix + "mlp.", adapters),
+            adapters=adapters,
         )
-        self._target(attention + "o_proj.weight", layer.out.t())
+        self._linear(attention + "o_proj", layer.out, adapters=adapters["out"])
         if layer.out_bias is not None:
             self._target(attention + "o_proj.bias", layer.out_bias)
         if a.family.fused:
-            self._target(attention + "qkv_proj.weight", layer.qkv.t(), rotary_heads=a.num_qk_heads)
+            self._linear(attention + "qkv_proj", layer.qkv, rotary_heads=a.num_qk_heads, adapters=adapters["qkv"])
             return layer
         bounds = {"q": (0, a.num_heads), "k": (a.num_heads, a.num_qk_heads), "v": (a.num_qk_heads, a.num_qkv_heads)}
         for which, (first, last) in bounds.items():
             columns, rotary = slice(first * a.head_dim, last * a.head_dim), (last - first) * (which != "v")
-            self._target(f"{attention}{which}_proj.weight", layer.qkv[:, columns].t(), rotary_heads=rotary)
+            self._linear(f"{attention}{which}_proj", layer.qkv, columns, rotary, adapters=adapters["qkv"])
             if layer.qkv_bias is not None:
                 self._target(f"{attention}{which}_proj.bias", layer.qkv_bias[columns], rotary_heads=rotary)
         return layer
@@ -241,15 +278,15 @@ class FusedWeights:
             self._target(name, heads, shape=(a.head_dim,), rotary_heads=1, add=1.0 if a.family.gemma else 0.0)
         return norm
 
-    def _dense(self, prefix: str) -> Dense:
+    def _dense(self, prefix: str, adapters: dict[str, list[LowRank]]) -> Dense:
         hidden, size = self._arch.hidden_size, self._arch.intermediate_size
         mlp = Dense(gate_up=self._matrix(hidden, 2 * size), down=self._matrix(size, hidden))
         if self._arch.family.fused:
-            self._target(prefix + "gate_up_proj.weight", mlp.gate_up.t())
+            self._linear(prefix + "gate_up_proj", mlp.gate_up, adapters=adapters["gate_up"])
         else:
-            self._target(prefix + "gate_proj.weight", mlp.gate_up[:, :size].t())
-            self._target(prefix + "up_proj.weight", mlp.gate_up[:, size:].t())
-        self._target(prefix + "down_proj.weight", mlp.down.t())
+            self._linear(prefix + "gate_proj", mlp.gate_up, slice(size), adapters=adapters["gate_up"])
+            self._linear(prefix + "up_proj", mlp.gate_up, slice(size, None), adapters=adapters["gate_up"])
+        self._linear(prefix + "down_proj", mlp.down, adapters=adapters["down"])
         return mlp
 
     def _experts(self, prefix: str) -> Experts:
@@ -273,6 +310,11 @@ class FusedWeights:
 
 
 WHICH = ("gate", "up", "down")
+
+
+def _require(required: set[str], loaded: set[str]) -> None:
+    if missing := sorted(required - loaded):
+        raise ValueError(f"{len(missing)} of {len(required)} weights are missing, e.g. {missing[:3]}")
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -20,13 +20,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpcrl.config import Config
+from hpcrl.config import Config, LoRAConfig
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request
 from hpcrl.engines.gen.checks import check_requests
 from hpcrl.engines.gen.growing import Growing
 from hpcrl.engines.gen.names import WeightNames
 from hpcrl.engines.gen.sampling import stream_origin
 from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.engines.gen.vllm.heads import check_head_size
+from hpcrl.engines.gen.vllm.lora import Adapter
+from hpcrl.engines.gen.vllm.lora import arguments as adapter_arguments
 from hpcrl.engines.gen.vllm.memory import cache
 from hpcrl.engines.gen.vllm.replica import executor, keeping_default_group, world_of
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
@@ -68,6 +71,7 @@ def make(config: Config, model_path: Path, tokenizer: Any, replica: ReplicaRanks
         sleeps=shares_gpu(config),
         options=own.options,
         routes=routes_of(config, model_path),
+        lora=config.lora,
         load=False,
     )
 
@@ -104,7 +108,7 @@ class VLLMEngine:
     KV cache on each rank; None: what is left of memory_share of the card. head_dtype: type of the vocabulary
     projection; None: dtype. sleeps: whether sleep() tells vLLM to sleep, which frees memory on GPUs. options: more
     arguments of vLLM's EngineArgs, by name. routes: record the chosen experts in the column `routes` of outputs.
-    load=False leaves the weights to load_weights().
+    load=False leaves the weights to load_weights(). lora: it gets those of adapters, and vLLM reads all others.
 
     ValueError if vLLM refuses the folder, the sizes or an option. The constructor is collective within the replica.
     """
@@ -125,15 +129,17 @@ class VLLMEngine:
         sleeps: bool = False,
         options: Mapping[str, Any] | None = None,
         routes: RouteShape | None = None,
+        lora: LoRAConfig | None = None,
         load: bool = True,
     ):
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         arguments = {
             "model": str(model_path),
             "skip_tokenizer_init": True,
-            "load_format": "auto" if load else "dummy",
+            "load_format": "auto" if load or lora is not None else "dummy",
             "dtype": dtype,
             "max_model_len": max_length,
             "max_num_seqs": max_slots,
@@ -146,25 +152,28 @@ class VLLMEngine:
             "enable_sleep_mode": sleeps and torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "async_scheduling": False,  # each step returns its own tokens
-            "disable_log_stats": True,
             "seed": 0,
         } | dict(options or {})
+        if lora is not None:
+            arguments |= adapter_arguments(lora, Path(model_path))
         self._sleeps, self._asleep, self._shares_group = sleeps, False, dist.is_initialized()
         self._routes = routes.field if routes is not None else None
         recorder = RouteRecorder(routes) if routes is not None else None
         recorded = recorder.bound() if recorder is not None else contextlib.nullcontext()
         with world_of(replica), recorded, _unchanged_random_state():
             try:
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+                config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+                check_head_size(config)
+                self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             except (TypeError, ValueError) as error:
                 named = f" with generator.vllm.options={dict(options)}" if options else ""
                 text = " ".join(str(error).partition(" [type=")[0].split())  # pydantic's errors have several lines
                 raise ValueError(f"vLLM refuses {model_path}{named}: {text}") from error
-        config = self._engine.vllm_config.model_config
         self.version = 0 if load else -1
         self.max_slots = max_slots
-        self._max_length, self._vocab_size = max_length, config.get_vocab_size()
-        self._names = WeightNames.of(Path(model_path))
+        self._max_length, self._vocab_size = max_length, config.model_config.get_vocab_size()
+        self._names = WeightNames.of(Path(model_path), lora)
+        self._adapter = Adapter(self._runner, lora) if lora is not None else None
         self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
         self._growing: dict[int, _Growing] = {}
         self._num_added = 0
@@ -221,8 +230,11 @@ class VLLMEngine:
         # vLLM holds a layer's tensors until it has all of them; the sender may fill its buffer anew before.
         copies = ((name, tensor.clone()) for name, tensor in self._names.checked(named))
         with torch.inference_mode():
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-            repair_after_load(self._runner.get_model())
+            if self._adapter is not None:
+                self._adapter.load(dict(copies))
+            else:
+                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+                repair_after_load(self._runner.get_model())
         self.version = version
         waiting = [growing.request for growing in self._growing.values() if not growing.token_ids]
         self._engine.abort_request([str(request.id) for request in waiting])
@@ -240,7 +252,8 @@ class VLLMEngine:
         if running := sum(1 for growing in self._growing.values() if growing.token_ids):
             raise ValueError(f"cannot sleep while {running} requests are running: abort or finish them")
         if self._sleeps and not self._asleep:
-            self._engine.sleep(level=2, mode="keep")
+            # At level 1 vLLM keeps the weights in host memory; those beside adapters do not come again.
+            self._engine.sleep(level=2 if self._adapter is None else 1, mode="keep")
             self._asleep = True
         self.version = -1
 
@@ -266,7 +279,8 @@ class VLLMEngine:
     def _queue(self, request: Request) -> None:
         # The salt separates cached prefixes of different weights: a response that continues keeps its own.
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": str(self.version)}
-        self._engine.add_request(str(request.id), prompt, _limits(request))
+        adapter = self._adapter.request if self._adapter is not None else None
+        self._engine.add_request(str(request.id), prompt, _limits(request), lora_request=adapter)
 
     def _iterate(self) -> list[Output]:
         """One iteration of vLLM's engine."""

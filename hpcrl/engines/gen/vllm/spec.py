@@ -27,6 +27,10 @@ OWN = {
     "enforce_eager": "generator.vllm.eager",
     "enable_sleep_mode": "layout.generator",
     "seed": "seed",
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "lora_dtype"),
+        "trainer.lora",
+    ),
     **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "trainer.router_replay"),
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "async_scheduling", "speculative_config"), ""),
 }
@@ -90,6 +94,7 @@ SPEC = GenEngineSpec(
     tensor_parallel=True,
     recompute=True,
     float32_head=True,
+    lora=True,
     gives_routes=True,
     plan="hpcrl.engines.gen.vllm.memory:cache",
     check_sizes="hpcrl.engines.gen.vllm.memory:check",

@@ -1,7 +1,108 @@
-"""DeepSpeed ZeRO."""
+"""DeepSpeed ZeRO, for any decoder of transformers."""
 
 from __future__ import annotations
 
-from hpcrl.spec.kinds import TrainEngineSpec
+from collections.abc import Iterator
+from typing import Any, Literal
 
-SPEC = TrainEngineSpec(about="DeepSpeed ZeRO.", needs={"deepspeed": "deepspeed"}, computes=frozenset({"entropy"}))
+from pydantic import Field
+
+from hpcrl.spec.fields import Section
+from hpcrl.spec.kinds import TrainEngineSpec
+from hpcrl.spec.problems import Problem
+
+AT = ("trainer", "deepspeed")
+BUCKET_NUMBERS = 500_000_000
+"""DeepSpeed's own sizes of the buffers in which it reduces gradients and gathers parameters."""
+GIVEN = {
+    "bf16": "trainer.param_dtype",
+    "bfloat16": "trainer.param_dtype",
+    "fp16": "trainer.param_dtype",
+    "communication_data_type": "",
+    "data_types": "",
+    "gradient_accumulation_steps": "trainer.max_tokens_per_micro_batch",
+    "gradient_clipping": "trainer.max_grad_norm",
+    "managed_gradient_accumulation": "",
+    "optimizer": "trainer.lr, trainer.betas, trainer.eps and trainer.weight_decay",
+    "scheduler": "trainer.lr_schedule",
+    "train_batch_size": "trainer.max_tokens_per_micro_batch",
+    "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch",
+    "zero_force_ds_cpu_optimizer": "",
+}
+"""Keys of DeepSpeed's configuration that hpcrl sets -> the key to use instead; empty: none."""
+GIVEN_OF_ZERO = {
+    "stage": "trainer.deepspeed.zero_stage",
+    "offload_optimizer": "trainer.deepspeed.offload_optimizer",
+    "offload_param": "trainer.deepspeed.offload_parameters",
+    "memory_efficient_linear": "",
+}
+"""The same of its section zero_optimization."""
+
+
+class DeepSpeedConfig(Section):
+    """How DeepSpeed divides the model's state over the trainer's ranks."""
+
+    zero_stage: Literal[1, 2, 3] = 3
+    """What the ranks divide: 1: optimizer state and the fp32 weights; 2: also gradients; 3: also parameters."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """Keep optimizer state and the fp32 weights in host memory, where AdamW then runs."""
+    offload_parameters: Literal["none", "cpu"] = "none"
+    """Keep parameters in host memory; zero_stage 3 only."""
+    packing: Literal["auto", "require", "off"] = "auto"
+    """As trainer.fsdp2.packing."""
+    attention: Literal["auto", "flash", "sdpa"] = "auto"
+    """As trainer.fsdp2.attention."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More keys of DeepSpeed's configuration, as {zero_optimization: {reduce_bucket_size: 100000000}}. DeepSpeed checks
+    them when the trainer starts."""
+
+
+def _problem(key: str, text: str) -> Problem:
+    return Problem((*AT, key), f"trainer.deepspeed.{key}: {text}")
+
+
+def _check(config: Any) -> Iterator[Problem]:
+    own, trainer = config.trainer.section(DeepSpeedConfig), config.trainer
+    if own.offload_parameters != "none" and own.zero_stage < 3:
+        yield _problem(
+            "offload_parameters", f"ZeRO-{own.zero_stage} does not divide parameters; set zero_stage=3 or none"
+        )
+    if config.layout.offload == "always":
+        text = "the state of the deepspeed trainer stays where it is; use auto, and trainer.deepspeed.offload_optimizer"
+        yield Problem(("layout", "offload"), f"layout.offload: {text}", (AT,))
+    fits = trainer.param_dtype != "float32" and own.packing != "off" and config.cluster.device != "cpu"
+    if own.attention == "flash" and not fits:
+        yield _problem("attention", "flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto")
+    yield from _check_options(own.options, GIVEN, "")
+    zero = own.options.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        yield _problem("options", f"zero_optimization is a section of keys, not {zero!r}")
+        return
+    size = zero.get("reduce_bucket_size", 1)
+    if isinstance(size, bool) or not isinstance(size, int | float) or size < 1:
+        yield _problem("options", f"zero_optimization.reduce_bucket_size is a number of gradients, not {size!r}")
+    yield from _check_options(zero, GIVEN_OF_ZERO, "zero_optimization.")
+
+
+def _check_options(options: dict[str, Any], given: dict[str, str], section: str) -> Iterator[Problem]:
+    for name in sorted(options.keys() & given.keys()):
+        how = f"set {given[name]} instead" if given[name] else "leave it out"
+        yield _problem("options", f"{section}{name} is given to DeepSpeed by hpcrl; {how}")
+
+
+SPEC = TrainEngineSpec(
+    about="DeepSpeed ZeRO, for any decoder of transformers.",
+    make="hpcrl.engines.train.deepspeed.engine:make",
+    section=DeepSpeedConfig,
+    check=_check,
+    plan="hpcrl.engines.train.deepspeed.memory:PLAN",
+    needs={"deepspeed": "deepspeed"},
+    tested={"deepspeed": "0.19"},
+    resume_keys=tuple(key for key in DeepSpeedConfig.model_fields if key not in ("packing", "options")),
+    computes=frozenset({"entropy"}),
+    deterministic=True,
+    float32_head=True,
+    offloads=False,
+)

@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from hpcrl.engines import varlen
 from hpcrl.engines.attention import causal_attention
+from hpcrl.engines.train.fsdp2.exchange import TokenRanks, heads_to_tokens, tokens_to_heads
 
 PACKED_ATTENTION = "hpcrl_packed"
 MAX_PADDING = 1 / 8  # a row may leave this share of its block empty,
@@ -69,7 +70,9 @@ class Shown:
 class PackedLayout:
     """Which tokens of some sequences are packed, and their places in rows of attention. Made once per micro-batch.
 
-    kept int64 [K], places int64 [T]: of shared_prefixes. attention: which kernel is preferred (hpcrl.engines.varlen).
+    kept int64 [k]: the tokens of this rank, in the order of its forward. rotated int64: those whose queries and keys
+    it computes. attention: which kernel is preferred (hpcrl.engines.varlen). Tokens are divided over `ranks`; the first
+    one is repeated until they can be, and no result depends on that.
     """
 
     def __init__(
@@ -78,12 +81,26 @@ class PackedLayout:
         device: torch.device,
         shared: tuple[Tensor, Tensor] | None = None,
         attention: varlen.Choice = "auto",
+        ranks: TokenRanks | None = None,
     ):
         """shared: of shared_prefixes; without it every token is packed separately."""
         kept, self._places = shared or (torch.arange(sum(lengths)),) * 2
         self._lengths, self._device, self._shares = lengths, device, len(kept) < len(self._places)
         self.attention: varlen.Choice = attention
-        self.kept, self.places = kept.to(device), self._places.to(device)
+        self.ranks = ranks or TokenRanks()
+        self.num_packed, size = len(kept), self.ranks.all.size
+        padded = torch.cat([kept, kept[:1].expand(-len(kept) % size)])
+        self.kept = padded[self.ranks.place :: size].to(device)
+        self.rotated = padded[self.ranks.context.rank :: self.ranks.context.size].to(device)
+        self.places = self._places.to(device)
+
+    def own(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Of these tokens int64 [N], int64 [n] each: which ones this rank has (None: all), and where among `kept`."""
+        places, size = self.places[tokens], self.ranks.all.size
+        if size == 1:
+            return None, places
+        mine = (places % size == self.ranks.place).nonzero()[:, 0]
+        return mine, places[mine] // size
 
     @cached_property
     def padded(self) -> tuple[list[tuple[int, int]], Shown]:
@@ -170,17 +187,32 @@ def packed_attention(
     layout = packed_layout or PackedLayout([query.shape[2]], query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scaling = scaling or query.shape[-1] ** -0.5
-    sizes = varlen.Setting(
-        query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1], sliding_window, softcap
-    )
-    attend = varlen.find(layout.attention, sizes) if value.shape[-1] == query.shape[-1] else None
+    context, num_tokens = layout.ranks.context, len(q)
+    if context.size > 1:
+        repeats = max(1, context.size // k.shape[1])  # few key heads: each rank has one that its query heads share
+        k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
+        q, k, v = (tokens_to_heads(x, context) for x in (q, k, v))
+        num_tokens = len(q)
+    q, k, v = (x[: layout.num_packed] for x in (q, k, v))
+    out = _attend(q, k, v, layout, scaling, sliding_window, softcap)
+    if num_tokens > layout.num_packed:
+        out = F.pad(out, (0, 0, 0, 0, 0, num_tokens - layout.num_packed))
+    return (heads_to_tokens(out, context) if context.size > 1 else out).unsqueeze(0), None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """[K, H, D]: attention over all packed tokens; q [K, H, D], k and v [K, KV, D]."""
+    sizes = varlen.Setting(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[-1], window, softcap)
+    attend = varlen.find(layout.attention, sizes) if v.shape[-1] == q.shape[-1] else None
     if attend is None:
-        return by_blocks((q, k, v), layout, scaling, sliding_window, softcap).unsqueeze(0), None
+        return by_blocks((q, k, v), layout, scale, window, softcap)
     starts, longest, shown = layout.exact
     if shown is not None:
         q, k, v = (_Pad.apply(x, shown) for x in (q, k, v))
-    out = attend(q, k, v, varlen.Spans(starts, longest, scaling, sliding_window, softcap))
-    return (out if shown is None else _Unpad.apply(out, shown)).unsqueeze(0), None
+    out: Tensor = attend(q, k, v, varlen.Spans(starts, longest, scale, window, softcap))
+    return out if shown is None else _Unpad.apply(out, shown)
 
 
 def by_blocks(

@@ -7,17 +7,14 @@ import io
 import json
 import os
 import pickle
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import (
     CheckpointException,
     Metadata,
@@ -29,49 +26,41 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import skip_data
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
+from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, frame, random_state, set_random_state
 from hpcrl.engines.train.fsdp2.weights import local
+from hpcrl.spec.lora import is_adapter
 
-FACTS = "trainer.json"
-ALIGNMENT = 64  # of slices in the file, as torch.save aligns tensors
-
-
-def _random_state() -> dict[str, Any]:
-    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
+Whole = Callable[[str, Tensor], Tensor]
+"""(name of a parameter, it or a moment) -> the same as a shard of the whole tensor."""
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Weights and moments by name, not copied; tied ones once, under their first name."""
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole) -> dict[str, Tensor]:
+    """Weights and moments by name, not copied; tied ones once, under their first name; of a model with adapters, theirs
+    alone."""
     if optimizer is not None and not optimizer.state:
         get_optimizer_state_dict(model, optimizer)  # runs an empty step, which creates the moments
         for state in optimizer.state.values():
             state["step"].zero_()
     first: dict[int, str] = {}
     tensors = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    values = model.state_dict(keep_vars=True)
+    adapters = {name: value for name, value in values.items() if is_adapter(name)}
+    for name, value in (adapters or values).items():
         if first.setdefault(id(value), name) == name:
-            tensors[f"model.{name}"] = value.detach()
+            tensors[f"model.{name}"] = whole(name, value.detach())
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items() if optimizer is not None else ():
-            tensors[f"optimizer.state.{name}.{key}"] = value
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
+            tensors[f"optimizer.state.{name}.{key}"] = whole(name, value)
     return tensors
+
+
+class Base(NamedTuple):
+    """The frozen weights to which saved adapters belong."""
+
+    path: str
+    fingerprint: str
 
 
 class Snapshots:
@@ -81,43 +70,33 @@ class Snapshots:
     once; later snapshots only copy these bytes, and no rank waits for another.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
-        self._model, self._optimizer = model, optimizer
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole, base: Base | None = None
+    ):
+        """base: the frozen weights, if only adapters are saved."""
+        self._model, self._optimizer, self._whole, self._base = model, optimizer, whole, base
         self._laid_out: list[tuple[str, torch.Size, torch.dtype]] = []
-        self._layout = _Layout(copies=False)
+        self._layout = Layout(copies=False)
 
     def take(self, optimizer_step: int, copy: bool) -> Files:
         """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call is
         collective, also the first with a copy. OSError names the trainer rank that lacks the memory of the copy."""
-        tensors = _tensors(self._model, self._optimizer)
+        tensors = _tensors(self._model, self._optimizer, self._whole)
         kinds = [(name, value.shape, value.dtype) for name, value in tensors.items()]
         if kinds != self._laid_out or (copy and not self._layout.copies):
             self._lay_out(tensors, copy)
             self._laid_out = kinds
         for name, place in self._layout.places.items() if copy else ():
             place.copy_(local(tensors[name]))
-        random_state = io.BytesIO()
-        torch.save(_random_state(), random_state)
-        files: Files = {f"random_rank{dist.get_rank()}.pt": random_state.getvalue()}
-        if self._layout.size:
-            shard = self._layout.shard if copy else Pieces(self._layout.size, self._layout.pieces(tensors))
-            assert shard is not None, "a layout for copies has their memory"
-            files[_shard_name()] = shard
-        if dist.get_rank() == 0:
-            facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
-            files |= {".metadata": self._layout.metadata, FACTS: json.dumps(facts).encode() + b"\n"}
-        return files
+        pieces = None if copy else Pieces(self._layout.size, self._layout.pieces(tensors))
+        return self._layout.files(optimizer_step, pieces, self._base)
 
     def _lay_out(self, tensors: dict[str, Tensor], copies: bool) -> None:
-        self._layout = _Layout(copies)
-        try:
-            dcp.save(tensors, storage_writer=self._layout)
-        except CheckpointException as error:  # equal on all ranks; no Exception, and its text is several tracebacks
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise OSError(f"trainer rank {rank} has no room for a snapshot: {cause}") from error
+        self._layout = Layout(copies)
+        self._layout.lay_out(tensors)
 
 
-class _Layout(StorageWriter):
+class Layout(StorageWriter):
     """The place of each tensor in this rank's shard file of `size` bytes, 0 if the rank has nothing to write.
 
     copies: the memory of a copy is allocated: `shard`, with places: name -> the local part's bytes in the file, as a
@@ -130,6 +109,30 @@ class _Layout(StorageWriter):
         self.shard: SharedFile | None = None
         self.metadata = b""
         self._frames: dict[str, tuple[bytes, bytes]] = {}  # in the order of the file
+
+    def lay_out(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give each tensor of this rank its place. Collective. OSError names the rank that lacks the memory."""
+        try:
+            dcp.save(dict(tensors), storage_writer=self)
+        except CheckpointException as error:  # equal on all ranks; no Exception, and its text is several tracebacks
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise OSError(f"trainer rank {rank} has no room for a snapshot: {cause}") from error
+
+    def files(self, optimizer_step: int, pieces: Pieces | None = None, base: Base | None = None) -> Files:
+        """The files of this rank, with its random state; `pieces`: the shard file, in place of the copies."""
+        state = io.BytesIO()
+        torch.save(random_state(), state)
+        files: Files = {f"random_rank{dist.get_rank()}.pt": state.getvalue()}
+        if self.size:
+            shard = pieces or self.shard
+            assert shard is not None, "a layout for copies has their memory"
+            files[_shard_name()] = shard
+        if dist.get_rank() == 0:
+            facts: dict[str, Any] = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
+            if base is not None:
+                facts["base"] = base._asdict()
+            files |= {".metadata": self.metadata, FACTS: json.dumps(facts).encode() + b"\n"}
+        return files
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         """The file's bytes in order; tensors on a GPU are copied one at a time."""
@@ -157,11 +160,11 @@ class _Layout(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Lay out this rank's part of the plan."""
-        frame = functools.cache(_frame)
+        framed = functools.cache(frame)
         values = {item.index: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
         offsets, size = {}, 0
         for index, value in values.items():
-            head, tail = frame(value.shape, value.dtype)
+            head, tail = framed(value.shape, value.dtype)
             offsets[index] = size
             size += -(-(len(head) + value.nbytes + len(tail)) // ALIGNMENT) * ALIGNMENT
         results = []
@@ -169,7 +172,7 @@ class _Layout(StorageWriter):
         for index, offset in offsets.items():
             assert index.fqn not in self._frames, f"two parts of {index.fqn} on one rank"
             value = values[index]
-            head, tail = self._frames[index.fqn] = frame(value.shape, value.dtype)
+            head, tail = self._frames[index.fqn] = framed(value.shape, value.dtype)
             start, end = offset + len(head), offset + len(head) + value.nbytes
             if self.shard is not None:
                 self.shard.buffer[offset:start], self.shard.buffer[end : end + len(tail)] = head, tail
@@ -191,32 +194,35 @@ def _shard_name() -> str:
     return f"__{dist.get_rank()}_0.distcp"
 
 
-def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The bytes that torch.save writes before and after such a tensor's data, without their checksum."""
-    buffer = io.BytesIO()
-    value = torch.empty(shape, dtype=dtype)
-    with skip_data():
-        torch.save(value, buffer)
-    buffer.seek(0)
-    with FakeTensorMode():
-        start = torch.load(buffer).untyped_storage()._checkpoint_offset
-    content = buffer.getbuffer()
-    return bytes(content[:start]), bytes(content[start + value.nbytes :])
-
-
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, list[str]]:
+def load(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole, base: Base | None = None
+) -> tuple[int, list[str]]:
     """(optimizer step, warnings) after restoring a checkpoint, on any number of ranks. Collective.
 
-    ValueError if the folder holds no trainer checkpoint.
+    ValueError if the folder holds no trainer checkpoint, or adapters of another base than this one.
     """
+    return restore(folder, lambda: dcp.load(_tensors(model, optimizer, whole), checkpoint_id=folder), base)  # in place
+
+
+def restore(folder: Path, load_tensors: Callable[[], None], base: Base | None = None) -> tuple[int, list[str]]:
+    """The same with the function that loads the tensors."""
     if not (folder / FACTS).is_file():
         raise ValueError(f"checkpoint {folder}: no {FACTS}; this is not a trainer's checkpoint")
     facts = json.loads((folder / FACTS).read_text())
-    dcp.load(_tensors(model, optimizer), checkpoint_id=folder)  # in place
+    saved = Base(**facts["base"]) if "base" in facts else None
+    if (saved and saved.fingerprint) != (base and base.fingerprint):
+        raise ValueError(f"checkpoint {folder} has {_contents(saved)}, and this run trains {_contents(base)}")
+    load_tensors()
     if facts["num_ranks"] != dist.get_world_size():
         return facts["optimizer_step"], [
             f"checkpoint {folder} was written by {facts['num_ranks']} trainer ranks, now there are "
             f"{dist.get_world_size()}: weights and optimizer are resharded, random state is not restored"
         ]
-    _set_random_state(torch.load(folder / f"random_rank{dist.get_rank()}.pt", weights_only=True))
+    set_random_state(torch.load(folder / f"random_rank{dist.get_rank()}.pt", weights_only=True))
     return facts["optimizer_step"], []
+
+
+def _contents(base: Base | None) -> str:
+    if base is None:
+        return "whole models (trainer.lora.rank=0)"
+    return f"adapters of {base.path} with the weights {base.fingerprint}"

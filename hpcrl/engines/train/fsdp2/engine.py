@@ -6,27 +6,17 @@ used where they are.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from hpcrl.algorithms.base import Objective, Outputs
@@ -35,10 +25,15 @@ from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
+from hpcrl.engines.train.fsdp2.grid import Grid
+from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model, write_model
+from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
-from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config
-from hpcrl.engines.train.fsdp2.weights import NamedWeights, local, whole_copy
+from hpcrl.engines.train.fsdp2.sharding import agreed, shard
+from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config, indivisible_heads
+from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
+from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
@@ -47,10 +42,6 @@ from hpcrl.spec.weights import Held
 SMALL_MODEL_BYTES = 4 << 30
 """A model whose full parameters and fp32 gradients take less stays gathered during a command: one all-gather before it
 and one reduce-scatter after it. A larger model gathers layer by layer and reduces the gradient of every micro-batch."""
-PROBE_LENGTHS, PROBE_PREFIX = (13, 7, 19), 5  # the first and last sequence share a prefix
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats, mean over tokens
-
-T = TypeVar("T")
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FSDP2Engine:
@@ -65,6 +56,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         trainable=trainable,
         deterministic=config.deterministic,
         replay=trainable and routes_of(config, model_path) is not None,
+        seed=config.seed,
     )
 
 
@@ -73,6 +65,8 @@ class FSDP2Engine:
     parameters are sharded and there are no gradients."""
 
     computes = SPEC.computes
+    name = "fsdp2"
+    model_class = PackedCausalLM
 
     def __init__(
         self,
@@ -86,18 +80,22 @@ class FSDP2Engine:
         trainable: bool = True,
         deterministic: bool = False,
         replay: bool = False,
+        seed: int = 0,
     ):
         """Load an HF folder and shard it. Collective.
 
         dtype (float32, bfloat16): of the parameters that the optimizer updates; config.param_dtype: of the computation.
         total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients, no optimizer
-        (the reference policy). replay: choose the experts in the batch's field `routes`. ValueError on every rank if
-        the folder cannot be used.
+        (the reference policy). replay: choose the experts in the batch's field `routes`. With config.lora, the weights
+        of the folder are kept in the type of the computation and stay as they are; only adapters, drawn from `seed`,
+        are trained, published and saved. ValueError on every rank if the folder cannot be used.
         """
         self.config, self.model_path, self.total_steps = config, Path(model_path), total_steps
         self.own = own or FSDP2Config()
         self.device, self.trainable = torch.device(device), trainable
-        self.data_parallel_rank, self.data_parallel_size = dist.get_rank(), dist.get_world_size()
+        self.grid = Grid(self.own, self.device)
+        self.data_parallel_rank = self.grid.rank // self.grid.tokens.all.size
+        self.data_parallel_size = self.grid.num_data_parallel
         self.optimizer_step = 0
         self._lent = False  # parameters are tensors of a generator
         self._sums: dict[Tensor, Tensor] | None = None
@@ -105,41 +103,80 @@ class FSDP2Engine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
             torch.use_deterministic_algorithms(True)
         self.dtype, self.compute_dtype = dtype, getattr(torch, config.param_dtype)
-        self.sharded = self.data_parallel_size > 1 or dtype != self.compute_dtype or self.own.cpu_offload
+        self.lora = Adapters(config.lora) if config.lora.rank and trainable else None
+        kept = self.compute_dtype if self.lora else dtype  # with adapters, the optimizer changes nothing else
+        self.sharded = self.grid.size > 1 or kept != self.compute_dtype or self.own.cpu_offload
         # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
-        hf = _agreed(lambda: empty_model(self.model_path, self.dtype))
-        source = _agreed(lambda: read_model(self.model_path, self.dtype) if self.data_parallel_rank == 0 else None)
+        hf = agreed(lambda: self._to_train(empty_model(self.model_path, kept), seed))
+        source = agreed(
+            lambda: self._to_train(read_model(self.model_path, kept), seed) if self.grid.rank == 0 else None
+        )
         self.num_parameters = sum(p.numel() for p in hf.parameters())
-        gathered_bytes = self.num_parameters * (self.compute_dtype.itemsize + 4 * trainable)
+        self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
+        axis = self.grid.tokens.tensor
+        agreed(lambda: _check_heads(self.own, hf.config))
+        self.matrices = agreed(lambda: TensorParallel(hf, axis)) if axis.size > 1 else None
+        of_rank = list(hf.parameters())
+        gathered_bytes = self.compute_dtype.itemsize * sum(p.numel() for p in of_rank)
+        gathered_bytes += 4 * sum(p.numel() for p in of_rank if p.requires_grad)
         self.keep_gathered = gathered_bytes <= SMALL_MODEL_BYTES
         # A PackedCausalLM that fully_shard, if sharded, also made an FSDPModule.
-        self.model: Any = self._shard(hf, source) if source is None or self.sharded else self._whole(source)
+        self.model: Any = self._sharded(hf, source) if source is None or self.sharded else self._whole(source)
         self.replay = RouterReplay(self.model.hf) if replay else None
         self.shards = list(self.model.parameters())  # walking the modules takes a twentieth of a small step
+        self._common = [p for name, p in self.model.named_parameters() if self._split_dim(name) is None]
         del source
-        self.packing = self._probe_packing()
+        ranks = self.grid.tokens
+        self.packing = probe_packing(
+            self.model, self.model_path, self.own, self.device, self.compute_dtype, ranks, self.name
+        )
         self.model.set_head_dtype(config.head_dtype)
-        self.weights = NamedWeights(self.model.hf)
+        dims = self.matrices.dims if self.matrices is not None else {}
+        self.weights = NamedWeights(self.model.hf, self.grid, dims, adapters=self.lora is not None)
         self.optimizer = self._make_optimizer() if trainable else None
-        self._snapshots = checkpoint.Snapshots(self.model, self.optimizer)
+        self._base = checkpoint.Base(str(model_path), self.weights.fingerprint()) if self.lora is not None else None
+        self._snapshots = checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self._base)
 
     # ---- building
 
+    def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
+        """The model with gradients for what is trained."""
+        if self.lora is not None:
+            return self.lora.add(hf, self.dtype, seed)
+        return hf.requires_grad_(self.trainable)
+
+    def _split_dim(self, name: str) -> int | None:
+        """The dimension in which a parameter of the model is split over tensor parallel ranks."""
+        return None if self.matrices is None else self.matrices.dims.get(name.removeprefix("hf."))
+
+    def _as_part_of_whole(self, name: str, tensor: Tensor) -> Tensor:
+        return self.grid.as_part_of_whole(tensor, self._split_dim(name))
+
     def _wrapped(self, hf: PreTrainedModel) -> PackedCausalLM:
-        hf.requires_grad_(self.trainable)
         hf.eval()  # no dropout: it would add noise to the ratio of two forwards
-        model = PackedCausalLM(hf, self.config.logits_chunk_tokens)
+        model = self.model_class(hf, self.config.logits_chunk_tokens, self.matrices)
         if self.own.activation_checkpointing and self.trainable:
-            model.checkpoint_activations()
+            model.checkpoint_activations(self.name)
         return model
 
     def _whole(self, source: PreTrainedModel) -> PackedCausalLM:
         """The model of the only rank. Gradients of several micro-batches are summed in fp32, as FSDP2 does."""
         model = self._wrapped(source).to(self.device)
         if self.trainable and self.dtype != torch.float32:
-            for parameter in model.parameters():
+            for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(self._sum_in_fp32)
         return model
+
+    def _sharded(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> PackedCausalLM:
+        return shard(
+            self._wrapped(hf),
+            source,
+            self.grid,
+            device=self.device,
+            compute_dtype=self.compute_dtype,
+            cpu_offload=self.own.cpu_offload,
+            by_layer=not self.keep_gathered,
+        )
 
     def _sum_in_fp32(self, parameter: Tensor) -> None:
         """Move a gradient to the sums, while there is more than one micro-batch."""
@@ -151,111 +188,19 @@ class FSDP2Engine:
             self._sums[parameter] = parameter.grad.float()
         parameter.grad = None
 
-    def _shard(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> PackedCausalLM:
-        """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full model."""
-        model = self._wrapped(hf)
-        mesh = init_device_mesh(self.device.type, (self.data_parallel_size,))
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-            if self.own.cpu_offload
-            else OffloadPolicy(),
-        }
-        names = [name for name, _ in model.named_parameters()]
-        if not self.keep_gathered:
-            for module in list(hf.modules()):
-                if type(module).__name__ in (hf._no_split_modules or ()):
-                    fully_shard(module, **options)
-        fully_shard(model, reshard_after_forward=False, **options)  # the head's backward comes next
-        register_fsdp_forward_method(model, "own_logprobs")
-        # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no pre-multiplied sum.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank visits
-
-        model.to_empty(device="cpu" if self.own.cpu_offload else self.device)
-        full = dict(source.named_parameters()) if source is not None else {}
-        buffers = dict(source.named_buffers()) if source is not None else {}
-        with torch.no_grad():
-            for name in names:
-                shard = cast(DTensor, model.get_parameter(name))
-                whole = full[name.removeprefix("hf.")] if full else torch.empty(shard.shape, dtype=self.dtype)
-                shard.to_local().copy_(distribute_tensor(whole.to(self.device), mesh, [Shard(0)]).to_local())
-            for name, buffer in list(model.named_buffers()):
-                whole = buffers[name.removeprefix("hf.")].to(self.device) if buffers else buffer.to(self.device)
-                dist.broadcast(whole, 0)
-                owner, _, key = name.rpartition(".")
-                setattr(model.get_submodule(owner), key, whole)
-        return model
-
-    def _probe_packing(self) -> bool:
-        """Whether packed log-probs equal the model's own log-probs of single sequences, on random tokens; the same on
-        all ranks.
-
-        The measure is the mean deviation, relative to that of a forward in which the sequences attend to each other.
-        ValueError if not even single sequences agree, or packing is required and fails.
-        """
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = self.model.hf.get_input_embeddings().num_embeddings
-        sequences = [torch.randint(vocabulary, (n,), generator=generator) for n in PROBE_LENGTHS]
-        sequences[-1][:PROBE_PREFIX] = sequences[0][:PROBE_PREFIX]
-        shared = shared_prefixes(torch.cat(sequences), PROBE_LENGTHS, [PROBE_PREFIX] * len(PROBE_LENGTHS))
-        sequences = [tokens.to(self.device) for tokens in sequences]
-        obstacle, kernel = self.model.packing_obstacle(), self.own.attention
-        with torch.no_grad():
-            self.model.set_packing(False)
-            own = torch.cat([self.model.own_logprobs(tokens) for tokens in sequences])
-            single = torch.cat([self._run([tokens], None) for tokens in sequences])
-            deviations = [(single - own).abs().mean(), own.new_tensor(math.inf), own.new_tensor(0.0)]
-            if not obstacle:
-                self.model.set_packing(True)
-                packed = self._run(sequences, PackedLayout(PROBE_LENGTHS, self.device, shared, kernel))
-                leaking = self._run(sequences, PackedLayout([sum(PROBE_LENGTHS)], self.device, None, kernel))
-                deviations[1:] = [(packed - own).abs().mean(), -(leaking - own).abs().mean()]
-        self._reshard()
-        agreed = torch.stack(deviations).nan_to_num(nan=math.inf)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        single_deviation, packed_deviation, leak = agreed.tolist()
-        allowed = max(PROBE_TOLERANCE[self.compute_dtype], -0.1 * leak)
-        kind, mode = self.model.hf.config.model_type, self.own.packing
-        if math.isinf(single_deviation):
-            raise ValueError(f"model.path {self.model_path}: its log-probs are not finite, so its weights are damaged")
-        if single_deviation > allowed:
-            raise ValueError(
-                f"model.path {self.model_path}: log-probs of {kind} from its hidden states differ by "
-                f"{single_deviation:.2g} nats from its own logits; its output head is not supported"
-            )
-        agrees = packed_deviation <= allowed
-        why = obstacle or f"packed log-probs differ by {packed_deviation:.2g} nats from single sequences"
-        if mode == "require" and not agrees:
-            raise ValueError(
-                f"trainer.fsdp2.packing=require, but {kind} cannot be packed: {why}; set trainer.fsdp2.packing=auto to "
-                "train one sequence at a time"
-            )
-        if mode == "auto" and not agrees and self.data_parallel_rank == 0:
-            warnings.warn(
-                f"{kind} cannot be packed ({why}): training goes one sequence at a time, which is slow",
-                stacklevel=3,
-            )
-        packing = agrees and mode != "off"
-        self.model.set_packing(packing)
-        return packing
-
     def _make_optimizer(self) -> torch.optim.AdamW:
         """AdamW with weight decay on matrices only, not on biases and norms."""
         config, parameters = self.config, [p for p in self.shards if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if self._is_matrix(p)], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if not self._is_matrix(p)], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
+
+    def _is_matrix(self, parameter: Tensor) -> bool:
+        return parameter.ndim >= 2
 
     # ---- forward
 
@@ -263,13 +208,6 @@ class FSDP2Engine:
         """Free what forwards without a backward have gathered."""
         if self.sharded:
             self.model.reshard()
-
-    def _run(self, sequences: list[Tensor], layout: PackedLayout | None) -> Tensor:
-        """float32: log-probs of all but the first token of each sequence, at temperature 1 (the probe's forward)."""
-        tokens = torch.cat(sequences)
-        positions = torch.cat([torch.arange(len(s), device=self.device) for s in sequences])
-        targets = (positions > 0).nonzero()[:, 0]
-        return self.model(tokens, positions, layout, targets - 1, tokens[targets], 1.0, False)[0]
 
     def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [T], 0 outside loss_mask.
@@ -284,10 +222,10 @@ class FSDP2Engine:
         before = places - 1 if places.numel() else places.new_zeros(1)
         targets = token_ids[places] if places.numel() else token_ids[:1]
         layout = None
-        if self.packing:
+        if self.packing or self.grid.tokens.all.size > 1:
             prefixes = batch.prefix_lengths().tolist() or [0]
             shared = shared_prefixes(token_ids.cpu(), lengths, prefixes)
-            layout = PackedLayout(lengths, self.device, shared, self.own.attention)
+            layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
         if self.replay is not None:
             self.replay.replay_of(batch, None if layout is None else layout.kept)
         logprobs, entropies = self.model(token_ids, positions, layout, before, targets, temperature, entropy)
@@ -327,6 +265,12 @@ class FSDP2Engine:
         self._reshard()
         return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.token_ids.device)
 
+    def reference_logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
+        """See Adapts."""
+        assert self.lora is not None, "the engine was built without adapters"
+        with self.lora.off(), contextlib.nullcontext() if self.replay is None else self.replay.off():
+            return self.logprobs(batch, micro_batches, temperature)
+
     # ---- training
 
     def train_step(
@@ -356,7 +300,7 @@ class FSDP2Engine:
             raise ValueError(
                 f"the objective {type(objective).__name__} compares the rows of a micro-batch, and without packing "
                 f"{self.model.hf.config.model_type} is trained one row at a time; it needs a model that can be packed "
-                "and trainer.fsdp2.packing=auto or require"
+                f"and trainer.{self.name}.packing=auto or require"
             )
         split = self._split(micro_batches, batch.num_sequences)
         self._sums = {} if len(split) > 1 else None
@@ -367,20 +311,37 @@ class FSDP2Engine:
             micro_batch = batch.select(rows).to(self.device)
             outputs = self._outputs(micro_batch, objective)
             loss = outputs.logprobs.sum()  # no rows: zero
+            if outputs.entropy is not None and outputs.entropy.requires_grad:
+                loss = loss + outputs.entropy.sum()  # every rank has the same backward pass
             if rows:
                 anchor = 0.0 * loss  # keeps the graph if the objective drops masked tokens
                 loss, stats = objective.loss(outputs, micro_batch, norms)
                 loss = loss + anchor
                 collected.append(stats)
-            loss.backward()
+            self._backward(loss)
         while self._sums:
             parameter, total = self._sums.popitem()
             parameter.grad = total.to(parameter.dtype)
+        self._sum_over_tensor_ranks()
         return merge(collected)
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _sum_over_tensor_ranks(self) -> None:
+        """Sum the gradients of what every tensor parallel rank has, each from its own tokens or heads. Collective."""
+        if self.matrices is None:
+            return
+        for parameter in self._common:
+            if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
+                total = gradient.to(self.device)
+                dist.all_reduce(total, group=self.matrices.axis.group)
+                gradient.copy_(total)
 
     def _prepare_backward(self, is_last: bool) -> None:
         # If each backward reduces, none passes its last buffer, of the vocabulary's matrices, to the next backward.
         self.model.set_is_last_backward(is_last or not self.keep_gathered)
+        self.model.set_requires_all_reduce(is_last)  # over copies of the model, after the sum within a copy
         if self.keep_gathered:
             self.model.set_requires_gradient_sync(is_last)
             self.model.set_reshard_after_backward(is_last)
@@ -389,7 +350,11 @@ class FSDP2Engine:
         """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, to count once. Collective."""
         assert self.optimizer is not None
         gradients = [local(p.grad) for p in self.shards if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float().square().to(self.device)
+        common = [local(p.grad) for p in self._common if p.grad is not None] if self.matrices is not None else []
+        norm = _square(gradients)
+        if self.matrices is not None:  # every tensor parallel rank counts the same gradients of what all have
+            norm -= (1 - 1 / self.grid.num_parts) * _square(common)
+        norm = norm.to(self.device) / self.grid.num_replicas
         dist.all_reduce(norm)
         grad_norm, rate = math.sqrt(norm.item()), learning_rate(self.config, self.optimizer_step, self.total_steps)
         finite = math.isfinite(grad_norm)
@@ -401,7 +366,7 @@ class FSDP2Engine:
             self.optimizer.step()
             self.optimizer_step += 1
         self.discard_gradients()
-        if self.data_parallel_rank != 0:
+        if self.grid.rank != 0:
             return {}
         stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
         return stats | ({"actor/grad_norm": scalar(grad_norm)} if finite else {})
@@ -415,12 +380,15 @@ class FSDP2Engine:
 
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
-        wanted = {dtypes.get(name, self.dtype) for name in self.weights.names}
-        if self.sharded and self.keep_gathered and wanted == {self.compute_dtype}:
+        return self._gathered(self.weights.names, dtypes)
+
+    def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+        wanted, everything = {dtypes.get(name, self.dtype) for name in names}, names == self.weights.all_names
+        if self.sharded and self.keep_gathered and everything and wanted == {self.compute_dtype}:
             self.model.unshard()  # one collective, in the type of the computation, instead of one per tensor
         try:
-            for name, tensor in self.weights.items():
-                yield name, whole_copy(tensor, dtypes.get(name, self.dtype))
+            for name in names:
+                yield name, self.weights.whole_copy(name, dtypes.get(name, self.dtype))
         finally:
             self._reshard()
 
@@ -430,15 +398,16 @@ class FSDP2Engine:
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """See LocalWeights."""
-        for name, tensor in tensors.items():
-            parameter = self.weights[name]
-            tensor.copy_(parameter.detach())
-            parameter.data = tensor
+        for name in self.weights.all_names:
+            parameter, tensor = self.weights[name], tensors.get(name)
+            if tensor is not None and tensor.dtype == parameter.dtype:
+                tensor.copy_(parameter.detach())
+                parameter.data = tensor
         self._lent = True
 
     def weight_layout(self) -> list[Held]:
         """See TrainEngine."""
-        return self.weights.layout(self.data_parallel_size)
+        return self.weights.layout()
 
     def held_weights(self) -> Iterator[Tensor]:
         """See TrainEngine. No collective."""
@@ -469,43 +438,47 @@ class FSDP2Engine:
 
     def load(self, folder: Path) -> list[str]:
         """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""
-        self.optimizer_step, warned = checkpoint.load(Path(folder), self.model, self.optimizer)
+        self.optimizer_step, warned = checkpoint.load(
+            Path(folder), self.model, self.optimizer, self._as_part_of_whole, self._base
+        )
         return warned
 
     def export_hf(self, folder: Path) -> None:
         """See TrainEngine. Rank 0 holds the whole model in host memory during the call."""
-        is_writer = self.data_parallel_rank == 0
-        named = self.named_weights() if self.sharded else self.local_weights().items()
-        weights = {name: t.to("cpu", copy=self.sharded) for name, t in named if is_writer}
+        is_writer, names = self.grid.rank == 0, self.weights.all_names
+        named = self._gathered(names, {}) if self.sharded else ((name, self.weights[name].detach()) for name in names)
+        weights = {name: t.to("cpu", self.dtype, copy=self.sharded) for name, t in named if is_writer}
         if is_writer:
-            write_model(self.model.hf, weights, self.model_path, Path(folder))
+            write_model(self.model.hf, weights, self.model_path, Path(folder), self.lora)
         dist.barrier()
 
     def config_summary(self) -> dict[str, Any]:
         """See TrainEngine."""
         return {
-            "engine": "fsdp2",
+            "engine": self.name,
             "architecture": self.model.hf.config.model_type,
             "num_parameters": self.num_parameters,
+            "num_trained": self.num_trained,
             "dtype": str(self.dtype).removeprefix("torch."),
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "head_dtype": self.config.head_dtype or str(self.compute_dtype).removeprefix("torch."),
             "packing": self.packing,
             "gathered_for_a_step": self.sharded and self.keep_gathered,
-            "num_ranks": self.data_parallel_size,
+            "num_ranks": self.grid.size,
+            "replicas": self.own.replicas,
+            "tensor_parallel": self.own.tensor_parallel,
+            "context_parallel": self.own.context_parallel,
             "device": str(self.device),
         }
 
 
-def _agreed(work: Callable[[], T]) -> T:
-    """The result of work(); a ValueError of any rank is raised on every rank. Collective."""
-    result, message = None, None
-    try:
-        result = work()
-    except ValueError as error:
-        message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    if failed := [m for m in messages if m is not None]:
-        raise ValueError(failed[0])
-    return result  # type: ignore[return-value]
+def _square(gradients: list[Tensor]) -> Tensor:
+    """float32: the sum of their squares."""
+    return torch.nn.utils.get_total_norm(gradients).float().square()
+
+
+def _check_heads(own: FSDP2Config, config: Any) -> None:
+    """ValueError if the heads of a transformers config cannot be divided."""
+    heads = config.num_attention_heads
+    for problem in indivisible_heads(own, heads, getattr(config, "num_key_value_heads", None) or heads):
+        raise ValueError(problem.text)

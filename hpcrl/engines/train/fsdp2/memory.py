@@ -1,15 +1,17 @@
 """Memory of a rank of the FSDP2 engine: its shard, and gathered parameters. A single rank that need not convert its
-parameters has them whole."""
+parameters has them whole. Of matrices that are split over ranks, a rank has its part instead."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.fsdp2.spec import FSDP2Config, is_whole
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config, indivisible_heads, is_whole, problem
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.batch import samples_of_an_update
+from hpcrl.planner.lora import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
 from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.planner.trainer import forward_parts
@@ -40,53 +42,62 @@ def optimizer_bytes(shape: ModelShape, num_numbers: int, num_bytes: int) -> int:
     return 2 * num_numbers * num_bytes + STEP_BYTES * len(shape.parameters)
 
 
-def _stays_gathered(shape: ModelShape, compute: int, trainable: bool) -> bool:
-    return shape.num_parameters * (compute + FP32 * trainable) <= SMALL_MODEL_BYTES
+def _stays_gathered(shape: ModelShape, compute: int, num_trained: int) -> bool:
+    return shape.num_parameters * compute + FP32 * num_trained <= SMALL_MODEL_BYTES
 
 
-def _gathered_numbers(shape: ModelShape, compute: int, trainable: bool) -> int:
-    """Numbers of full parameters that a rank has at once during computation or the reduction of gradients."""
-    if _stays_gathered(shape, compute, trainable):
+def _gathered_numbers(shape: ModelShape, all_at_once: bool) -> int:
+    """Numbers of these parameters that a rank has in full during computation or the reduction of gradients."""
+    if all_at_once:
         return shape.num_parameters
     outside = sum(parameter.size for parameter in shape.of_layer(None))
     layer = max(sum(parameter.size for parameter in shape.of_layer(i)) for i in range(shape.num_layers))
     return outside + LAYERS_GATHERED * layer
 
 
-def gathered_weights(shape: ModelShape, compute: int, trainable: bool) -> int:
-    """Bytes of the gathered parameters, in the computation's dtype."""
-    return _gathered_numbers(shape, compute, trainable) * compute
+def _held_bytes(config: Config, shape: ModelShape, num_shards: int) -> int:
+    """Bytes of a rank's parameters: those that are trained, and those beside which adapters stand."""
+    frozen = shard_size(shape, num_shards) * BYTES[config.base_dtype] if config.lora is not None else 0
+    return shard_size(trained(config, shape), num_shards) * BYTES[config.model.dtype] + frozen
 
 
 def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Parts of the first rank, which has the most rows."""
     if is_whole(config, num_ranks):
         return _whole_parts(config, shape)
-    trainer, tokens = config.trainer, Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
+    trainer, own = config.trainer, config.trainer.section(FSDP2Config)
+    tokens = _tokens(config, samples_of_an_update(config), num_ranks)
     master, compute = BYTES[config.model.dtype], BYTES[trainer.param_dtype]
-    numbers, gathered = shard_size(shape, num_ranks), _gathered_numbers(shape, compute, True)
-    own = trainer.section(FSDP2Config)
+    published, shape, shards = _gathered_to_publish(config, shape), shape_of_rank(own, shape), own.num_shards(num_ranks)
+    learnt, whole = trained(config, shape), with_adapters(config, shape)
+    numbers, stays = shard_size(learnt, shards), _stays_gathered(whole, compute, learnt.num_parameters)
+    gathered, reduced_numbers = _gathered_numbers(whole, stays), _gathered_numbers(learnt, stays)
     offloaded = own.cpu_offload
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
-    recomputed = recomputed_layer(shape, tokens, compute) if own.activation_checkpointing else 0
+    kept_layers = 0 if own.activation_checkpointing else shape.num_layers
+    activations += of_other_ranks(own, shape, tokens, compute, kept_layers)
+    recomputed = 0
+    if own.activation_checkpointing:
+        recomputed = recomputed_layer(shape, tokens, compute) + of_other_ranks(own, shape, tokens, compute, 1)
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
-    snapshot = numbers * master + optimizer_bytes(shape, numbers, master)
+    optimizer = optimizer_bytes(learnt, numbers, master)
+    snapshot = numbers * master + optimizer
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
-    reduced: tuple[Phase, ...] = ("update",) if _stays_gathered(shape, compute, True) else ("train", "update")
+    reduced: tuple[Phase, ...] = ("update",) if stays else ("train", "update")
     return [
-        Part("trainer", "weights", numbers * master, PHASES, offloaded),
-        Part("trainer", "optimizer", optimizer_bytes(shape, numbers, master), PHASES, offloaded),
+        Part("trainer", "weights", _held_bytes(config, shape, shards), PHASES, offloaded),
+        Part("trainer", "optimizer", optimizer, PHASES, offloaded),
         Part("trainer", "gradients", numbers * master, reduced, offloaded),
         Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
-        Part("trainer", "gathered gradients", gathered * FP32, ("train", "update")),
+        Part("trainer", "gathered gradients", reduced_numbers * FP32, ("train", "update")),
         # Gradients are copied into one buffer before the reduction; a single rank has no reduction.
-        Part("trainer", "reduction", gathered * FP32 * (num_ranks > 1), ("update",)),
+        Part("trainer", "reduction", reduced_numbers * FP32 * (num_ranks > 1), ("update",)),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
         Part("trainer", "logits", logits, ("train",)),
         Part("trainer", "snapshot", snapshot * bool(config.save_every), on_host=True),  # from the first save on
-        Part("trainer", "gathered weights", _gathered_to_publish(config, shape), ("publish",)),
+        Part("trainer", "gathered weights", published, ("publish",)),
     ]
 
 
@@ -96,53 +107,96 @@ def _gathered_to_publish(config: Config, shape: ModelShape) -> int:
     if not RoleLayout.from_config(config).generates_on_trainers:
         return 0
     wire, compute = BYTES[config.generator.dtype], BYTES[config.trainer.param_dtype]
-    whole = shape.num_parameters * compute if _stays_gathered(shape, compute, True) and wire == compute else 0
-    return whole + 2 * PLAN.largest_tensor(shape) * wire
+    part = shape_of_rank(config.trainer.section(FSDP2Config), shape)
+    at_once = config.lora is None and wire == compute and _stays_gathered(part, compute, part.num_parameters)
+    return part.num_parameters * compute * at_once + 2 * PLAN.largest_tensor(trained(config, shape)) * wire
 
 
 def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
     """Parts of the only rank if its parameters are plain tensors."""
     trainer, samples = config.trainer, samples_of_an_update(config)
-    tokens, num_bytes = Tokens.of(config, samples), BYTES[config.model.dtype]
-    own, numbers = trainer.section(FSDP2Config), shape.num_parameters
-    activations = fsdp2_activations(shape, tokens, num_bytes, own.activation_checkpointing)
-    gradients, optimizer = numbers * num_bytes, optimizer_bytes(shape, numbers, num_bytes)
+    tokens, num_bytes, compute = Tokens.of(config, samples), BYTES[config.model.dtype], BYTES[trainer.param_dtype]
+    learnt = trained(config, shape)
+    own, numbers = trainer.section(FSDP2Config), learnt.num_parameters
+    activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
+    gradients, optimizer = numbers * num_bytes, optimizer_bytes(learnt, numbers, num_bytes)
     if samples * config.max_sequence_tokens > trainer.max_tokens_per_micro_batch:
         kept = numbers * FP32  # of the micro-batches before
     else:
         kept = max(0, gradients - activations)  # a backward pass frees activations while it makes gradients
-    recomputed = recomputed_layer(shape, tokens, num_bytes) if own.activation_checkpointing else 0
+    recomputed = recomputed_layer(shape, tokens, compute) if own.activation_checkpointing else 0
+    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
     return [
-        Part("trainer", "weights", numbers * num_bytes),
+        Part("trainer", "weights", _held_bytes(config, shape, 1)),
         Part("trainer", "optimizer", optimizer),
         Part("trainer", "gradients", kept, ("train",)),
         Part("trainer", "gradients", gradients, ("update",)),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
-        Part("trainer", "logits", logits_bytes(shape, tokens, trainer.logits_chunk_tokens, num_bytes), ("train",)),
+        Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
+        Part("trainer", "logits", logits, ("train",)),
         Part("trainer", "snapshot", (numbers * num_bytes + optimizer) * bool(config.save_every), on_host=True),
     ]
+
+
+def shape_of_rank(own: FSDP2Config, shape: ModelShape) -> ModelShape:
+    """The model with the parameters of one tensor parallel rank."""
+
+    def part(parameter: Parameter) -> Parameter:
+        if (dim := {"column": 0, "key": 0, "expert": 0, "row": 1}.get(parameter.split)) is None:
+            return parameter
+        sizes = list(parameter.shape)
+        sizes[dim] //= own.tensor_parallel
+        return dataclasses.replace(parameter, shape=tuple(sizes))
+
+    return dataclasses.replace(shape, parameters=tuple(map(part, shape.parameters)))
+
+
+def _tokens(config: Config, num_samples: int, num_ranks: int) -> Tokens:
+    """A rank's share of the tokens of the largest micro-batch of its rows."""
+    width = config.trainer.section(FSDP2Config).ranks_of_a_row
+    return Tokens.of(config, -(-num_samples * width // num_ranks)).shared(width)
+
+
+def of_other_ranks(own: FSDP2Config, shape: ModelShape, tokens: Tokens, num_bytes: int, num_layers: int) -> int:
+    """Bytes kept of the other tensor parallel ranks' tokens: cosines and sines, and in these layers the inputs of split
+    matrices."""
+    return (own.tensor_parallel - 1) * tokens.total * 2 * (shape.head_dim + num_layers * shape.hidden_size) * num_bytes
+
+
+def _indivisible(own: FSDP2Config, shape: ModelShape) -> Iterator[Problem]:
+    """Why the model cannot be split."""
+    yield from indivisible_heads(own, shape.num_heads, shape.num_kv_heads)
+    tensor = own.tensor_parallel
+    if tensor > 1 and shape.family == "phi3":
+        text = f"{tensor}, but phi3 joins its matrices, and these cannot be split; use 1, and context_parallel"
+        yield problem("tensor_parallel", text)
+    if len(shape.expert_layers) < shape.num_layers and shape.intermediate_size % tensor:
+        yield problem("tensor_parallel", f"{tensor} does not divide intermediate_size, {shape.intermediate_size}")
+    if shape.num_experts % tensor:
+        yield problem("tensor_parallel", f"{tensor} does not divide the {shape.num_experts} experts of a layer")
 
 
 class FSDP2Plan:
     """The TrainPlan (hpcrl.planner.trainer) of FSDP2."""
 
     def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
-        return []
+        return list(_indivisible(config.trainer.section(FSDP2Config), shape))
 
     def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
         return fsdp2_parts(config, shape, num_ranks)
 
     def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-        weights = shard_size(shape, num_ranks) * BYTES[config.model.dtype]
-        gathered = gathered_weights(shape, BYTES[config.trainer.param_dtype], trainable=False)
+        own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
+        shape = shape_of_rank(own, shape)
+        weights = shard_size(shape, own.num_shards(num_ranks)) * BYTES[config.model.dtype]
+        gathered = _gathered_numbers(shape, _stays_gathered(shape, compute, 0)) * compute
         gathered *= not is_whole(config, num_ranks)
-        offloaded = config.trainer.section(FSDP2Config).cpu_offload
-        return forward_parts(config, shape, num_ranks, weights, gathered, offloaded)
+        return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
-        numbers, master = shape.num_parameters, BYTES[config.model.dtype]
-        return numbers * master + optimizer_bytes(shape, numbers, master)
+        learnt, master = trained(config, shape), BYTES[config.model.dtype]
+        return learnt.num_parameters * master + optimizer_bytes(learnt, learnt.num_parameters, master)
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer
@@ -157,7 +211,15 @@ class FSDP2Plan:
         }
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
-        return iter(())
+        own, ranks = config.trainer.section(FSDP2Config), len(layout.ranks["trainer"])
+        if own.replicas * own.ranks_of_a_row > 1:
+            shards = own.num_shards(ranks)
+            data = shards // own.context_parallel
+            yield (
+                "split",
+                f"copies {own.replicas} x data {data} x context {own.context_parallel} x tensor {own.tensor_parallel} "
+                f"= {ranks} ranks; parameters in {shards} shard(s)",
+            )
 
 
 PLAN = FSDP2Plan()

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 import inspect
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
+from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
+from hpcrl.engines.train.fsdp2.lora import Adapters
+from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.files import new_folder
 
 WEIGHT_FILES = (
@@ -60,9 +64,10 @@ def rope_types(config: Any) -> set[str]:
 class PackedCausalLM(nn.Module):
     """Wraps a transformers model so that its parameters are only used inside one forward, where FSDP gathers them."""
 
-    def __init__(self, hf: PreTrainedModel, chunk_tokens: int):
+    def __init__(self, hf: PreTrainedModel, chunk_tokens: int, matrices: TensorParallel | None = None):
+        """matrices: how those of hf are split over ranks."""
         super().__init__()
-        self.hf = hf
+        self.hf, self.matrices = hf, matrices
         self.head = Head.from_config(hf.config)
         self.chunk_tokens = chunk_tokens
         dynamic = "dynamic" in rope_types(hf.config)
@@ -75,6 +80,8 @@ class PackedCausalLM(nn.Module):
     def set_packing(self, packing: bool) -> None:
         """Choose between the attention over packed sequences and the model's own over one sequence."""
         self.hf.set_attn_implementation(PACKED_ATTENTION if packing else self.own_attention)
+        if self.matrices is not None:
+            self.matrices.tokens_split = packing
 
     def set_head_dtype(self, dtype: str | None) -> None:
         """Compute the vocabulary projection in this type (trainer.head_dtype); None, as at first: as the model does."""
@@ -90,7 +97,7 @@ class PackedCausalLM(nn.Module):
             return f"rope_type={min(rope)} rotates by the length of the longest sequence in a forward"
         return ""
 
-    def checkpoint_activations(self) -> None:
+    def checkpoint_activations(self, engine: str) -> None:
         """Keep only the inputs of the layers and recompute the rest in the backward pass. ValueError for a model
         without layers that transformers can checkpoint.
 
@@ -100,8 +107,8 @@ class PackedCausalLM(nn.Module):
         layers = [module for module in self.hf.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(
-                f"trainer.fsdp2.activation_checkpointing=true: {self.hf.config.model_type} has no layers that can be "
-                "computed again; set it to false"
+                f"trainer.{engine}.activation_checkpointing=true: {self.hf.config.model_type} has no layers that can "
+                "be computed again; set it to false"
             )
         for layer in layers:
             layer.forward = functools.partial(  # type: ignore[method-assign]
@@ -120,16 +127,20 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies or None), float32 [N], of targets[n] as the token that follows token_ids[before[n]].
 
-        token_ids and positions int64 [T] hold sequences back to back; without a layout, one sequence.
+        token_ids and positions int64 [T] hold sequences back to back; without a layout, one sequence. Collective over
+        the ranks of the layout, each of which computes its share and gets everything.
         """
         packed: dict[str, Any] = {}
+        num_targets, mine = len(targets), None
         self._forget_lengths()
         if layout is not None:
-            token_ids, before = token_ids[layout.kept], layout.places[before]
-            packed = {"packed_layout": layout, "position_ids": positions[None, layout.kept]}
+            token_ids = token_ids[layout.kept]
+            mine, before = layout.own(before)
+            targets = targets if mine is None else targets[mine]
+            packed = {"packed_layout": layout, "position_ids": positions[None, layout.rotated]}
         hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
         projection = self.hf.get_output_embeddings()
-        return token_logprobs(
+        logprobs, entropies = token_logprobs(
             hidden.index_select(0, before),
             projection.weight,
             projection.bias,
@@ -139,6 +150,11 @@ class PackedCausalLM(nn.Module):
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
         )
+        if layout is None or mine is None:
+            return logprobs, entropies
+        axis = layout.ranks.all
+        logprobs = assemble(logprobs, mine, num_targets, axis)
+        return logprobs, None if entropies is None else assemble(entropies, mine, num_targets, axis)
 
     def _forget_lengths(self) -> None:
         """Undo what dynamic NTK keeps of earlier forwards: transformers goes on with the longest length so far."""
@@ -205,13 +221,23 @@ def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def write_model(hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path) -> None:
-    """Write weights (names of named_weights) with config and index, and the tokenizer and generation config of the
-    folder `origin`. The folder is written completely or left unchanged; OSError gives the cause."""
+def write_model(
+    hf: PreTrainedModel, weights: dict[str, Tensor], origin: Path, folder: Path, lora: Adapters | None = None
+) -> None:
+    """Write weights (by name) with config and index, and the tokenizer and generation config of the folder `origin`;
+    those of adapters are merged, and also written as they are, for peft, into the folder `adapter` in it. The folder is
+    written completely or left unchanged; OSError gives the cause."""
     with new_folder(folder) as partial:
         try:
+            if lora is not None:
+                lora.write(weights, origin, partial / "adapter")
+                weights = lora.merged(weights)
+            dtype = next(iter(weights.values())).dtype  # not that of `hf`
             with _quiet():
                 hf.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
+            content = json.loads((partial / "config.json").read_text())
+            content["dtype"] = str(dtype).removeprefix("torch.")
+            (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
         except SafetensorError as error:  # raised on a full disk
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, _line(error), str(folder)) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class RouterReplay:
     def __init__(self, hf: nn.Module):
         self._routers = [module for module in hf.modules() if type(module).__name__.endswith("TopKRouter")]
         self._checked: set[int] = set()
+        self._on = True
         self._chosen: Tensor | None = None  # int64 [K, layers, experts per token], -1: the router's own choice
         if not self._routers:
             kind = getattr(getattr(hf, "config", None), "model_type", type(hf).__name__)
@@ -32,12 +35,21 @@ class RouterReplay:
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(functools.partial(self._choose, layer))
 
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """In which all routers choose by themselves."""
+        self._on, self._chosen = False, None
+        try:
+            yield
+        finally:
+            self._on = True
+
     def replay_of(self, batch: Batch, kept: Tensor | None) -> None:
         """Choose in the next forwards, and when activations are computed again, for the tokens `kept` of this batch
         (None: all) as the generator did. Siblings that share a prefix share the choices of its first occurrence.
         ValueError if the rollouts have no routes."""
         self._chosen = None
-        if not batch.num_tokens:
+        if not self._on or not batch.num_tokens:
             return
         if batch.routes is None:
             raise ValueError(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from hpcrl.spec.fields import Section
+from hpcrl.spec.division import Division, DivisionError
+from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.problems import Problem
+
+AT = ("trainer", "fsdp2")
 
 
 class FSDP2Config(Section):
@@ -24,12 +27,68 @@ class FSDP2Config(Section):
     """Recompute activations in the backward pass."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
+    replicas: Positive = 1
+    """Copies of the model (HSDP): ranks gather parameters within their copy, and sum gradients over all copies."""
+    tensor_parallel: Positive = 1
+    """Ranks over which matrices are split by transformers' plan, whole experts distributed, and tokens outside of them
+    divided."""
+    context_parallel: Positive = 1
+    """Ranks over which the tokens of sequences are divided; for attention they exchange tokens for heads."""
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor_parallel * self.context_parallel
+
+    def num_shards(self, num_ranks: int) -> int:
+        """Ranks that share a parameter, or their part of a split matrix."""
+        return num_ranks // (self.replicas * self.tensor_parallel)
+
+
+def problem(key: str, text: str, *others: str) -> Problem:
+    """A problem of a key of the section; changes of the other keys, the model or the ranks may solve it too."""
+    involved = tuple((*AT, other) for other in others)
+    return Problem((*AT, key), f"trainer.fsdp2.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
+
+
+def divide(config: Any, num_ranks: int) -> Division:
+    """Neighbouring ranks work on the same rows, and all of them have all outputs; the copies of the model follow one
+    another. Every rank yields all weights."""
+    own: FSDP2Config = config.trainer.section(FSDP2Config)
+    if num_ranks % (size := own.replicas * own.ranks_of_a_row):
+        text = (
+            f"replicas {own.replicas} x tensor {own.tensor_parallel} x context {own.context_parallel} = {size} ranks, "
+            f"and the layout gives {num_ranks}, which is no multiple of it"
+        )
+        keys = ("replicas", "tensor_parallel", "context_parallel")
+        first, *others = sorted(keys, key=lambda key: -getattr(own, key))
+        raise DivisionError([problem(first, text, *others)])
+    width = own.ranks_of_a_row
+    groups = tuple(tuple(range(first, first + width)) for first in range(0, num_ranks, width))
+    return Division(groups, tuple(group[0] for group in groups), (tuple(range(num_ranks)),))
+
+
+def indivisible_heads(own: FSDP2Config, num_heads: int, num_kv_heads: int) -> Iterator[Problem]:
+    """Why the ranks of a row cannot divide the attention heads. Context parallel ranks may share a key head."""
+    tensor, context = own.tensor_parallel, own.context_parallel
+    for what, count in (("attention heads", num_heads), ("key and value heads", num_kv_heads)):
+        if count % tensor:
+            yield problem("tensor_parallel", f"{tensor} does not divide the {count} {what}")
+            return
+    heads, kv_heads = num_heads // tensor, num_kv_heads // tensor
+    of_each = f" of each of {tensor} tensor parallel ranks" if tensor > 1 else ""
+    if heads % context:
+        text = f"{context} does not divide the {heads} attention heads{of_each}"
+        yield problem("context_parallel", text, "tensor_parallel")
+    elif kv_heads % context and context % kv_heads:
+        text = f"{context} neither divides the {kv_heads} key and value heads{of_each} nor is a multiple of them"
+        yield problem("context_parallel", text, "tensor_parallel")
 
 
 def is_whole(config: Any, num_ranks: int) -> bool:
     """Whether a single rank has plain parameters (FSDP2Engine.sharded is False)."""
     own = config.trainer.section(FSDP2Config)
-    return num_ranks == 1 and config.model.dtype == config.trainer.param_dtype and not own.cpu_offload
+    return num_ranks == 1 and config.base_dtype == config.trainer.param_dtype and not own.cpu_offload
 
 
 def _check(config: Any) -> Iterator[Problem]:
@@ -38,18 +97,33 @@ def _check(config: Any) -> Iterator[Problem]:
     if own.attention == "flash" and not fits:
         text = "flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto"
         yield Problem(("trainer", "fsdp2", "attention"), f"trainer.fsdp2.attention: {text}")
+    if config.lora is not None and own.tensor_parallel > 1:
+        text = (
+            f"{own.tensor_parallel}, but matrices with adapters are not split; use 1, and context_parallel or replicas"
+        )
+        involved = (("trainer", "lora"), ("trainer", "fsdp2", "context_parallel"))
+        yield Problem((*AT, "tensor_parallel"), f"trainer.fsdp2.tensor_parallel: {text}", involved)
 
 
 SPEC = TrainEngineSpec(
     about="PyTorch FSDP2, for any decoder of transformers.",
     make="hpcrl.engines.train.fsdp2.engine:make",
     section=FSDP2Config,
+    division=divide,
     check=_check,
-    resume_keys=("attention", "activation_checkpointing", "cpu_offload"),
+    resume_keys=(
+        "attention",
+        "activation_checkpointing",
+        "cpu_offload",
+        "replicas",
+        "tensor_parallel",
+        "context_parallel",
+    ),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     whole=is_whole,
     computes=frozenset({"entropy"}),
     deterministic=True,
     float32_head=True,
+    lora=True,
     router_replay=True,
 )

@@ -1,28 +1,39 @@
-"""The weights of a model under their names: whole, or the rows that a rank holds."""
+"""The weights of a model under their names: whole, or the part that a rank holds."""
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hpcrl.spec.weights import Held
+from hpcrl.comm.weights_check import held_sums
+from hpcrl.engines.train.fsdp2.exchange import stack
+from hpcrl.engines.train.fsdp2.grid import Grid
+from hpcrl.spec.lora import is_adapter
+from hpcrl.spec.weights import Held, Need, everything
 
 
 class NamedWeights:
-    """The parameters in the order of state_dict(), each tied one once, under its first name."""
+    """The parameters in the order of state_dict(), each tied one once, under its first name.
 
-    def __init__(self, hf: PreTrainedModel):
-        self._hf = hf
+    names: of those that are trained and published: all_names or, with adapters, the adapters' own.
+    split_dims: name -> the dimension in which a matrix is split over tensor parallel ranks.
+    """
+
+    def __init__(self, hf: PreTrainedModel, grid: Grid, split_dims: Mapping[str, int], adapters: bool = False):
+        self._hf, self._grid, self.split_dims = hf, grid, split_dims
         first: dict[int, str] = {}
         for name, tensor in hf.state_dict(keep_vars=True).items():
             first.setdefault(id(tensor), name)
-        self.names = list(first.values())
+        self.all_names = list(first.values())
+        self.names = [name for name in self.all_names if is_adapter(name)] if adapters else self.all_names
 
     def __getitem__(self, name: str) -> Tensor:
         # Looked up each time: FSDP puts gathered parameters in the place of shards.
@@ -32,16 +43,38 @@ class NamedWeights:
         """The parameters as they are now."""
         return ((name, self[name]) for name in self.names)
 
-    def layout(self, num_ranks: int) -> list[Held]:
-        """See TrainEngine.weight_layout: FSDP2 divides the rows of every parameter."""
+    def fingerprint(self) -> str:
+        """Of the frozen weights' bits, on any number of ranks. Collective."""
+        frozen = [name for name in self.all_names if name not in set(self.names)]
+        layout = self._layout(frozen)
+        needs = [[Need("", (everything(held.shape),)) for held in layout]]
+        shards = (local(self[name]).detach() for name in frozen)
+        sums = held_sums(dist.get_rank(), layout, needs, (shard for shard in shards if shard.numel()))
+        dist.all_reduce(sums := sums.to(local(self[frozen[0]]).device))
+        return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
+
+    def layout(self) -> list[Held]:
+        """See TrainEngine.weight_layout."""
+        return self._layout(self.names)
+
+    def _layout(self, names: Sequence[str]) -> list[Held]:
         found = []
-        for name, tensor in self.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if isinstance(tensor, DTensor):
-                found.append(Held.rows(name, dtype, tensor.shape, num_ranks))
-            else:
-                found.append(Held.whole(name, dtype, tensor.shape, range(num_ranks)))
+        for name in names:
+            tensor = self[name]
+            dim, shape = self.split_dims.get(name), list(tensor.shape)
+            if dim is not None:
+                shape[dim] *= self._grid.num_parts
+            found.append(self._grid.held(name, str(tensor.dtype).removeprefix("torch."), shape, dim))
         return found
+
+    def whole_copy(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A copy of a whole parameter, converted before it is gathered. Collective if it is sharded or split."""
+        return self.from_parts(name, whole_copy(self[name], dtype))
+
+    def from_parts(self, name: str, part: Tensor) -> Tensor:
+        """A whole matrix from its tensor parallel parts; other tensors unchanged. Collective over these ranks."""
+        dim = self.split_dims.get(name)
+        return part if dim is None else torch.cat(list(stack(part, self._grid.tokens.tensor)), dim)
 
     def held(self) -> Iterator[Tensor]:
         """See TrainEngine.held_weights. No collective: the shards as they are."""
@@ -57,6 +90,7 @@ def local(tensor: Tensor) -> Tensor:
 def whole_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of the whole tensor, converted before it is gathered. Collective if it is sharded."""
     if isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1:
-        return cast(DTensor, tensor.detach().to(dtype)).full_tensor()
+        with torch.inference_mode(False):  # a generator draws tensors in its own, in which no DTensor can be made
+            return cast(DTensor, tensor.detach().to(dtype)).full_tensor()
     # A copy: FSDP frees gathered parameters when it reshards, even if they are still referenced.
     return local(tensor).detach().to(dtype, copy=True)

@@ -27,7 +27,7 @@ LOGIT_COPIES = 3  # logits, softmax, gradient
 
 def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[StageLayers]:
     stages = split_layers(shape.num_layers, megatron)
-    assert stages is not None, "check_parallel comes first"
+    assert stages is not None, "check_split comes first"
     return stages
 
 
@@ -86,7 +86,7 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
 
 
 def stage_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[list[Part]]:
-    """Parts of a rank of each stage. The sizes must fit (check_parallel)."""
+    """Parts of a rank of each stage. The sizes must fit (check_split)."""
     numbers = rank_numbers(shape, own(config))
     return [_stage_parts(config, shape, num_ranks, stage, *counts) for stage, counts in enumerate(numbers)]
 
@@ -107,19 +107,21 @@ def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, 
         chunk = min(trainer.logits_chunk_tokens, tokens.predicted)
         numbers = chunk * LOGIT_COPIES * FP32 + shape.hidden_size * (FP32 + compute)
         logits = shape.vocab_size * numbers // megatron.tensor_parallel
+    # Ranks that generate too and have all layers gather the experts of a layer as one tensor.
+    largest = PLAN.largest_tensor(shape) if megatron.pipeline_parallel > 1 else max(p.size for p in shape.parameters)
     return [
         Part("trainer", "weights", (dense + experts) * compute),
         Part("trainer", "gradients", (dense + experts) * FP32),
         Part("trainer", "optimizer", optimizer),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "logits", logits, ("train",)),
-        Part("trainer", "snapshot", (dense + experts) * compute + optimizer, on_host=True),
-        Part("trainer", "gathered weights", 2 * PLAN.largest_tensor(shape) * compute, ("publish",)),
+        Part("trainer", "snapshot", ((dense + experts) * compute + optimizer) * bool(config.save_every), on_host=True),
+        Part("trainer", "gathered weights", 2 * largest * compute, ("publish",)),
     ]
 
 
 def megatron_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
-    """Parts of a rank of the fullest stage. The sizes must fit (check_parallel)."""
+    """Parts of a rank of the fullest stage. The sizes must fit (check_split)."""
     return max(stage_parts(config, shape, num_ranks), key=lambda parts: sum(part.num_bytes for part in parts))
 
 
@@ -145,7 +147,7 @@ class MegatronPlan:
         return max(p.size if p.split != "expert" else p.size // p.shape[0] for p in shape.parameters)
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
-        return 1  # a tensor is put together from the ranks that share it, one of which sends it
+        return 1  # the most: the tensors of a step may be in the hands of one rank
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         megatron, at = own(config), ("trainer", "megatron")
@@ -161,7 +163,7 @@ class MegatronPlan:
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
         megatron, ranks = own(config), len(layout.ranks["trainer"])
         degrees, stages = Degrees.of(megatron, ranks), split_layers(shape.num_layers, megatron)
-        assert stages is not None, "check_parallel comes first"
+        assert stages is not None, "check_split comes first"
         yield (
             "split",
             f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x context "

@@ -93,8 +93,12 @@ SPEC = TrainEngineSpec(
     about="Megatron-Core: tensor, pipeline, context and expert parallelism.",
     section=MegatronConfig,
     division=divide,
+    make="hpcrl.engines.train.megatron.engine:make",
     plan="hpcrl.engines.train.megatron.memory:PLAN",
     needs={"megatron.core": "megatron"},
+    tested={"megatron.core": "0.16."},
+    deterministic=True,
+    router_replay=True,
     resume_keys=tuple(MegatronConfig.model_fields),
     computes=frozenset({"entropy"}),
 )

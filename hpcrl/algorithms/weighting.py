@@ -1,0 +1,59 @@
+"""Which responses of a step are learned from, and how much: masks and weights by length, outcome and difficulty.
+
+A masked response still counts in the statistics by which rewards are normalised. The difficulty of a prompt is 1 minus
+the mean score of its responses. The same stabilisers as in ROLL (arXiv 2506.06122), whose difficulty is a column.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.metrics.stats import Stats, stat
+from hpcrl.spec.policy_loss import PolicyLoss
+
+
+def weigh(config: PolicyLoss, table: RewardTable) -> tuple[Tensor, Stats]:
+    """(float32 [N], statistics): the weight of each response of the table, 0 where a mask drops it. The weights by
+    difficulty and by length have mean 1 over what remains."""
+    scores, mean_scores = table.scores, _group_means(table)
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    stats: Stats = {}
+    masks = {
+        "max_len": (config.max_len_mask, ~table.truncated),
+        "difficulty": (
+            config.difficulty_mask,
+            (mean_scores > config.difficulty_low_threshold) & (mean_scores < config.difficulty_high_threshold),
+        ),
+        "error_len": (
+            config.error_max_len_clip is not None,
+            (scores >= 1) | (table.lengths < (config.error_max_len_clip or 0)),
+        ),
+    }
+    for name, (active, keeps) in masks.items():
+        if active:
+            kept &= keeps
+            stats[f"actor/{name}_mask_ratio"] = stat(~keeps)
+    if stats:
+        stats["actor/final_mask_ratio"] = stat(~kept)
+    weights = kept.float()
+    if config.difficulty_loss_weight:
+        weights *= _rescaled(0.5 + 1.5 * (1.0 - mean_scores).clamp(0, 1), kept)
+    if config.length_loss_weight:
+        lengths = table.lengths.float()
+        shortest, longest = (lengths.min(), lengths.max()) if lengths.numel() else (lengths.sum(), lengths.sum())
+        weights *= _rescaled(1.5 - (lengths - shortest) / (longest - shortest).clamp(min=1), kept)
+    return weights, stats
+
+
+def _group_means(table: RewardTable) -> Tensor:
+    """float32 [N]: the mean score of each response's group."""
+    _, groups, counts = torch.unique(table.group_ids, return_inverse=True, return_counts=True)
+    sums = table.scores.new_zeros(len(counts)).index_add(0, groups, table.scores)
+    return (sums / counts)[groups]
+
+
+def _rescaled(weights: Tensor, kept: Tensor) -> Tensor:
+    """The weights over their mean among the responses that are kept."""
+    return weights / weights[kept].mean() if kept.any() else weights

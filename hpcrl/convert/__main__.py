@@ -1,0 +1,94 @@
+"""Convert a checkpoint to a model in HF layout, or an HF model to a checkpoint of Megatron-Core.
+
+    python -m hpcrl.convert --checkpoint runs/NAME --output NAME-hf
+    python -m hpcrl.convert --checkpoint megatron/iter_0000500 --model Qwen3-8B --output Qwen3-8B-500 --dtype bf16
+    python -m hpcrl.convert --to megatron --checkpoint Qwen3-8B --output megatron/Qwen3-8B
+
+Reads torch_dist of Megatron-LM and the checkpoints of hpcrl's trainers; needs no GPU and no Megatron. The checkpoint is
+a run folder (its newest checkpoint), a step_NNNNNN folder of it, or a folder of Megatron-LM. Numbers pass through
+memory in blocks of rows. After a kill the same command goes on with the files that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hpcrl.cli import in_shell
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import is_storage_error
+from hpcrl.metrics.duration import duration
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 2 on bad input, 18 if a file cannot be written."""
+    try:
+        words = _parser().parse_args(argv)
+        print(_convert(words), flush=True)
+    except (ValueError, OSError) as error:
+        print(f"hpcrl.convert: {' '.join(str(error).split())}", file=sys.stderr)
+        return ExitCode.NOT_SAVED if is_storage_error(error) else ExitCode.BAD_INPUT
+    except KeyboardInterrupt:
+        print("hpcrl.convert: interrupted; the same command goes on from here", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    return ExitCode.DONE
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog=in_shell("python -m hpcrl.convert"),
+        description=in_shell(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="what is converted")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
+    parser.add_argument("--to", choices=("hf", "megatron"), default="hf", help="default: hf")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="folder with config.json and tokenizer, where the checkpoint has none"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: as in the checkpoint")
+    parser.add_argument("--verify", action="store_true", help="read the output back and compare it with the checkpoint")
+    parser.add_argument(
+        "--skip-hashes", action="store_true", help="compare a checkpoint of hpcrl with its manifest by file sizes only"
+    )
+    parser.add_argument("--shard-gb", type=float, default=4.0, help="GB of a weight file at most, or one tensor (4)")
+    parser.add_argument("--threads", type=int, help="files written at the same time; default: cores, at most 8")
+    return parser
+
+
+def _convert(words: argparse.Namespace) -> str:
+    """A line about what was done."""
+    for name, value in (("--shard-gb", words.shard_gb), ("--threads", words.threads)):
+        if value is not None and not 0 < value < 1e9:
+            raise ValueError(f"{name} {value}: a number above 0 and below 1e9 is needed")
+    import torch  # and what needs it: --help is quick
+
+    from hpcrl.convert.conversions import ConvertOptions, to_hf, to_megatron
+
+    began = time.monotonic()
+    dtype = getattr(torch, DTYPES[words.dtype]) if words.dtype else None
+    hashes, most_bytes = not words.skip_hashes, int(words.shard_gb * 1e9)
+    options = ConvertOptions(words.model, dtype, words.verify, hashes, most_bytes, words.threads)
+    result = (to_megatron if words.to == "megatron" else to_hf)(words.checkpoint, words.output, options)
+    seconds = time.monotonic() - began
+    rate = f", {result.written_bytes / 1e6 / seconds:.0f} MB/s" if result.written_bytes else ""
+    checked = ", read back and equal" if words.verify else ""
+    return (
+        f"{result.source} -> {words.output}: {result.num_tensors} tensors, {result.total_bytes / 1e9:.3g} GB in "
+        f"{duration(seconds)}{rate}{checked}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Finds the checkpoint in a folder that a user names, and the model whose config.json and tokenizer belong to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.checkpoint.commit import MANIFEST, FileEntry, find_latest, first_damage, problem_of
+from hpcrl.convert.shards import METADATA, ShardedCheckpoint
+from hpcrl.convert.sources import MegatronWeights, TensorSource, TrainerWeights, megatron_prefix
+from hpcrl.files import steps_in
+from hpcrl.rundir import CONFIG, stored_config
+
+CHECKPOINTS = "checkpoints"
+ITERATION = "latest_checkpointed_iteration.txt"
+TOLD_BYTES = 10_000_000_000
+OTHER_FORMATS = {
+    "mp_rank_*": "Megatron's old format; save it as torch_dist (--ckpt-format torch_dist)",
+    "*/model_optim_rng.pt": "Megatron's old format; save it as torch_dist (--ckpt-format torch_dist)",
+    ".zarray": "Megatron's zarr format; save it as torch_dist (--ckpt-format torch_dist)",
+    "*/.zarray": "Megatron's zarr format; save it as torch_dist (--ckpt-format torch_dist)",
+    "zero_pp_rank_*": "a checkpoint of DeepSpeed, which is not read; use the model that the run exports, its folder hf",
+    "*.safetensors": "a model in HF layout already; --to megatron converts it to Megatron's",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint: its folder, and the model folder with config.json and tokenizer."""
+
+    folder: Path
+    model: Path
+
+
+def find(path: Path, model: Path | None, hashes: bool, tell: Callable[[str], None]) -> Found:
+    """The newest valid checkpoint of a run folder of hpcrl, the checkpoint of a step, the newest or a given one of
+    Megatron-LM. hashes: those of hpcrl are compared with their manifest byte by byte, else by size only; `tell`
+    is told what takes long. ValueError if there is none, if it is damaged, or if the model is not known."""
+
+    def damage(folder: Path, entries: Sequence[FileEntry]) -> str:
+        size = sum(entry.size for entry in entries)
+        if hashes and size > TOLD_BYTES:
+            tell(f"hashing the {size / 1e9:.0f} GB of {folder} (--skip-hashes compares sizes only)")
+        return first_damage(folder, entries) if hashes else ""
+
+    if not path.is_dir():
+        raise ValueError(f"--checkpoint {path} is no folder")
+    folder, run = path, None
+    if (path / CHECKPOINTS).is_dir() or (path / CONFIG).is_file():
+        run = path
+        latest = find_latest(path / CHECKPOINTS, damage)
+        for problem in latest.problems:
+            tell(problem)
+        if latest.path is None:
+            raise ValueError(f"--checkpoint {path}: the run has no checkpoint yet")
+        folder = latest.path
+    elif (path / MANIFEST).is_file():
+        if problem := problem_of(path, damage):
+            raise ValueError(f"--checkpoint {path} is damaged: {problem}")
+        run = path.parent.parent
+    elif steps_in(path):
+        raise ValueError(
+            f"--checkpoint {path} has several checkpoints; name the run folder {path.parent} or one of them"
+        )
+    elif (path / ITERATION).is_file():
+        folder = _iteration(path)
+    if not (folder / METADATA).is_file():
+        raise ValueError(f"--checkpoint {folder} {_other_format(folder)}")
+    return Found(folder, model or _model_of(folder, run))
+
+
+def opened(found: Found, config: dict[str, Any]) -> TensorSource:
+    """The HF tensors of a checkpoint. ValueError if it is damaged or of another model."""
+    checkpoint = ShardedCheckpoint(found.folder)
+    if megatron_prefix(checkpoint) is not None:
+        return MegatronWeights(checkpoint, config)
+    if any(name.startswith(TrainerWeights.PREFIX) for name in checkpoint.tensors):
+        return TrainerWeights(checkpoint, config)
+    some = ", ".join(list(checkpoint.tensors)[:3]) or "none"
+    raise ValueError(f"{found.folder} has no weights of Megatron or of hpcrl's trainers (tensors: {some})")
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """The config.json of a model folder. ValueError if there is none."""
+    path = model / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; --model names the folder of the model") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return config
+
+
+def _iteration(path: Path) -> Path:
+    word = (path / ITERATION).read_text(errors="replace").strip()
+    folder = path / (f"iter_{int(word):07d}" if re.fullmatch(r"\d{1,9}", word) else word[:40])
+    if not folder.is_dir():
+        raise ValueError(f"{path / ITERATION} names {word[:40]!r}, and there is no folder {folder}")
+    return folder
+
+
+def _other_format(folder: Path) -> str:
+    for pattern, text in OTHER_FORMATS.items():
+        if next(folder.glob(pattern), None) is not None:
+            return f"is {text}"
+    return f"is no checkpoint: it has no {METADATA} (torch_dist of Megatron, or a checkpoint of hpcrl)"
+
+
+def _model_of(folder: Path, run: Path | None) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    if run is not None and (run / CONFIG).is_file():
+        path = stored_config(run).model.path
+        if path is None:
+            return run / "model"
+        if (Path(path) / "config.json").is_file():
+            return Path(path)
+        raise ValueError(f"the model of the run, {path}, has no config.json here; --model names a copy of it")
+    raise ValueError(f"{folder} has no config.json: --model names the folder of the model (config.json, tokenizer)")

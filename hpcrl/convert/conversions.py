@@ -1,0 +1,115 @@
+"""The two conversions, as functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from hpcrl.convert.checkpoints import find, opened, read_config
+from hpcrl.convert.outputs import (
+    hf_files,
+    hf_small_files,
+    megatron_files,
+    megatron_small_files,
+    output_dtypes,
+)
+from hpcrl.convert.sources import ModelWeights, TensorSource
+from hpcrl.convert.streaming import OutFile, default_threads, write_folder
+
+SHARD_BYTES = 4_000_000_000
+VOCABULARY_MULTIPLE = 128
+"""Rows of the embedding are padded to a multiple of this; Megatron loads another padding too."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """model: folder of config.json and tokenizer, where the source has none. dtype: None: as in the source. verify:
+    read the output back. hashes: compare a checkpoint of hpcrl with its manifest byte by byte. most_bytes: of a weight
+    file. num_threads: files written at once (default: cores, at most 8). stream: of progress (default: stderr)."""
+
+    model: Path | None = None
+    dtype: torch.dtype | None = None
+    verify: bool = False
+    hashes: bool = True
+    most_bytes: int = SHARD_BYTES
+    num_threads: int | None = None
+    stream: TextIO | None = None
+
+
+@dataclass(frozen=True)
+class Converted:
+    """source: the checkpoint that was read. written_bytes: by this call, the rest of total_bytes by earlier ones."""
+
+    source: Path
+    num_tensors: int
+    total_bytes: int
+    written_bytes: int
+
+
+def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
+    """Write a checkpoint as a model in HF layout to the new folder `output`. ValueError or OSError: one line."""
+
+    def tell(note: str) -> None:
+        print(f"hpcrl.convert: {note}", file=options.stream or sys.stderr, flush=True)
+
+    found = find(checkpoint, options.model, options.hashes, tell)
+    config = read_config(found.model)
+    source = opened(found, config)
+    try:
+        dtypes = output_dtypes(source, options.dtype)
+        files = hf_files(source, dtypes, options.most_bytes)
+        small = hf_small_files(files, dtypes, config, found.model)
+        return _write(found.folder, output, source, dtypes, files, small, options)
+    finally:
+        source.close()
+
+
+def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
+    """Write an HF model as Megatron's torch_dist to the new folder `output`. ValueError or OSError: one line."""
+    if not checkpoint.is_dir():
+        raise ValueError(f"--checkpoint {checkpoint} is no folder; --to megatron needs a model in HF layout")
+    model = options.model or checkpoint
+    config = read_config(model)
+    vocabulary = config.get("vocab_size")
+    padded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE if isinstance(vocabulary, int) else 0
+    source = ModelWeights(checkpoint, config, padded)
+    try:
+        dtypes = output_dtypes(source, options.dtype)
+        files = megatron_files(source, dtypes, options.most_bytes)
+        small = megatron_small_files(files, source, dtypes, config, model)
+        return _write(checkpoint, output, source, dtypes, files, small, options)
+    finally:
+        source.close()
+
+
+def _write(
+    folder: Path,
+    output: Path,
+    source: TensorSource,
+    dtypes: Mapping[str, torch.dtype],
+    files: list[OutFile],
+    small: Callable[[Path], None],
+    options: ConvertOptions,
+) -> Converted:
+    written = write_folder(
+        output,
+        files,
+        source,
+        small,
+        identity=_identity(folder),
+        num_threads=options.num_threads or default_threads(),
+        verify=options.verify,
+        stream=options.stream or sys.stderr,
+    )
+    return Converted(folder, len(dtypes), sum(file.size for file in files), written)
+
+
+def _identity(folder: Path) -> Any:
+    """The files of a source: a conversion that was killed goes on only if they are the same."""
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    return str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]

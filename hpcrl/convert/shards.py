@@ -1,0 +1,344 @@
+"""Reads checkpoints of torch.distributed.checkpoint, which Megatron's torch_dist are too, box by box: no process group,
+no Megatron, and of a tensor only what is asked for is in memory."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+import pickle
+import struct
+import threading
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from hpcrl.spec.weights import Box, intersection
+
+METADATA = ".metadata"
+KNOWN = {
+    "torch": {"Size", "device"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+"""The classes that the metadata of a checkpoint may name; a pickle with others could run anything."""
+STAND_INS = {"megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"}}
+"""Megatron's own, of which nothing is needed."""
+
+
+class _StandIn:
+    """Takes the state of a class that is not here."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in STAND_INS.get(module, ()):
+            return _StandIn
+        if name in KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise ValueError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+STORAGES = {
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "DoubleStorage": torch.float64,
+}
+MAX_PICKLE_BYTES = 1 << 20
+"""Of the description of one tensor."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where it is in the tensor, and the bytes of its file that torch.save wrote for it."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk]
+
+
+class ShardedCheckpoint:
+    """The tensors of a folder. ValueError if it has no metadata or shards are missing or too short. Threads may read
+    at the same time."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tensors = _tensors(folder)
+        self._by_index: dict[str, dict[tuple[int, ...] | None, list[Chunk]]] = {}
+        self._files: dict[str, int] = {}
+        self._starts: dict[tuple[str, int], int | None] = {}
+        self._lock = threading.Lock()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The numbers in a box of a tensor. ValueError if no shard has some of them, or a shard is damaged."""
+        shape, dtype, _ = self.tensors[name]
+        result = torch.empty([last - first for first, last in box], dtype=dtype)
+        found = 0
+        for chunk in self._near(name, box):
+            shared = intersection(box, chunk.box)
+            if shared is not None:
+                place = result[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box, strict=True))]
+                self._fill(place, name, chunk, shared)
+                found += place.numel()
+        if found < result.numel():
+            raise ValueError(f"{self.folder}: no shard has part {_text(box)} of {name} {list(shape)}")
+        return result
+
+    def _near(self, name: str, box: Box) -> list[Chunk]:
+        """The chunks of a tensor that may have something of a box, found by its first entry of the leading dimensions:
+        the experts of a large model are ten thousand chunks of one tensor."""
+        with self._lock:
+            if name not in self._by_index:
+                shape, _, chunks = self.tensors[name]
+                if sum(math.prod(last - first for first, last in chunk.box) for chunk in chunks) != math.prod(shape):
+                    raise ValueError(f"{self.folder}: the shards of {name} {list(shape)} overlap or lack a part")
+                index: dict[tuple[int, ...] | None, list[Chunk]] = {}
+                for chunk in self.tensors[name].chunks:
+                    index.setdefault(_single(chunk.box), []).append(chunk)
+                self._by_index[name] = index
+        index = self._by_index[name]
+        at = _single(box)
+        if at is None:
+            return self.tensors[name].chunks
+        return [*index.get(at, ()), *index.get(None, ())]
+
+    def _fill(self, place: Tensor, name: str, chunk: Chunk, shared: Box) -> None:
+        inside = tuple((a - c, b - c) for (a, b), (c, _) in zip(shared, chunk.box, strict=True))
+        sizes = [b - a for a, b in chunk.box]
+        start = self._start(name, chunk)
+        if start is None:
+            try:
+                loaded = torch.load(self._view(chunk), weights_only=True, map_location="cpu")
+                place.copy_(loaded[tuple(slice(a, b) for a, b in inside)])
+            except Exception as error:  # as above
+                where = f"{self.folder / chunk.file} is damaged at byte {chunk.offset}"
+                raise ValueError(f"{where} ({name}): {' '.join(str(error).split())[:200]}") from error
+            return
+        axis = max((n for n, (a, b) in enumerate(inside) if b - a < sizes[n]), default=0)
+        for leading in itertools.product(*(range(a, b) for a, b in inside[:axis])):
+            target = place[tuple(i - a for i, (a, _) in zip(leading, inside, strict=False))]
+            first = 0
+            for i, size in zip((*leading, inside[axis][0]), sizes, strict=False):
+                first = first * size + i
+            for size in sizes[axis + 1 :]:
+                first *= size
+            self._numbers(target, chunk, start + first * place.element_size())
+
+    def _numbers(self, target: Tensor, chunk: Chunk, offset: int) -> None:
+        """Read consecutive numbers of a file."""
+        direct = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        buffer = bytes_of(direct)
+        descriptor = self._file(chunk.file)
+        while buffer:
+            count = os.preadv(descriptor, [buffer], offset)
+            if not count:
+                raise ValueError(f"{self.folder / chunk.file} is damaged: it ends at byte {offset}")
+            buffer, offset = buffer[count:], offset + count
+        if direct is not target:
+            target.copy_(direct)
+
+    def _start(self, name: str, chunk: Chunk) -> int | None:
+        """Where a chunk's numbers begin in its file; None if they are not in the order of its rows."""
+        place = (chunk.file, chunk.offset)
+        if place not in self._starts:
+            stored, sizes = self.tensors[name], tuple(b - a for a, b in chunk.box)
+            try:
+                head = _head(self._view(chunk))
+                if head.shape != sizes or head.dtype != stored.dtype:
+                    raise ValueError(f"it has {head.dtype} {list(head.shape)}")
+            except Exception as error:  # a damaged archive may raise anything
+                text = " ".join(str(error).split())[:200]
+                where = f"{self.folder / chunk.file} is damaged at byte {chunk.offset}"
+                raise ValueError(f"{where} ({name} {_text(chunk.box)}): {text}") from error
+            self._starts[place] = chunk.offset + head.start if head.contiguous else None
+        return self._starts[place]
+
+    def _view(self, chunk: Chunk) -> IO[bytes]:
+        return cast(IO[bytes], _View(self._file(chunk.file), chunk.offset, chunk.length))
+
+    def _file(self, name: str) -> int:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = os.open(self.folder / name, os.O_RDONLY)
+            return self._files[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+
+
+class _Head(NamedTuple):
+    """What torch.save wrote about a tensor; start: the first byte of its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    contiguous: bool
+    start: int
+
+
+class _HeadUnpickler(pickle.Unpickler):
+    """Reads the pickle of torch.save without making a tensor, which would take ten times as long."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, stride, *_: (storage, offset, size, stride)
+        if (module, name) == ("collections", "OrderedDict"):
+            return super().find_class(module, name)
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        raise ValueError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _head(file: IO[bytes]) -> _Head:
+    with zipfile.ZipFile(file) as archive:
+        (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        if archive.getinfo(pickled).file_size > MAX_PICKLE_BYTES:
+            raise ValueError(f"its description claims {archive.getinfo(pickled).file_size} bytes")
+        storage, offset, size, stride = _HeadUnpickler(io.BytesIO(archive.read(pickled))).load()
+        _, dtype, key, _, count = storage
+        entry = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{key}")
+    file.seek(entry.header_offset)
+    fields = struct.unpack("<4s5H3I2H", file.read(30))
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != count * dtype.itemsize:
+        raise ValueError(f"its numbers have {entry.file_size} bytes")
+    expected: list[int] = []
+    step = 1
+    for length in reversed(size):
+        expected.insert(0, step)
+        step *= length
+    same = all(a == b for a, b, length in zip(expected, stride, size, strict=True) if length > 1)
+    if offset + step > count and same:
+        raise ValueError(f"it has {count} numbers")
+    start = entry.header_offset + 30 + fields[9] + fields[10] + offset * dtype.itemsize
+    return _Head(tuple(size), dtype, same, start)
+
+
+class _View(io.RawIOBase):
+    """A part of a file as a file; its position is its own."""
+
+    def __init__(self, descriptor: int, offset: int, length: int):
+        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        rest = max(0, self._length - self._at)
+        count = os.preadv(self._descriptor, [memoryview(buffer)[:rest]], self._offset + self._at)
+        self._at += count
+        return count
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return cast(memoryview, tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+def _single(box: Box) -> tuple[int, ...] | None:
+    """The entry of the leading dimensions that a box of a matrix in a stack lies in; None if in several or no stack."""
+    leading = box[:-2] or box[:-1]
+    if not leading or any(last - first != 1 for first, last in leading):
+        return None
+    return tuple(first for first, _ in leading)
+
+
+def _text(box: Box) -> str:
+    return "[" + ", ".join(f"{first}:{last}" for first, last in box) + "]"
+
+
+def _tensors(folder: Path) -> dict[str, Stored]:
+    try:
+        with open(folder / METADATA, "rb") as file:
+            metadata = _Unpickler(file).load()
+        entries, storage = metadata.state_dict_metadata, metadata.storage_data
+        found = {name: _stored(name, entry, storage) for name, entry in entries.items() if hasattr(entry, "chunks")}
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} has no {METADATA}; it is no checkpoint of torch.distributed.checkpoint") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / METADATA} is refused: {' '.join(str(error).split())}") from error
+    except Exception as error:  # a damaged pickle raises anything
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{folder / METADATA} is damaged ({text})") from error
+    _check_files(folder, found)
+    return found
+
+
+def _stored(name: str, entry: Any, storage: Any) -> Stored:
+    chunks = []
+    by_offset = {tuple(chunk.offsets): chunk for chunk in entry.chunks}
+    for offsets, chunk in by_offset.items():
+        place = storage[MetadataIndex(name, offsets)]
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{name} is stored through {place.transform_descriptors}, which is not supported")
+        box = tuple((int(first), int(first) + int(size)) for first, size in zip(offsets, chunk.sizes, strict=True))
+        chunks.append(Chunk(box, str(place.relative_path), int(place.offset), int(place.length)))
+    return Stored(tuple(map(int, entry.size)), entry.properties.dtype, chunks)
+
+
+def _check_files(folder: Path, tensors: dict[str, Stored]) -> None:
+    ends: dict[str, int] = {}
+    for chunk in itertools.chain.from_iterable(stored.chunks for stored in tensors.values()):
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for name, end in sorted(ends.items()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{folder / METADATA} is refused: it names the file {name}, which is not in the folder")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing: {folder} is incomplete ({len(ends)} files of shards)")
+        if (size := (folder / name).stat().st_size) < end:
+            raise ValueError(f"{folder / name} is damaged: it has {size} bytes, {METADATA} says at least {end}")

@@ -1,0 +1,313 @@
+"""Where the numbers of a conversion come from: HF tensors out of a checkpoint, Megatron tensors out of an HF model.
+
+Each is read by rows, so that memory holds a block of rows and never a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpcrl.convert.shards import ShardedCheckpoint, Stored
+from hpcrl.convert.weight_files import WeightFiles
+from hpcrl.engines.train.megatron.names import EMBEDDING, FAMILIES, HEAD, Entry, NameTable, table
+from hpcrl.spec.lora import is_adapter
+from hpcrl.spec.weights import Box
+
+MAX_SHOWN = 3
+SAME_NAMES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text")
+"""Families whose tensors have the same names in memory and in files, experts aside."""
+STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.\d+\.(.*)")
+_NO_WEIGHT = re.compile(r"optimizer\.|chained_\d|rng_state|.*_extra_state|.*rerun_state|mtp\.")
+
+
+class TensorSource(Protocol):
+    """Tensors that can be read by rows."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape, in the order of the output."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Name -> dtype."""
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """Rows of a tensor. Threads may call it at the same time."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+@dataclass(frozen=True)
+class _Where:
+    """An entry of the table in a checkpoint: the tensor, the indices of layer and expert in its leading dimensions; for
+    a gate above up that was stored as two tensors, both."""
+
+    names: tuple[str, ...]
+    leading: Box
+
+
+class MegatronWeights:
+    """HF tensors out of Megatron's torch_dist. ValueError if the checkpoint is not of the model of config.json."""
+
+    def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
+        self._checkpoint = checkpoint
+        prefix = megatron_prefix(checkpoint)
+        assert prefix is not None, "the caller has looked"
+        self._prefix = prefix
+        rows = checkpoint.tensors[prefix + EMBEDDING].shape[0]
+        vocabulary = config.get("vocab_size")
+        if isinstance(vocabulary, int) and rows < vocabulary:
+            raise ValueError(
+                f"{checkpoint.folder}: {prefix + EMBEDDING} has {rows} rows, config.json has vocab_size={vocabulary}: "
+                "the checkpoint is of another model"
+            )
+        local = table(config, "local", padded_vocabulary=rows)
+        fused = table(config, "fused", padded_vocabulary=rows)
+        self._where = self._find(local, fused)
+        self.shapes = local.shapes
+        self._rows: dict[str, list[tuple[Entry, int, int, int]]] = {name: [] for name in self.shapes}
+        for entry in local.entries:
+            for piece in entry.rows:
+                self._rows[piece.hf].append((entry, piece.first, piece.at, piece.count))
+        self.dtypes = {name: self._dtype(pieces[0][0]) for name, pieces in self._rows.items()}
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """Rows of an HF tensor."""
+        result: Tensor | None = None
+        for entry, start, at, count in self._rows[name]:
+            low, high = max(first, start), min(last, start + count)
+            if low < high:
+                part = self._read(entry, at + low - start, at + high - start)
+                if (low, high) == (first, last):
+                    return part
+                if result is None:
+                    result = part.new_empty((last - first, *part.shape[1:]))
+                result[low - first : high - first] = part
+        assert result is not None, "a tensor of the table has all its rows"
+        return result
+
+    def close(self) -> None:
+        """Close the files."""
+        self._checkpoint.close()
+
+    def _dtype(self, entry: Entry) -> torch.dtype:
+        return self._checkpoint.tensors[self._where[entry.name].names[0]].dtype
+
+    def _read(self, entry: Entry, first: int, last: int) -> Tensor:
+        where, parts = self._where[entry.name], []
+        rows = entry.shape[0] // len(where.names)
+        for number, name in enumerate(where.names):
+            low, high = max(first, number * rows), min(last, (number + 1) * rows)
+            if low < high:
+                inside = (low - number * rows, high - number * rows)
+                box = (*where.leading, inside, *((0, size) for size in entry.shape[1:]))
+                parts.append(self._checkpoint.read(name, box).view(high - low, *entry.shape[1:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _find(self, local: NameTable, fused: NameTable) -> dict[str, _Where]:
+        folder, tensors = self._checkpoint.folder, self._checkpoint.tensors
+        found: dict[str, _Where] = {}
+        missing: list[str] = []
+        wrong: list[str] = []
+        num_layers = 1 + max(entry.layer or 0 for entry in local.entries)
+        num_experts = 1 + max((entry.expert for entry in local.entries if entry.expert is not None), default=0)
+        used: set[str] = set()
+        for entry, other in zip(local.entries, fused.entries, strict=True):
+            for where, shape in _candidates(entry, other, num_layers, num_experts):
+                names = tuple(self._prefix + name for name in where.names)
+                if not all(name in tensors for name in names):
+                    continue
+                used.update(names)
+                if entry.name not in found:
+                    found[entry.name] = _Where(names, where.leading)
+                    if tensors[names[0]].shape != shape:
+                        has = list(tensors[names[0]].shape)
+                        wrong.append(f"{names[0]} has shape {has}, config.json requires {list(shape)}")
+            if entry.name not in found:
+                missing.append(entry.name)
+        extra = sorted(name for name in tensors if name not in used and self._is_weight(name))
+        for problems, what in ((wrong, ""), (missing, "no "), (extra, "config.json has no place for ")):
+            if problems := list(dict.fromkeys(problems)):
+                more = f" (and {len(problems) - MAX_SHOWN} more)" if len(problems) > MAX_SHOWN else ""
+                shown = "; ".join(problems[:MAX_SHOWN])
+                raise ValueError(f"{folder} is a checkpoint of another model: {what}{shown}{more}")
+        return found
+
+    def _is_weight(self, name: str) -> bool:
+        at = name.removeprefix(self._prefix)
+        weights = ("decoder.", EMBEDDING, HEAD)
+        return name.startswith(self._prefix) and at.startswith(weights) and not _NO_WEIGHT.match(at)
+
+
+def megatron_prefix(checkpoint: ShardedCheckpoint) -> str | None:
+    """What stands before Megatron's names in a checkpoint; None if there are none."""
+    names = [name for name in checkpoint.tensors if name.endswith(EMBEDDING) and not _NO_WEIGHT.match(name)]
+    return min(names, key=len).removesuffix(EMBEDDING) if names else None
+
+
+def _candidates(
+    entry: Entry, fused: Entry, num_layers: int, num_experts: int
+) -> Iterator[tuple[_Where, tuple[int, ...]]]:
+    """Where torch_dist may have a tensor, and the shape it has there: under the names of either kind of layers, the
+    layers in one tensor or each in its own, the experts too, gate and up too."""
+    if entry.layer is None:
+        yield _Where((entry.name,), ()), entry.shape
+        return
+    inside = [_inside(entry.name), _inside(fused.name)]
+    if inside[0].startswith("pre_mlp_layernorm"):
+        inside.append("mlp.linear_fc1.layer_norm_weight")  # Megatron's own layers store it so, with experts or without
+    forms: list[tuple[str, Box, tuple[int, ...]]] = [(name, (), ()) for name in dict.fromkeys(inside)]
+    if entry.expert is not None and (match := _EXPERT.match(inside[0])):
+        at = ((entry.expert, entry.expert + 1),)
+        forms.append((f"mlp.experts.experts.{match[1]}", at, (num_experts,)))
+        forms.append((f"mlp.experts.experts.{entry.expert}.{match[1]}", (), ()))
+    layer = ((entry.layer, entry.layer + 1),)
+    for name, leading, sizes in forms:
+        shape = (*sizes, *entry.shape)
+        yield _Where((f"decoder.layers.{entry.layer}.{name}",), leading), shape
+        yield _Where((f"decoder.layers.{name}",), (*layer, *leading)), (num_layers, *shape)
+        if entry.parts == 2:
+            both = tuple(f"decoder.layers.{entry.layer}.{name}_{which}" for which in "wv")
+            yield _Where(both, leading), (*sizes, entry.shape[0] // 2, *entry.shape[1:])
+
+
+def _inside(name: str) -> str:
+    match = _LAYER.match(name)
+    assert match is not None, name
+    return match[2]
+
+
+def _stored_by_own_layers(entry: Entry, config: Mapping[str, Any]) -> str:
+    """The name under which Megatron's own layers store a tensor: mostly that of Transformer Engine's."""
+    if config["model_type"] == "deepseek_v3":
+        return entry.name
+    name = entry.name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+    return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+
+
+class TrainerWeights:
+    """HF tensors out of a checkpoint of an engine that keeps transformers' names (fsdp2). ValueError for a family whose
+    names in files are not known, or if the checkpoint has no weights or those of adapters."""
+
+    PREFIX = "model.hf."
+
+    def __init__(self, checkpoint: ShardedCheckpoint, config: Mapping[str, Any]):
+        if (family := config.get("model_type")) not in SAME_NAMES:
+            raise ValueError(
+                f"{checkpoint.folder}: the names in files of model_type {family!r} are not known "
+                f"({', '.join(SAME_NAMES)} are); use the model that the run exports, in its folder hf"
+            )
+        if any(is_adapter(name) for name in checkpoint.tensors):
+            raise ValueError(
+                f"{checkpoint.folder} has adapters alone (trainer.lora); use the model that the run exports, in its "
+                "folder hf, into which they are merged"
+            )
+        self._checkpoint = checkpoint
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._where: dict[str, tuple[str, Box, int]] = {}  # tensor, leading box, first row
+        for name, stored in checkpoint.tensors.items():
+            if name.startswith(self.PREFIX):
+                for hf, shape, leading, first in _in_files(name.removeprefix(self.PREFIX), stored):
+                    self.shapes[hf], self.dtypes[hf] = shape, stored.dtype
+                    self._where[hf] = (name, leading, first)
+        self._check(config)
+
+    def _check(self, config: Mapping[str, Any]) -> None:
+        """Families with a table are compared with config.json."""
+        if config.get("model_type") not in FAMILIES:
+            return
+        expected = table(config).shapes
+        for name in [*expected, *self.shapes]:
+            if (has := self.shapes.get(name)) != (needs := expected.get(name)):
+                text = (
+                    f"{name} has shape {list(has) if has else None}, config.json requires {list(needs or ()) or None}"
+                )
+                raise ValueError(f"{self._checkpoint.folder} is a checkpoint of another model: {text}")
+        self.shapes = {name: self.shapes[name] for name in expected}
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """Rows of an HF tensor."""
+        stored, leading, start = self._where[name]
+        shape = self.shapes[name]
+        box = (*leading, (start + first, start + last), *((0, size) for size in shape[1:]))
+        return self._checkpoint.read(stored, box).view(last - first, *shape[1:])
+
+    def close(self) -> None:
+        """Close the files."""
+        self._checkpoint.close()
+
+
+def _in_files(name: str, stored: Stored) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
+    """(name, shape, leading box, first row) of the tensors of a file that a tensor in memory becomes: one for each
+    expert, with gate and up apart."""
+    match = STACKED.fullmatch(name)
+    if not match:
+        yield name, stored.shape, (), 0
+        return
+    count, rows, columns = stored.shape
+    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    size = rows // len(parts)
+    for expert in range(count):
+        for number, part in enumerate(parts):
+            yield f"{match[1]}{expert}.{part}.weight", (size, columns), ((expert, expert + 1),), number * size
+
+
+class ModelWeights:
+    """Megatron tensors out of an HF model, norms under the names that either kind of layers loads. ValueError if the
+    model is not that of its config.json. homogeneous: all layers have the same tensors."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], padded_vocabulary: int):
+        self.table = table(config, "fused", padded_vocabulary)
+        self._files = WeightFiles(folder)
+        for name, shape in self.table.shapes.items():
+            place = self._files.tensors.get(name)
+            if place is None or place.shape != shape:
+                has = f"has shape {list(place.shape)}" if place else "is missing"
+                raise ValueError(f"{folder}: {name} {has}, config.json requires {list(shape)}")
+        self.entries: dict[str, Entry] = {}
+        for entry, own in zip(self.table.entries, table(config, "local", padded_vocabulary).entries, strict=True):
+            self.entries[entry.name] = entry
+            if entry.expert is None and (name := _stored_by_own_layers(own, config)) != entry.name:
+                self.entries[name] = replace(entry, name=name)
+        self.num_layers = 1 + max(entry.layer or 0 for entry in self.table.entries)
+        self.num_experts = 1 + max(
+            (entry.expert for entry in self.table.entries if entry.expert is not None), default=0
+        )
+        layers: list[set[str]] = [set() for _ in range(self.num_layers)]
+        for entry in self.table.entries:
+            if entry.layer is not None:
+                layers[entry.layer].add(_inside(entry.name))
+        self.homogeneous = all(names == layers[0] for names in layers)
+        self.shapes = {name: entry.shape for name, entry in self.entries.items()}
+        self.dtypes = {name: self._files.tensors[entry.rows[0].hf].dtype for name, entry in self.entries.items()}
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """Rows of a Megatron tensor, padding zero."""
+        entry = self.entries[name]
+        result: Tensor | None = None
+        for rows in entry.rows:
+            low, high = max(first, rows.at), min(last, rows.at + rows.count)
+            if low < high:
+                start = rows.first + low - rows.at
+                part = self._files.read(rows.hf, start, start + high - low)
+                if (low, high) == (first, last):
+                    return part
+                if result is None:
+                    result = torch.zeros((last - first, *entry.shape[1:]), dtype=part.dtype)
+                result[low - first : high - first] = part
+        return torch.zeros((last - first, *entry.shape[1:]), dtype=self.dtypes[name]) if result is None else result
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()

@@ -1,0 +1,277 @@
+"""Writes files whose layout is known beforehand from numbers that are read row by row: in parallel, resumable after a
+kill, and complete under their final name or not there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from hpcrl.convert.shards import bytes_of
+from hpcrl.convert.sources import TensorSource
+from hpcrl.files import find_room, fsync_path, naming, remove, rename_durably, write_durably
+from hpcrl.metrics.duration import duration
+
+BLOCK_BYTES = 8 << 20
+"""Numbers that a thread holds at once, in the dtype of the checkpoint and once more in that of the output. Larger
+blocks are slower: malloc gives their memory back, and each has new pages."""
+SYNC_BYTES = 256 << 20
+PLAN = "plan.sha256"
+NOT_COPIED = ("config.json", "metadata.json", "manifest.json", "state.json", "trainer.json")
+REPORT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of numbers in a file: rows of a tensor from row `first`, in this shape."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """A file to write: its size, the bytes that are known by offset, and the tensors."""
+
+    name: str
+    size: int
+    known: tuple[tuple[int, bytes], ...]
+    slots: tuple[Slot, ...]
+
+
+class Progression:
+    """Bytes done of all bytes: a bar on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        self._total, self._stream, self._clock = total, stream, clock
+        self._done = self._skipped = 0
+        self._began = self._told = clock()
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        if stream.isatty():
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(file=stream))
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+
+    def skip(self, num_bytes: int) -> None:
+        """Bytes that an earlier attempt has written."""
+        self._skipped += num_bytes
+        if self._bar is not None:
+            self._bar.update(self._task, total=self._total - self._skipped)
+
+    def add(self, num_bytes: int) -> None:
+        """More bytes are done."""
+        with self._lock:
+            self._done += num_bytes
+            if self._bar is not None:
+                self._bar.advance(self._task, num_bytes)
+            elif self._clock() - self._told >= REPORT_S:
+                self._told = self._clock()
+                print(self.line(), file=self._stream, flush=True)
+
+    def line(self) -> str:
+        """What is done, the rate, and the time left."""
+        seconds = max(self._clock() - self._began, 1e-9)
+        rate, done = self._done / seconds, self._done + self._skipped
+        left = f"  ETA {duration((self._total - done) / rate)}" if rate else ""
+        return f"{done / 1e9:.3g} of {self._total / 1e9:.3g} GB  {rate / 1e6:.0f} MB/s{left}"
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def write_folder(
+    output: Path,
+    files: Sequence[OutFile],
+    source: TensorSource,
+    small: Callable[[Path], None],
+    *,
+    identity: Any,
+    num_threads: int,
+    verify: bool,
+    stream: TextIO,
+) -> int:
+    """Write the files, and what `small` adds, into the new folder `output`; returns the bytes written by this call.
+
+    A killed call leaves `.NAME.converting`, from which one with the same `identity` goes on. verify: read everything
+    back and compare it. ValueError if the output exists, another process writes it, or the disk has too little room;
+    OSError if a file cannot be written.
+    """
+    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        raise ValueError(f"--output {output} exists, and nothing is overwritten; name another folder or remove it")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.converting")
+    if partial.is_symlink():
+        raise ValueError(f"{partial} is a symbolic link; remove it")
+    partial.mkdir(exist_ok=True)
+    with _alone(partial, output):
+        done = _resumed(partial, files, identity)
+        needed = sum(file.size for file in files if file.name not in done)
+        free, refused = find_room(partial, needed, reserve=needed > 0)
+        if free < needed or refused:
+            why = refused or f"the file system has {free / 1e9:.3g} GB free"
+            if not done:
+                remove(partial)
+            raise ValueError(f"--output {output} needs another {needed / 1e9:.3g} GB: {why}")
+        progress = Progression(sum(file.size for file in files) * (1 + verify), stream)
+        try:
+            progress.skip(sum(file.size for file in files if file.name in done))
+            rest = [file for file in files if file.name not in done]
+            _in_threads([_writing(partial, file, source, progress) for file in rest], num_threads)
+            if verify:
+                _in_threads([_checking(partial, file, source, progress) for file in files], num_threads)
+        finally:
+            progress.close()
+        small(partial)
+        for entry in partial.iterdir():
+            fsync_path(entry)
+        (partial / PLAN).unlink()
+        fsync_path(partial)
+        rename_durably(partial, output)
+    return needed
+
+
+@contextmanager
+def _alone(partial: Path, output: Path) -> Iterator[None]:
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise ValueError(f"--output {output}: another conversion is writing it") from error
+            # A file system without locks: the conversion goes on without this check.
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _resumed(partial: Path, files: Sequence[OutFile], identity: Any) -> set[str]:
+    """The files that an earlier call of the same work has completed; everything else is removed."""
+    text = repr((identity, [(file.name, file.size, file.slots) for file in files]))
+    plan = hashlib.sha256(text.encode()).hexdigest().encode()
+    same = (partial / PLAN).is_file() and (partial / PLAN).read_bytes() == plan
+    sizes = {file.name: file.size for file in files} if same else {}
+    done = set()
+    for entry in partial.iterdir():
+        if sizes.get(entry.name) == entry.stat().st_size:
+            done.add(entry.name)
+        elif entry.name != PLAN or not same:
+            remove(entry)
+    if not same:
+        write_durably(partial / PLAN, plan)
+    return done
+
+
+def _in_threads(jobs: Sequence[Callable[[threading.Event], None]], num_threads: int) -> None:
+    stopped = threading.Event()
+    with ThreadPoolExecutor(num_threads) as threads:
+        running = [threads.submit(job, stopped) for job in jobs]
+        try:
+            wait(running, return_when=FIRST_EXCEPTION)
+        finally:
+            stopped.set()  # after an error or Ctrl-C the others end at their next block
+            threads.shutdown(cancel_futures=True)
+    for future in running:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            raise error
+
+
+def _writing(
+    folder: Path, file: OutFile, source: TensorSource, progress: Progression
+) -> Callable[[threading.Event], None]:
+    def write(stopped: threading.Event) -> None:
+        path, temporary = folder / file.name, folder / f"{file.name}.part"
+        try:
+            with naming(path), open(temporary, "wb", buffering=0) as out:
+                for offset, known in file.known:
+                    _write_at(out.fileno(), known, offset)
+                unsynced = 0
+                for offset, numbers in _blocks(file, source):
+                    if stopped.is_set():
+                        return
+                    _write_at(out.fileno(), numbers, offset)
+                    progress.add(len(numbers))
+                    unsynced += len(numbers)
+                    if unsynced >= SYNC_BYTES:
+                        os.fdatasync(out.fileno())
+                        unsynced = 0
+                os.ftruncate(out.fileno(), file.size)
+                os.fsync(out.fileno())
+            os.rename(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)  # what is not whole would keep a full disk full
+
+    return write
+
+
+def _checking(
+    folder: Path, file: OutFile, source: TensorSource, progress: Progression
+) -> Callable[[threading.Event], None]:
+    def check(stopped: threading.Event) -> None:
+        with open(folder / file.name, "rb", buffering=0) as written:
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is on the disk is compared
+            for offset, known in file.known:
+                if os.pread(written.fileno(), len(known), offset) != known:
+                    raise ValueError(f"{folder / file.name} differs from what was written, at byte {offset}")
+            for offset, numbers in _blocks(file, source):
+                if stopped.is_set():
+                    return
+                if os.pread(written.fileno(), len(numbers), offset) != numbers:
+                    raise ValueError(f"{folder / file.name} differs from the checkpoint, at byte {offset} or after")
+                progress.add(len(numbers))
+
+    return check
+
+
+def _write_at(descriptor: int, numbers: bytes | memoryview, offset: int) -> None:
+    rest = memoryview(numbers)
+    while rest:
+        count = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
+def _blocks(file: OutFile, source: TensorSource) -> Iterator[tuple[int, memoryview]]:
+    """(offset, bytes) of the numbers of a file, block by block."""
+    for slot in file.slots:
+        dtype = getattr(torch, slot.dtype)
+        row_bytes = math.prod(slot.shape[1:]) * max(dtype.itemsize, source.dtypes[slot.name].itemsize)
+        count = max(1, BLOCK_BYTES // max(1, row_bytes))
+        for first in range(0, slot.shape[0], count):
+            last = min(first + count, slot.shape[0])
+            rows = source.read(slot.name, slot.first + first, slot.first + last).to(dtype)
+            yield slot.offset + first * math.prod(slot.shape[1:]) * dtype.itemsize, bytes_of(rows.contiguous())
+
+
+def default_threads() -> int:
+    """As many as this process has cores, at most 8: a thread waits for one disk most of its time."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+def copy_small_files(origin: Path, target: Path) -> None:
+    """Tokenizer and generation config of a model folder: everything but its weights, config.json, and what a checkpoint
+    has beside them."""
+    for file in sorted(origin.iterdir()):
+        known = file.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken")
+        if file.is_file() and known and file.name not in NOT_COPIED and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)

@@ -1,0 +1,144 @@
+"""Weight files in HF layout: headers read and written without the numbers, which are read and written row by row."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcrl.convert.shards import bytes_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+ALIGNMENT = 8  # of the first number in a file
+MAX_HEADER_BYTES = 100_000_000
+"""As in safetensors."""
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor is in a file: its first byte, and the bytes of a row."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an entry of the first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class WeightFiles:
+    """The tensors of a model folder by name. ValueError if a file is missing or damaged, or its dtype is quantised."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.tensors: dict[str, TensorPlace] = {}
+        for name in _file_names(folder):
+            self.tensors |= _header(folder / name)
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """Rows of a tensor."""
+        place = self.tensors[name]
+        result = torch.empty((last - first, *place.shape[1:]), dtype=place.dtype)
+        buffer, offset = bytes_of(result), place.offset + first * place.row_bytes
+        with self._lock:
+            if place.file not in self._files:
+                self._files[place.file] = os.open(self.folder / place.file, os.O_RDONLY)
+        while buffer:
+            count = os.preadv(self._files[place.file], [buffer], offset)
+            if not count:
+                raise ValueError(f"{self.folder / place.file} is damaged: it ends at byte {offset}")
+            buffer, offset = buffer[count:], offset + count
+        return result
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            for descriptor in self._files.values():
+                os.close(descriptor)
+            self._files.clear()
+
+
+def header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the numbers of a file with these tensors (shape, dtype), and the first byte of each."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, starts = 0, {}
+    for name, (shape, dtype) in tensors.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        starts[name], at = at, end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    begin = struct.pack("<Q", len(text)) + text
+    return begin, {name: len(begin) + start for name, start in starts.items()}
+
+
+def _file_names(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()), key=str)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged: {error}") from error
+    else:
+        names = [path.name for path in sorted(folder.glob("*.safetensors"))]
+    if not names:
+        raise ValueError(f"{folder} has no weights in safetensors files")
+    for name in names:
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise ValueError(f"{index} is refused: it names {name!r}, which is no file of the folder")
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing, but {INDEX} names it")
+    return names
+
+
+def _check_bytes(name: str, entry: Any) -> None:
+    """ValueError if a tensor's type and shape do not have as many bytes as its place."""
+    first, last = entry["data_offsets"]
+    sizes = [first, last, *entry["shape"]]
+    if not all(type(size) is int and size >= 0 for size in sizes) or not entry["shape"]:
+        raise ValueError(f"{name} has sizes {sizes}")
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
+        raise ValueError(f"{name} has {last - first} bytes, which is not {entry['dtype']} {entry['shape']}")
+
+
+def _header(path: Path) -> dict[str, TensorPlace]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            size = path.stat().st_size
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"its header claims {length} bytes")
+            entries = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if end != size:
+            raise ValueError(f"it has {size} bytes and should have {end}")
+        wrong = next((n for n, entry in entries.items() if entry["dtype"] not in DTYPES), None)
+        for name, entry in entries.items():
+            _check_bytes(name, entry)
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if wrong is not None:
+        kind = entries[wrong]["dtype"]
+        raise ValueError(f"{path}: {wrong} is {kind}; only {', '.join(DTYPES)} can be converted (dequantise it before)")
+    return {
+        name: TensorPlace(
+            path.name, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]]
+        )
+        for name, entry in entries.items()
+    }

@@ -1,0 +1,91 @@
+"""The engine's part of a checkpoint, in the format of FSDP2's: whole tensors under the same names, each in the file of
+one rank. Another number of ranks, another ZeRO stage and FSDP2 in float32 can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+
+from hpcrl.checkpoint.writer import Files
+from hpcrl.engines.train.deepspeed.zero import MOMENTS, set_state, shape_of, state_of
+from hpcrl.engines.train.fsdp2.checkpoint import Layout, restore
+from hpcrl.engines.train.fsdp2.sharding import agreed
+
+
+class ZeroCheckpoints:
+    """The weights, moments and step counters of a model, gathered one parameter at a time."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self._parameters = dict(model.named_parameters())  # tied ones once, under their first name
+        self._optimizer = optimizer
+        self._layout: Layout | None = None
+
+    def take(self, optimizer_step: int) -> Files:
+        """The files of this rank, valid until the next call. Collective."""
+        if self._layout is None:
+            self._layout = Layout(copies=True)
+            self._layout.lay_out({name: torch.empty(shape) for name, shape in self._mine()})
+        for name, parameter in self._parameters.items():
+            for key, value in state_of(parameter):
+                if (place := self._layout.places.get(_name(name, key))) is not None:
+                    place.copy_(value)
+            if (place := self._layout.places.get(_name(name, "step"))) is not None:
+                place.fill_(optimizer_step)
+        return self._layout.files(optimizer_step)
+
+    def load(self, folder: Path) -> tuple[int, list[str]]:
+        """(optimizer step, warnings). Collective. Each rank reads the tensors that it would write and sends them to the
+        others. ValueError on every rank if one cannot."""
+        step, warned = restore(folder, lambda: self._load(folder))
+        for state in self._optimizer.state.values():
+            state["step"].fill_(step)
+        return step, warned
+
+    def _load(self, folder: Path) -> None:
+        mine = {name: torch.empty(shape) for name, shape in self._mine()}
+
+        def read() -> None:
+            try:
+                dcp.load(mine, checkpoint_id=folder, no_dist=True)
+            except CheckpointException as error:
+                cause, _ = next(iter(error.failures.values()))
+                raise ValueError(f"checkpoint {folder} cannot be read: {cause}") from error
+
+        agreed(read)
+        owners = self._owners()
+        for name, parameter in self._parameters.items():
+            for key in ("", *MOMENTS):
+                full = mine.pop(_name(name, key), None)
+                values = torch.empty(shape_of(parameter)) if full is None else full
+                values = values.to(parameter.device)
+                dist.broadcast(values, owners[name])
+                set_state(parameter, key, values)
+
+    def _mine(self) -> Iterator[tuple[str, torch.Size]]:
+        """Names and shapes of the tensors that this rank writes."""
+        owners = self._owners()
+        for name, parameter in self._parameters.items():
+            if owners[name] == dist.get_rank():
+                yield from ((_name(name, key), shape_of(parameter)) for key in ("", *MOMENTS))
+                yield _name(name, "step"), torch.Size()
+
+    def _owners(self) -> dict[str, int]:
+        """Parameter -> the rank that writes it: the one that has least so far, in the order of size."""
+        sizes = {name: shape_of(parameter).numel() for name, parameter in self._parameters.items()}
+        written, owners = [0] * dist.get_world_size(), {}
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            owners[name] = written.index(min(written))
+            written[owners[name]] += sizes[name]
+        return owners
+
+
+def _name(parameter: str, key: str) -> str:
+    """As FSDP2 names a weight (key "") and a tensor of AdamW's state."""
+    return f"optimizer.state.{parameter}.{key}" if key else f"model.{parameter}"

@@ -1,0 +1,164 @@
+"""The training engine on DeepSpeed ZeRO: the model, its forward and losses are FSDP2's, DeepSpeed divides its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hpcrl.checkpoint.writer import Files
+from hpcrl.config import Config, TrainerConfig
+from hpcrl.engines.train.deepspeed import zero
+from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
+from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.schedule import learning_rate
+from hpcrl.metrics.stats import Stats, scalar
+from hpcrl.spec.weights import Held
+
+
+def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> ZeroEngine:
+    """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
+    return ZeroEngine(
+        config.trainer,
+        model_path,
+        zero=config.trainer.section(DeepSpeedConfig),
+        dtype=getattr(torch, config.model.dtype),
+        total_steps=total_steps,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        trainable=trainable,
+        deterministic=config.deterministic,
+    )
+
+
+class ZeroEngine(FSDP2Engine):
+    """TrainEngine on the default process group, which must contain exactly the engine's ranks.
+
+    The optimizer updates fp32 weights, also with dtype=bfloat16; parameters are in the type of the computation. A
+    frozen engine divides its parameters with ZeRO-3; with ZeRO-1 and 2 every rank has them, without DeepSpeed.
+    """
+
+    name = "deepspeed"
+    model_class = zero.ZeroCausalLM
+
+    def __init__(self, config: TrainerConfig, model_path: Path, *, zero: DeepSpeedConfig | None = None, **others: Any):
+        """As FSDP2Engine. Collective. ValueError on every rank if the folder cannot be used."""
+        self.zero = zero or DeepSpeedConfig()
+        shared = {key: getattr(self.zero, key) for key in ("packing", "attention", "activation_checkpointing")}
+        super().__init__(config, model_path, own=FSDP2Config(**shared), **others)
+        self._checkpoints = ZeroCheckpoints(self.module, self.optimizer) if self.optimizer is not None else None
+
+    # ---- building
+
+    def _whole(self, source: PreTrainedModel) -> Any:
+        return self._sharded(source, source)
+
+    def _sharded(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> Any:
+        self.sharded = True
+        self.module = self._wrapped(hf)
+        zero.connect()
+        settings = zero.settings(self.zero, self.config.max_grad_norm, self.compute_dtype, self.num_parameters)
+        is_divided = self.zero.zero_stage == 3
+        zero.fill(self.module, source, self.device, self.compute_dtype, settings if is_divided else None)
+        self.shards = list(self.module.parameters())
+        self._adamw = super()._make_optimizer() if self.trainable else None
+        if self._adamw is None and not is_divided:
+            return self.module
+        engine = zero.start(self.module, self._adamw, settings)
+        if self._adamw is not None and self.dtype != self.compute_dtype:
+            self._fill_masters(source)
+        return engine
+
+    def _fill_masters(self, source: PreTrainedModel | None) -> None:
+        """Give the fp32 weights what the parameters of the computation have lost."""
+        full = dict(source.named_parameters()) if source is not None else {}
+        for name, parameter in self.module.hf.named_parameters():
+            values = (
+                full[name].detach().to(self.device)
+                if full
+                else torch.empty(zero.shape_of(parameter), dtype=self.dtype, device=self.device)
+            )
+            dist.broadcast(values, 0)
+            zero.set_state(parameter, "", values.float())
+
+    def _is_matrix(self, parameter: Tensor) -> bool:
+        return len(zero.shape_of(parameter)) >= 2
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        assert self._adamw is not None
+        return self._adamw
+
+    def _reshard(self) -> None:
+        """DeepSpeed frees gathered parameters itself."""
+
+    # ---- training
+
+    def _prepare_backward(self, is_last: bool) -> None:
+        self.model.set_gradient_accumulation_boundary(is_last)
+
+    def _backward(self, loss: Tensor) -> None:
+        # DeepSpeed divides the sum over ranks by their number.
+        self.model.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
+
+    def _update(self) -> Stats:
+        """Clip, step and drop the gradients. Stats on data-parallel rank 0 only, to count once. Collective."""
+        assert self.optimizer is not None
+        rate = learning_rate(self.config, self.optimizer_step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.step()
+        finite = not self.model.optimizer.overflow
+        self.optimizer_step += finite
+        if self.data_parallel_rank != 0:
+            return {}
+        stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
+        return stats | ({"actor/grad_norm": scalar(float(self.model.get_global_grad_norm()))} if finite else {})
+
+    def discard_gradients(self) -> None:
+        """See FSDP2Engine."""
+        zero.discard_gradients(self.model.optimizer)
+
+    # ---- weights and state
+
+    def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            parameter, wanted = self.weights[name], dtypes.get(name, self.dtype)
+            if self.optimizer is not None and wanted.itemsize > self.compute_dtype.itemsize:
+                yield name, zero.master(parameter).to(wanted)
+            else:
+                yield name, zero.whole(parameter, wanted)
+
+    def weight_layout(self) -> list[Held]:
+        """See TrainEngine. ZeRO-3 divides a parameter's numbers, not its rows: every rank gathers it."""
+        dtype, ranks = str(self.dtype).removeprefix("torch."), range(self.data_parallel_size)
+        return [Held.whole(name, dtype, zero.shape_of(parameter), ranks) for name, parameter in self.weights.items()]
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """See TrainEngine. Collective."""
+        return (tensor for _, tensor in self.named_weights())
+
+    def _move(self, device: torch.device, weights: bool) -> None:
+        """Nothing moves: see the specification."""
+
+    def snapshot(self, copy: bool = True) -> Files:
+        """See TrainEngine. The files are copies in any case. OSError on every rank if any rank lacks memory for the
+        first one."""
+        assert self._checkpoints is not None, "the engine was built with trainable=False"
+        return self._checkpoints.take(self.optimizer_step)
+
+    def load(self, folder: Path) -> list[str]:
+        """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""
+        assert self._checkpoints is not None, "the engine was built with trainable=False"
+        self.optimizer_step, warned = self._checkpoints.load(Path(folder))
+        return warned
+
+    def config_summary(self) -> dict[str, Any]:
+        """See TrainEngine."""
+        offloaded = [what for what in ("optimizer", "parameters") if getattr(self.zero, f"offload_{what}") != "none"]
+        return super().config_summary() | {"zero_stage": self.zero.zero_stage, "on_host": ", ".join(offloaded)}

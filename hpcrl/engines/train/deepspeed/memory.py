@@ -1,0 +1,150 @@
+"""Memory of a rank of the DeepSpeed engine: what each ZeRO stage divides, and DeepSpeed's own buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, Problem
+from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
+from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
+from hpcrl.planner.batch import samples_of_an_update
+from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
+from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.trainer import forward_parts
+
+LIVE_NUMBERS = 1_000_000_000
+"""DeepSpeed's bound of gathered parameters (stage3_max_live_parameters, stage3_max_reuse_distance): what is used again
+within so many is not freed. Also the numbers that AdamW updates at once (sub_group_size)."""
+PERSISTENT_NUMBERS = 100_000
+"""Parameters up to this size stay gathered (stage3_param_persistence_threshold)."""
+OPTIMIZER_BYTES = 2 * FP32
+"""AdamW's moments of a number."""
+
+
+def own(config: Config) -> DeepSpeedConfig:
+    return config.trainer.section(DeepSpeedConfig)
+
+
+def part_size(shape: ModelShape, stage: int, num_ranks: int) -> int:
+    """Numbers of a rank's part of the state. ZeRO-3 divides each parameter; the others divide matrices together, and
+    vectors together, with an even number on each rank."""
+    if stage == 3:
+        return sum(-(-parameter.size // num_ranks) for parameter in shape.parameters)
+    groups = [sum(p.size for p in shape.parameters if (len(p.shape) >= 2) == matrices) for matrices in (True, False)]
+    return sum(2 * -(-group // (2 * num_ranks)) for group in groups)
+
+
+def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+    """Weights, optimizer state and gradients; with a stage or a place of their own each."""
+    zero, compute, numbers = own(config), BYTES[config.trainer.param_dtype], shape.num_parameters
+    part, on_host = part_size(shape, zero.zero_stage, num_ranks), zero.offload_optimizer == "cpu"
+    step: tuple[Phase, ...] = ("train", "update")
+    parts = [
+        Part("trainer", "fp32 weights", part * FP32, on_host=on_host),
+        Part("trainer", "optimizer", part * OPTIMIZER_BYTES + 2 * FP32, on_host=on_host),
+    ]
+    if on_host:
+        parts.append(Part("trainer", "fp32 gradients", part * FP32, on_host=True))
+    if zero.zero_stage == 3:
+        parts += [
+            Part("trainer", "weights", part * compute, on_host=zero.offload_parameters == "cpu"),
+            Part("trainer", "gathered weights", _persistent(shape) * compute),
+            Part("trainer", "gathered weights", _gathered(shape) * compute, step),
+            Part("trainer", "gradients", part * FP32, on_host=on_host),
+        ]
+    else:
+        whole = part * num_ranks
+        kept = part * FP32 if zero.zero_stage == 2 else numbers * (compute + FP32 * (compute < FP32))
+        parts += [
+            Part("trainer", "weights", whole * compute),
+            Part("trainer", "gradients", kept, step),
+        ]
+    if not on_host:  # the gradients in one tensor, for AdamW
+        at_once = min(part, LIVE_NUMBERS) if zero.zero_stage == 3 else part
+        parts.append(Part("trainer", "gradients of the step", at_once * FP32, ("update",)))
+    return parts
+
+
+def _persistent(shape: ModelShape) -> int:
+    return sum(parameter.size for parameter in shape.parameters if parameter.size <= PERSISTENT_NUMBERS)
+
+
+def _gathered(shape: ModelShape) -> int:
+    """Numbers of the gathered parameters that are freed after a step."""
+    layer = max(sum(parameter.size for parameter in shape.of_layer(i)) for i in range(shape.num_layers))
+    return min(shape.num_parameters - _persistent(shape), LIVE_NUMBERS + layer)
+
+
+def bucket_bytes(config: Config, shape: ModelShape) -> int:
+    """The buffers in which gradients are reduced: two where communication overlaps, on GPUs."""
+    zero = own(config).options.get("zero_optimization", {})
+    size = int(zero.get("reduce_bucket_size", min(BUCKET_NUMBERS, shape.num_parameters)))
+    return size * FP32 * (1 if config.cluster.device == "cpu" else 2)
+
+
+def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+    """Parts of any rank."""
+    trainer, zero = config.trainer, own(config)
+    tokens = Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
+    compute, checkpointing = BYTES[trainer.param_dtype], zero.activation_checkpointing
+    largest = PLAN.largest_tensor(shape)
+    converted = compute + FP32 * (compute < FP32 and zero.zero_stage == 3)  # for the reduction
+    recomputed = recomputed_layer(shape, tokens, compute) if checkpointing else 0
+    logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
+    snapshot = PLAN.checkpoint_bytes(config, shape) // num_ranks + largest * (FP32 + OPTIMIZER_BYTES)
+    step: tuple[Phase, ...] = ("train", "update")
+    colocated = RoleLayout.from_config(config).generates_on_trainers
+    published = config.generator.dtype if colocated else config.model.dtype  # other ranks convert what they get
+    return [
+        *weight_parts(config, shape, num_ranks),
+        Part("trainer", "reduction", bucket_bytes(config, shape), PHASES if zero.zero_stage == 3 else step),
+        Part("trainer", "largest gradient", largest * converted, ("train",)),
+        Part("trainer", "activations", fsdp2_activations(shape, tokens, compute, checkpointing), ("train",)),
+        Part("trainer", "recomputed layer", recomputed, ("train",)),
+        Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
+        Part("trainer", "logits", logits, ("train",)),
+        Part("trainer", "snapshot", snapshot * bool(config.save_every), on_host=True),  # from the first save on
+        Part("trainer", "gathered weights", 2 * largest * BYTES[published], ("publish",)),
+    ]
+
+
+class ZeroPlan:
+    """The TrainPlan (hpcrl.planner.trainer) of DeepSpeed."""
+
+    def check(self, config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
+        return []
+
+    def trainer_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        return trainer_parts(config, shape, num_ranks)
+
+    def reference_parts(self, config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
+        zero, compute = own(config), BYTES[config.trainer.param_dtype]
+        if zero.zero_stage < 3:
+            return forward_parts(config, shape, num_ranks, shape.num_parameters * compute, 0, on_host=False)
+        weights = part_size(shape, 3, num_ranks) * compute
+        gathered = (_gathered(shape) + _persistent(shape)) * compute
+        return forward_parts(config, shape, num_ranks, weights, gathered, zero.offload_parameters == "cpu")
+
+    def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
+        return shape.num_parameters * (FP32 + OPTIMIZER_BYTES) + FP32 * len(shape.parameters)
+
+    def largest_tensor(self, shape: ModelShape) -> int:
+        return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer
+
+    def num_senders(self, config: Config, num_ranks: int) -> int:
+        return num_ranks
+
+    def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
+        at = ("trainer", "deepspeed")
+        offload: list[Change] = [((*at, "zero_stage"), 3), ((*at, "offload_optimizer"), "cpu")]
+        return {
+            "recompute": [((*at, "activation_checkpointing"), True)],
+            "ranks": [*offload, ((*at, "offload_parameters"), "cpu")],
+        }
+
+    def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
+        return iter(())
+
+
+PLAN = ZeroPlan()

@@ -1,0 +1,242 @@
+"""DeepSpeed's side of the engine: its configuration, a model in its hands, and the state of one parameter.
+
+DeepSpeed compiles extensions where it finds a compiler: one for all-reduce in shared memory on CPUs, one for its own
+Adam. hpcrl uses neither, but gloo and torch's fused AdamW, so that nothing is compiled before or during a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
+from hpcrl.engines.train.fsdp2.model import PackedCausalLM
+from hpcrl.engines.train.fsdp2.sharding import fill_buffers
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+import deepspeed  # its first import reads the variable
+from deepspeed.comm import comm
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+from deepspeed.utils import groups, logger
+
+logger.setLevel(logging.WARNING)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroCausalLM(PackedCausalLM):
+    """With both forward passes in one method: DeepSpeed gathers parameters for calls of the module only."""
+
+    def forward(self, token_ids: Tensor, *packed: Any) -> Any:
+        """PackedCausalLM.forward, or own_logprobs for token_ids alone."""
+        return super().forward(token_ids, *packed) if packed else super().own_logprobs(token_ids)
+
+    def own_logprobs(self, token_ids: Tensor) -> Tensor:
+        logprobs: Tensor = self(token_ids)
+        return logprobs
+
+
+class _Engine(DeepSpeedEngine):  # type: ignore[misc]
+    """With the same optimizer for ZeRO-1 in bfloat16 as for all other cases."""
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
+        super()._do_optimizer_sanity_check(basic_optimizer)
+        return str(ZERO_OPTIMIZATION)
+
+
+def connect() -> None:
+    """Let DeepSpeed communicate in the default process group as it is now, within its timeout."""
+    world = dist.group.WORLD
+    if comm.cdb is not None and groups._WORLD_GROUP is not world:  # a group that has ended
+        comm.cdb = None
+        groups._release_process_group_references(None)
+    if comm.cdb is None:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see above
+        deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
+    groups._WORLD_GROUP = world  # else a clone of it, which waits 30 minutes
+    os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else 0))
+
+
+def settings(own: DeepSpeedConfig, max_grad_norm: float, dtype: torch.dtype, num_parameters: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. dtype: of the computation; gradients are reduced and summed in float32."""
+    bucket = min(BUCKET_NUMBERS, num_parameters + num_parameters % 2)
+    options = dict(own.options)
+    pinned = torch.cuda.is_available()
+
+    def place(device: str) -> dict[str, Any]:
+        return {"device": device, "pin_memory": pinned and device != "none"}
+
+    zero = {
+        "stage": own.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "overlap_comm": torch.cuda.is_available(),
+        "memory_efficient_linear": False,  # would replace torch.nn.functional.linear in the whole process
+        "offload_optimizer": place(own.offload_optimizer),
+    }
+    if own.zero_stage == 3:
+        zero |= {"offload_param": place(own.offload_parameters)}
+    zero |= options.pop("zero_optimization", {})
+    fixed = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the end of a mini-batch is set by hand
+        "gradient_clipping": max_grad_norm if max_grad_norm != float("inf") else 0.0,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    if dtype == torch.bfloat16:
+        fixed["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    return {"steps_per_print": None} | options | fixed
+
+
+def fill(
+    model: PackedCausalLM,
+    source: PreTrainedModel | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    divided: dict[str, Any] | None,
+) -> None:
+    """Give an empty model rank 0's weights in `dtype`, tensor by tensor. Collective. divided: DeepSpeed's
+    configuration, if each parameter is to be divided over the ranks before the next one is made."""
+    full = dict(source.named_parameters(remove_duplicate=False)) if source is not None else {}
+    init = deepspeed.zero.Init(config_dict_or_path=divided) if divided is not None else None
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in list(model.named_modules(remove_duplicate=False)):
+        for name, empty in list(module._parameters.items()):
+            if empty is None or (id(empty) in made and made[id(empty)] is empty):
+                continue
+            if id(empty) not in made:
+                values = torch.empty(empty.shape, dtype=dtype, device=device)
+                if full:
+                    values.copy_(full[f"{prefix}.{name}".removeprefix("hf.")].detach())
+                parameter = nn.Parameter(values, requires_grad=empty.requires_grad)
+                if init is None:
+                    dist.broadcast(values, 0)
+                else:
+                    init._convert_to_zero_parameters([parameter])  # broadcasts, too
+                made[id(empty)] = made[id(parameter)] = parameter
+            module._parameters[name] = made[id(empty)]
+    fill_buffers(model, source, device)
+
+
+def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> _Engine:
+    """The model in DeepSpeed's hands; without an optimizer only to gather its parameters. Collective."""
+    if config["zero_optimization"]["stage"] == 3:
+        for module in model.modules():
+            if any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)):
+                # All experts of a layer: which of them it calls, and how often, depends on the tokens of a rank.
+                deepspeed.utils.set_z3_leaf_module(module, True)
+        projection = cast(nn.Module, model.hf.get_output_embeddings())
+        for parameter in projection.parameters(recurse=False):  # used by the model, not by its own module
+            deepspeed.zero.register_external_parameter(model, parameter)
+    parsed = deepspeed.DeepSpeedConfig(config)
+    engine = _Engine(args=None, model=model, optimizer=optimizer, config=config, config_class=parsed)
+    if optimizer is not None:
+        _make_moments(engine.optimizer, optimizer)
+    return engine
+
+
+def _make_moments(zero: Any, optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's state, which it would make in its first step."""
+    for flat in flat_weights(zero):
+        # A fused AdamW counts on the device.
+        state = {"step": torch.zeros((), dtype=torch.float32, device=flat.device)}
+        optimizer.state[flat] = state | {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def flat_weights(zero: Any) -> list[Tensor]:
+    """The fp32 weights of this rank, as AdamW has them."""
+    by_stage = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+    return cast(list[Tensor], by_stage)
+
+
+def discard_gradients(zero: Any) -> None:
+    """What DeepSpeed does with the gradients of a step that it skips."""
+    if hasattr(zero, "_overflow_clean_up"):
+        zero._pre_step()
+        zero._overflow_clean_up(zero.loss_scale)
+        return
+    zero.micro_step_id = INITIAL_MICRO_STEP_ID
+    zero.zero_grad(set_to_none=True)
+    zero._release_preflattened_grad_buffers()
+    if zero.cpu_offload:
+        zero.reset_cpu_buffers()
+    else:
+        for group in zero.averaged_gradients:
+            zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
+
+
+def whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of the full parameter of the computation, converted before it is gathered. Collective if it is divided."""
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach().to(dtype, copy=True)
+    divided = cast(Any, parameter)
+    part = divided.ds_tensor.detach().to(device=parameter.device, dtype=dtype).contiguous()
+    gathered = part.new_empty(part.numel() * dist.get_world_size())
+    dist.all_gather_single(gathered, part)
+    return gathered[: divided.ds_numel].view(divided.ds_shape)
+
+
+def master(parameter: Tensor) -> Tensor:
+    """The full fp32 weights of a parameter. Collective."""
+    values: Tensor = deepspeed.utils.safe_get_full_fp32_param(parameter)
+    return values
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The shape of the full parameter."""
+    return cast(torch.Size, getattr(parameter, "ds_shape", parameter.shape))
+
+
+def set_whole(parameter: Tensor, values: Tensor) -> None:
+    """Give a parameter of the computation these values, equal on all ranks."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.detach().copy_(values)
+        return
+    part = cast(Any, parameter).ds_tensor
+    part.detach().copy_(_part(part, values))
+    if parameter.numel():  # DeepSpeed keeps small parameters gathered
+        parameter.detach().copy_(values)
+
+
+def state_of(parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The fp32 weights and the two moments of a parameter, whole. Collective."""
+    yield "", master(parameter)
+    for name in MOMENTS:
+        yield name, deepspeed.utils.safe_get_full_optimizer_state(parameter, name)
+
+
+def set_state(parameter: Tensor, name: str, values: Tensor) -> None:
+    """Set one of state_of(), equal on all ranks; the weights also in the type of the computation."""
+    if hasattr(parameter, "ds_id"):  # the counterpart of safe_get_full_* wants numbers that divide by the ranks
+        mine = _part(cast(Any, parameter).ds_tensor, values)
+        if name:
+            deepspeed.utils.safe_set_local_optimizer_state(parameter, mine, name)
+        else:
+            deepspeed.utils.safe_set_local_fp32_param(parameter, mine)
+    elif name:
+        deepspeed.utils.safe_set_full_optimizer_state(parameter, values, name)
+    else:
+        deepspeed.utils.safe_set_full_fp32_param(parameter, values)
+    if not name:
+        set_whole(parameter, values)
+
+
+def _part(part: Tensor, values: Tensor) -> Tensor:
+    """This rank's numbers of a divided parameter, followed by zeros where its last rank has fewer."""
+    first = part.numel() * dist.get_rank()
+    mine = values.reshape(-1)[first : first + part.numel()]
+    return nn.functional.pad(mine, (0, part.numel() - mine.numel()))

@@ -1,0 +1,146 @@
+"""What the ranks that share the tokens of a micro-batch exchange, with the gradients.
+
+Each of n ranks has every n-th token, so that each has its share of prompts and of responses: token p is token p // n of
+rank p % n. Gradients are those of the sum over ranks: what a rank computes from its tokens or with its part of a matrix
+gives its part of a gradient, and the sum over the ranks is the gradient. All functions are collective over the ranks of
+the axis, as are their backward passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A rank's place in a process group."""
+
+    group: Any = None
+    size: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class TokenRanks:
+    """The ranks of a data-parallel rank, which have the same rows: context x tensor ranks, tensor ranks first. Token p
+    belongs to context rank p % context.size."""
+
+    tensor: Axis = Axis()
+    context: Axis = Axis()
+    all: Axis = Axis()
+
+    @property
+    def place(self) -> int:
+        """Token p belongs to the rank whose place is p % all.size."""
+        return self.tensor.rank * self.context.size + self.context.rank
+
+
+# The names that torch 2.13 gave them.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_tokens(own: Tensor, axis: Axis) -> Tensor:
+    """[k, ...] of each rank -> [n k, ...] on every rank."""
+    return own if axis.size == 1 else cast(Tensor, _Gather.apply(own, axis))
+
+
+def sum_tokens(parts: Tensor, axis: Axis) -> Tensor:
+    """[n k, ...] on every rank -> [k, ...]: the sum over ranks, of this rank's tokens."""
+    return parts if axis.size == 1 else cast(Tensor, _Sum.apply(parts, axis))
+
+
+def tokens_to_heads(own: Tensor, axis: Axis) -> Tensor:
+    """[k, n h, D] of this rank's tokens -> [n k, h, D] of this rank's heads (DeepSpeed Ulysses, arXiv 2309.14509)."""
+    return cast(Tensor, _Swap.apply(own, axis, True))
+
+
+def heads_to_tokens(own: Tensor, axis: Axis) -> Tensor:
+    """[n k, h, D] of this rank's heads -> [k, n h, D] of this rank's tokens."""
+    return cast(Tensor, _Swap.apply(own, axis, False))
+
+
+def assemble(own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
+    """[count] on every rank from the values [m] that each rank has at `places`. Every rank must go on to compute the
+    same from the result: a value's gradient is taken from its own rank alone."""
+    return cast(Tensor, _Assemble.apply(own, places, count, axis))
+
+
+def stack(own: Tensor, axis: Axis) -> Tensor:
+    """[n, ...]: the tensors of all ranks, in order. No gradient."""
+    parts = own.new_empty(axis.size, *own.shape)
+    _gather_into(parts.view(-1, *own.shape[1:]), own.contiguous(), group=axis.group)
+    return parts
+
+
+def _all_gather(own: Tensor, axis: Axis) -> Tensor:
+    return stack(own, axis).transpose(0, 1).flatten(0, 1)
+
+
+def _reduce_scatter(parts: Tensor, axis: Axis) -> Tensor:
+    by_rank = parts.unflatten(0, (-1, axis.size)).transpose(0, 1).contiguous()
+    own = torch.empty_like(by_rank[0])
+    _reduce_scatter_into(own, by_rank.flatten(0, 1), group=axis.group)
+    return own
+
+
+def _swap(own: Tensor, axis: Axis, to_heads: bool) -> Tensor:
+    if to_heads:
+        sent = own.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()  # [n, k, h, D]
+    else:
+        sent = own.unflatten(0, (-1, axis.size)).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received.flatten(0, 1), sent.flatten(0, 1), group=axis.group)
+    return received.transpose(0, 1).flatten(0, 1) if to_heads else received.transpose(0, 1).flatten(1, 2)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _all_gather(own, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.axis), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _reduce_scatter(parts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.axis), None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, axis: Axis, to_heads: bool) -> Tensor:
+        ctx.axis, ctx.to_heads = axis, to_heads
+        return _swap(own, axis, to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _swap(grad, ctx.axis, not ctx.to_heads), None, None
+
+
+class _Assemble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, places: Tensor, count: int, axis: Axis) -> Tensor:
+        ctx.save_for_backward(places)
+        whole = own.new_zeros(count).index_copy_(0, places, own)
+        dist.all_reduce(whole, group=axis.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None, None

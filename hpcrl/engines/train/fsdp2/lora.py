@@ -1,0 +1,100 @@
+"""Low-rank adapters beside the frozen linear layers of a model (LoRA, arXiv 2106.09685), in the layout of peft."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hpcrl.config import LoRAConfig
+from hpcrl.spec.lora import A, B, adapted, is_adapter, matches, unknown
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files of an adapter in peft's layout."""
+
+
+class Adapters:
+    """The adapters of a model: `NAME.lora_A` and `NAME.lora_B`, submodules of the linear layer NAME."""
+
+    def __init__(self, config: LoRAConfig):
+        self.config = config
+        self._on = True
+
+    def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+        """The same model, frozen, with adapters of this type whose product is zero. ValueError if a target is no linear
+        layer of the decoder."""
+        hf.requires_grad_(False)
+        inside = {id(module) for module in hf.get_decoder().modules()}
+        linear = {n: m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+        if text := unknown(self.config.target_modules, list(linear)):
+            raise ValueError(text)
+        generator = torch.Generator().manual_seed(seed)
+        for name, module in linear.items():
+            if matches(name, self.config.target_modules):
+                self._add(module, dtype, generator)
+        return hf
+
+    def _add(self, linear: nn.Linear, dtype: torch.dtype, generator: torch.Generator) -> None:
+        """As peft begins: A uniform within 1 / sqrt(in), B zero."""
+        rank, device = self.config.rank, linear.weight.device
+        first = nn.Linear(linear.in_features, rank, bias=False, device="meta")
+        bound = linear.in_features**-0.5
+        drawn = torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=generator)
+        first.weight = nn.Parameter(drawn.to(device, dtype))
+        second = nn.Linear(rank, linear.out_features, bias=False, device="meta")
+        second.weight = nn.Parameter(torch.zeros(linear.out_features, rank, device=device, dtype=dtype))
+        linear.lora_A, linear.lora_B = first, second
+        linear.forward = functools.partial(self._forward, linear)  # type: ignore[method-assign]
+
+    def _forward(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        result = F.linear(x, linear.weight, linear.bias)
+        if not self._on:
+            return result
+        first, second = (cast(nn.Linear, part).weight.to(x.dtype) for part in (linear.lora_A, linear.lora_B))
+        return result + self.config.scale * F.linear(F.linear(x, first), second)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """In which the model computes with the frozen weights alone."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """From the whole weights of base and adapters, those of a model without adapters that computes the same, in the
+        adapters' type."""
+        found = {name: weight for name, weight in weights.items() if not is_adapter(name)}
+        for name in (name for name in weights if name.endswith(A)):
+            first, second, matrix = weights[name], weights[name.removesuffix(A) + B], found[adapted(name)]
+            product = second.float() @ first.float()
+            found[adapted(name)] = (matrix.float() + self.config.scale * product).to(first.dtype)
+        return found
+
+    def write(self, weights: Mapping[str, Tensor], base: Path, folder: Path) -> None:
+        """Write adapter_config.json and adapter_model.safetensors, which peft reads, into a new folder."""
+        own = {name: weight.contiguous() for name, weight in weights.items() if is_adapter(name)}
+        folder.mkdir()
+        save_file({f"base_model.model.{name}": weight for name, weight in own.items()}, folder / WEIGHTS)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(base),
+            "r": self.config.rank,
+            "lora_alpha": self.config.alpha,
+            "target_modules": sorted({adapted(name).removesuffix(".weight") for name in own}),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "inference_mode": True,
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,99 @@
+"""Parameters sharded over ranks: what fully_shard is told, and how the shards get their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from hpcrl.engines.train.fsdp2.grid import Grid
+from hpcrl.engines.train.fsdp2.model import PackedCausalLM
+
+T = TypeVar("T")
+
+
+def shard(
+    model: PackedCausalLM,
+    source: PreTrainedModel | None,
+    grid: Grid,
+    *,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    cpu_offload: bool,
+    by_layer: bool,
+) -> PackedCausalLM:
+    """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full model.
+    Collective. by_layer: each layer is gathered when it computes, instead of all at once."""
+    options: dict[str, Any] = {
+        "mesh": grid.mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
+    }
+    names = [name for name, _ in model.named_parameters()]
+    if by_layer:
+        for module in list(model.hf.modules()):
+            if type(module).__name__ in (model.hf._no_split_modules or ()):
+                fully_shard(module, **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # the head's backward comes next
+    register_fsdp_forward_method(model, "own_logprobs")
+    # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no pre-multiplied sum.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)  # an expert that no token of one rank visits
+
+    model.to_empty(device="cpu" if cpu_offload else device)
+    full = dict(source.named_parameters()) if source is not None else {}
+    split_dims = model.matrices.dims if model.matrices is not None else {}
+    with torch.no_grad():
+        for name in names:
+            part, key = cast(DTensor, model.get_parameter(name)), name.removeprefix("hf.")
+            dim = split_dims.get(key)
+            shape = grid.as_part_of_whole(part, dim).shape
+            whole = full[key] if full else torch.empty(shape, dtype=part.dtype)
+            own = distribute_tensor(whole.to(device), grid.parts, grid.placements(dim)).to_local()
+            if grid.num_replicas > 1:
+                dist.broadcast(own, group=grid.replicas.group, group_src=0)
+            part.to_local().copy_(own)
+    fill_buffers(model, source, device)
+    return model
+
+
+@torch.no_grad()
+def fill_buffers(model: PackedCausalLM, source: PreTrainedModel | None, device: torch.device) -> None:
+    """Give every rank the buffers of rank 0's copy. Collective."""
+    buffers = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in list(model.named_buffers()):
+        whole = buffers[name.removeprefix("hf.")].to(device) if buffers else torch.empty_like(buffer, device=device)
+        dist.broadcast(whole, 0)
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, whole)
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """The result of work(); a ValueError of any rank is raised on every rank. Collective."""
+    result, message = None, None
+    try:
+        result = work()
+    except ValueError as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    if failed := [m for m in messages if m is not None]:
+        raise ValueError(failed[0])
+    return result  # type: ignore[return-value]

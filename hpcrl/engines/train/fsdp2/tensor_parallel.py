@@ -1,0 +1,149 @@
+"""Matrices split over ranks, by the plan that transformers has for a model (`tp_plan`).
+
+The plan says which matrices are split by rows (colwise) and which, after them, by columns (rowwise). Outside of these
+pairs each rank has its own tokens (sequence parallelism, arXiv 2205.05198): tokens are gathered before a pair, and its
+results are summed and divided. So the gradient of every parameter that is not split is a sum over ranks, also that of
+norms within a pair (replicated_with_grad_allreduce), for which transformers' own hooks would sum the gradients of
+earlier micro-batches again.
+
+Experts are not cut, as the plan has it, but distributed: a rank has whole ones. Embedding and output head are whole on
+every rank, which uses them for its tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hpcrl.engines.train.fsdp2.exchange import Axis, gather_tokens, sum_tokens
+
+EXPERTS = "moe_tp_experts"
+WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
+
+
+class TensorParallel:
+    """Makes every matrix of a plan this rank's part, and its modules exchange what they must.
+
+    dims: parameter name -> the dimension in which it is split. tokens_split: whether a forward has only this rank's
+    tokens, as in training; if not, every rank has all of them (without gradients: the packing probe).
+    """
+
+    def __init__(self, hf: PreTrainedModel, axis: Axis):
+        """hf: on the meta device. ValueError if the plan cannot be carried out."""
+        self.axis, self.tokens_split, self.dims = axis, False, dict[str, int]()
+        self._kind = hf.config.model_type
+        modules = dict(hf.named_modules())
+        owners: dict[str, set[str]] = {"colwise": set(), "rowwise": set()}
+        for name, style in self._styles(hf):
+            if style == EXPERTS:
+                self._distribute_experts(name, modules[name])
+            else:
+                self._split(name, modules[name], style)
+                owners[style].add(name.rpartition(".")[0])
+        if not self.dims:
+            raise self._refusal("transformers has no plan for it")
+        if alone := owners["colwise"] ^ owners["rowwise"]:
+            raise self._refusal(f"the matrices of {min(alone)} are not split in pairs by transformers' plan")
+        for name in owners["colwise"]:
+            module: Any = modules[name]
+            module.forward = self._with_all_tokens(module.forward)
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(f"trainer.fsdp2.tensor_parallel={self.axis.size}: {self._kind} cannot be split: {why}")
+
+    def _styles(self, hf: PreTrainedModel) -> Iterator[tuple[str, str]]:
+        """(module name, style) of the modules to change."""
+        plan: dict[str, str] = hf.tp_plan
+        experts = tuple(f"{key}." for key, style in plan.items() if style == EXPERTS)
+        head = next((name for name, module in hf.named_modules() if module is hf.get_output_embeddings()), None)
+        for name, _ in hf.named_modules():
+            key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+            style = plan.get(key)
+            if style is None or style in WHOLE or name == head or key.startswith(experts):
+                continue
+            if style not in ("colwise", "rowwise", EXPERTS):
+                raise self._refusal(f"{key} is {style} in transformers' plan, which is not supported")
+            yield name, style
+
+    def _split(self, name: str, module: Any, style: str) -> None:
+        if type(module) is not nn.Linear:
+            raise self._refusal(f"{name} is no matrix")
+        self._shrink(name, module, "weight", 0 if style == "colwise" else 1)
+        if style == "colwise":
+            if module.bias is not None:
+                self._shrink(name, module, "bias", 0)
+        else:
+            module.forward = self._summed(module)  # type: ignore[method-assign, assignment]
+
+    def _shrink(self, owner: str, module: nn.Module, key: str, dim: int) -> None:
+        whole = module.get_parameter(key)
+        shape = list(whole.shape)
+        if shape[dim] % self.axis.size:
+            raise self._refusal(f"{owner}.{key} is {shape}, and {self.axis.size} does not divide {shape[dim]}")
+        shape[dim] //= self.axis.size
+        setattr(module, key, nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad))
+        self.dims[f"{owner}.{key}"] = dim
+
+    def _distribute_experts(self, name: str, module: Any) -> None:
+        if not hasattr(module, "num_experts"):
+            raise self._refusal(f"{name} has another form of experts than Qwen3-MoE")
+        for key, _ in list(module.named_parameters(recurse=False)):
+            self._shrink(name, module, key, 0)
+        module.num_experts //= self.axis.size
+        module.forward = self._with_own_experts(module.forward, module.num_experts)
+
+    # ---- forwards
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """[..., tokens, width] from this rank's tokens, for a batch of one."""
+        if not self.tokens_split:
+            return own
+        return gather_tokens(own.flatten(0, -2), self.axis).unflatten(0, (*own.shape[:-2], -1))
+
+    def _sum(self, parts: Tensor) -> Tensor:
+        """[..., tokens, width] of this rank's tokens, for a batch of one."""
+        if self.tokens_split:
+            return sum_tokens(parts.flatten(0, -2), self.axis).unflatten(0, (*parts.shape[:-2], -1))
+        dist.all_reduce(parts, group=self.axis.group)
+        return parts
+
+    def _with_all_tokens(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a module that has a pair of split matrices; its first input holds the tokens."""
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            first = inputs[0] if inputs else named.pop("hidden_states")
+            return forward(self._gathered(first), *inputs[1:], **named)
+
+        return run
+
+    def _summed(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """The forward of a matrix that is split by columns."""
+
+        def run(inputs: Tensor) -> Tensor:
+            total = self._sum(F.linear(inputs, module.weight))
+            return total if module.bias is None else total + module.bias
+
+        return run
+
+    def _with_own_experts(self, forward: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
+        """The forward of experts, of which this rank has the next `count`: states [tokens, width], the chosen experts
+        and their weights [tokens, k]."""
+        first = self.axis.rank * count
+
+        def run(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            states, chosen, weights = self._gathered(states), self._gathered(chosen) - first, self._gathered(weights)
+            token, slot = ((chosen >= 0) & (chosen < count)).nonzero(as_tuple=True)
+            if len(token):
+                results = forward(states[token], chosen[token, slot, None], weights[token, slot, None])
+            else:  # everything takes part in the backward pass, whose exchanges need all ranks
+                results, token = 0.0 * forward(states[:1], chosen.new_zeros(1, 1), weights[:1, :1]), chosen.new_zeros(1)
+            return self._sum(torch.zeros_like(states).index_add(0, token, results))
+
+        return run

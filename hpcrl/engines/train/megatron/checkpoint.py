@@ -1,0 +1,313 @@
+"""A trainer's part of a checkpoint, in Megatron's format torch_dist: tensors under names that do not depend on the
+split, by torch.distributed.checkpoint; and random state by rank.
+
+Moments are named as Megatron names those of its "fully reshardable" format. Here no rank gathers them: a rank writes
+the pieces that it updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories, is_main_replica
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
+from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, frame, random_state, set_random_state
+from hpcrl.engines.train.megatron.optimizer import Optimizer
+
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""The content of metadata.json, by which Megatron-LM knows the format."""
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose number of rows depends on the split."""
+MASTER = "optimizer.state.fp32_param."
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A box of a tensor of the checkpoint. key, shape: of the tensor; offset: of the box; values: of its shape, a view
+    of the state. written: by this rank."""
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor
+    written: bool
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+
+def pieces(chunks: Sequence[Any], optimizer: Optimizer) -> Iterator[StatePiece]:
+    """The state of this rank: all that it needs, of which it writes what no other rank does."""
+    for chunk in chunks:
+        parameters = dict(chunk.module.named_parameters())
+        for name, value in _sharded(chunk).items():
+            if name in parameters:
+                parameter = parameters[name]
+                first, state = optimizer.state_of(parameter)
+                for shard in value if isinstance(value, list) else [value]:
+                    yield from _of_shard(shard, parameter, first, state, optimizer.is_distributed)
+
+
+def _objects(chunks: Sequence[Any]) -> dict[str, bytes]:
+    """What this rank writes beside tensors: empty `_extra_state`, without which Megatron-LM does not read a file."""
+    found = {}
+    for value in (value for chunk in chunks for value in _sharded(chunk).values()):
+        if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
+            buffer = io.BytesIO()
+            torch.save([value.data], buffer)
+            found[value.unique_key] = buffer.getvalue()
+    return found
+
+
+def _sharded(chunk: Any) -> dict[str, Any]:
+    """Megatron's description of the state of a chunk: parts of tensors by the names of parameters."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    named: dict[str, Any] = chunk.module.sharded_state_dict(metadata={"dp_cp_group": group})
+    apply_factories(named)
+    return named
+
+
+def _of_shard(
+    shard: ShardedTensor, parameter: Tensor, first: int, state: dict[str, Tensor], is_distributed: bool
+) -> Iterator[StatePiece]:
+    """A part of a parameter, and the state of those of its numbers that this rank updates; is_distributed: alone among
+    its data parallel ranks."""
+    assert shard.data is not None
+    leading = (1,) * shard.prepend_axis_num
+    values = shard.data.detach()
+    yield StatePiece(
+        shard.key,
+        tuple(shard.global_shape),
+        tuple(shard.global_offset),
+        values.view(*leading, *values.shape),
+        is_main_replica(shard.replica_id),
+    )
+    assert isinstance(shard.replica_id, tuple)  # the last number is of data parallelism
+    written = not any(shard.replica_id[:-1]) if is_distributed else is_main_replica(shard.replica_id)
+    at = (values.data_ptr() - parameter.data_ptr()) // values.itemsize
+    for key, flat in state.items():
+        low, high = max(at, first), min(at + values.numel(), first + flat.numel())
+        for offset, size, span in _boxes(tuple(values.shape), low - at, high - at):
+            box = flat[span.start + at - first : span.stop + at - first].view(*leading, *size)
+            start = [*shard.global_offset]
+            for axis, more in enumerate(offset, len(leading)):
+                start[axis] += more
+            yield StatePiece(
+                f"optimizer.state.{key}.{shard.key}", tuple(shard.global_shape), tuple(start), box, written
+            )
+
+
+def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], range]]:
+    """(offset, size, numbers) of the boxes that hold the numbers low to high of a flat vector or matrix: the rest of a
+    row, whole rows, the beginning of a row."""
+    if low >= high:
+        return
+    if len(shape) == 1:
+        yield (low,), (high - low,), range(low, high)
+        return
+    _, width = shape
+    cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
+    for start, end in pairwise(cuts):
+        row, column = divmod(start, width)
+        rows = max(1, (end - start) // width)
+        yield (row, column), (rows, (end - start) // rows), range(start, end)
+
+
+class TorchDistSnapshots:
+    """A rank's pieces and random state in the form of files to write: copies in host memory, or references.
+
+    The layout of the rank's file is made once; later snapshots only copy bytes, and no rank waits for another.
+    """
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Optimizer):
+        self._chunks, self._optimizer = chunks, optimizer
+        self._frames: list[tuple[bytes, bytes]] = []
+        self._metadata, self._size, self._objects = b"", 0, b""
+        self._shard: SharedFile | None = None
+        self._is_laid_out = False
+
+    def take(self, optimizer_step: int, copy: bool) -> Files:
+        """The files of this rank, valid until the next call; without a copy, until a tensor changes. The first call is
+        collective. OSError if the rank lacks the memory of a copy."""
+        mine = [piece for piece in pieces(self._chunks, self._optimizer) if piece.written]
+        if not self._is_laid_out:
+            self._lay_out(mine)
+        rank, state = dist.get_rank(), io.BytesIO()
+        torch.save(random_state(), state)
+        files: Files = {f"random_rank{rank}.pt": state.getvalue()}
+        if self._size:
+            files[_shard_name(rank)] = self._copied(mine) if copy else Pieces(self._size, self._parts(mine))
+        if rank == 0:
+            common = io.BytesIO()
+            torch.save({"iteration": optimizer_step, "checkpoint_version": 3.0}, common)
+            facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
+            files |= {
+                ".metadata": self._metadata,
+                "common.pt": common.getvalue(),
+                "metadata.json": json.dumps(BACKEND).encode(),
+                FACTS: json.dumps(facts).encode() + b"\n",
+            }
+        return files
+
+    def _copied(self, mine: Sequence[StatePiece]) -> SharedFile:
+        self._shard = self._shard or SharedFile(self._size)
+        at = 0
+        for part in self._parts(mine):
+            self._shard.buffer[at : at + len(part)] = part
+            at += len(part)
+        return self._shard
+
+    def _parts(self, mine: Sequence[StatePiece]) -> Iterator[memoryview]:
+        """The file's bytes in order; tensors on a GPU are copied one at a time."""
+        for piece, (head, tail) in zip(mine, self._frames, strict=True):
+            values = piece.values.cpu().contiguous()
+            yield memoryview(head)
+            yield values.view(-1).view(torch.uint8).numpy().data
+            yield memoryview(tail + bytes(-(len(head) + values.nbytes + len(tail)) % ALIGNMENT))
+        yield memoryview(self._objects)
+
+    def _lay_out(self, mine: Sequence[StatePiece]) -> None:
+        framed = cache(frame)
+        self._frames = [framed(piece.values.shape, piece.values.dtype) for piece in mine]
+        entries = []
+        for piece, (head, tail) in zip(mine, self._frames, strict=True):
+            length = len(head) + piece.values.nbytes + len(tail)
+            entries.append((piece.key, piece.shape, piece.offset, piece.size, piece.values.dtype, self._size, length))
+            self._size += -(-length // ALIGNMENT) * ALIGNMENT
+        objects = []
+        for key, content in _objects(self._chunks).items():
+            objects.append((key, self._size, len(content)))
+            self._objects += content
+            self._size += len(content)
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((entries, objects), gathered)
+        if gathered is not None:
+            self._metadata = pickle.dumps(_metadata(gathered))
+        self._is_laid_out = True
+
+
+def _metadata(gathered: Sequence[tuple[list[Any], list[Any]]]) -> Metadata:
+    """The index of the tensors' pieces and of the objects in all ranks' files."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    others: dict[str, BytesStorageMetadata] = {}
+    places = {}
+    for rank, (entries, objects) in enumerate(gathered):
+        for key, at, length in objects:
+            others[key] = BytesStorageMetadata()
+            places[MetadataIndex(key)] = _StorageInfo(_shard_name(rank), at, length)
+        for key, shape, offset, size, dtype, at, length in entries:
+            found = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []))
+            found.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+            places[MetadataIndex(key, torch.Size(offset))] = _StorageInfo(_shard_name(rank), at, length)
+    for key, found in tensors.items():
+        held = sum(math.prod(chunk.sizes) for chunk in found.chunks)
+        assert held == math.prod(found.size), f"{key} has {math.prod(found.size)} numbers, the ranks write {held}"
+    return Metadata({**tensors, **others}, storage_data=places)
+
+
+def _shard_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads into the pieces."""
+
+    def __init__(self, wanted: Sequence[StatePiece]):
+        super().__init__()
+        self._values = {MetadataIndex(piece.key, torch.Size(piece.offset)): piece.values for piece in wanted}
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        values = self._values[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]
+        for axis, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            values = values.narrow(axis, first, length)
+        return values
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The values are in place."""
+
+
+@torch.no_grad()
+def load(folder: Path, chunks: Sequence[Any], optimizer: Optimizer) -> tuple[int, list[str]]:
+    """(optimizer step, warnings) after restoring a checkpoint of any split. Each rank reads what it holds.
+
+    ValueError if the folder holds no Megatron trainer's checkpoint, or that of another model.
+    """
+    if not (folder / FACTS).is_file():
+        raise ValueError(f"checkpoint {folder}: no {FACTS}; this is not a trainer's checkpoint")
+    if not (folder / "metadata.json").is_file():
+        raise ValueError(
+            f"checkpoint {folder}: no metadata.json; another engine wrote it: convert it with hpcrl.convert"
+        )
+    facts = json.loads((folder / FACTS).read_text())
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    wanted = list(pieces(chunks, optimizer))
+    plan = reader.prepare_local_plan(LoadPlan(_items(folder, wanted, metadata)))
+    reader.read_data(plan, _Planner(wanted)).wait()
+    optimizer.set_step(facts["optimizer_step"])
+    if facts["num_ranks"] != dist.get_world_size():
+        return facts["optimizer_step"], [
+            f"checkpoint {folder} was written by {facts['num_ranks']} trainer ranks, now there are "
+            f"{dist.get_world_size()}: weights and optimizer are resharded, random state is not restored"
+        ]
+    set_random_state(torch.load(folder / f"random_rank{dist.get_rank()}.pt", weights_only=True))
+    return facts["optimizer_step"], []
+
+
+def _items(folder: Path, wanted: Sequence[StatePiece], metadata: Metadata) -> list[ReadItem]:
+    """What to read for the pieces. ValueError names the first tensor that is missing or has another shape."""
+    by_key: dict[str, list[StatePiece]] = {}
+    for piece in wanted:
+        by_key.setdefault(piece.key, []).append(piece)
+    items: list[ReadItem] = []
+    for key, parts in by_key.items():
+        # A run in fp32 wrote no master copy.
+        source = key if key in metadata.state_dict_metadata else key.removeprefix(MASTER)
+        stored: Any = metadata.state_dict_metadata.get(source)
+        if stored is None:
+            raise ValueError(f"checkpoint {folder}: it lacks {key}; it is of another model")
+        padded = key.endswith(PADDED)
+        if tuple(stored.size)[padded:] != parts[0].shape[padded:]:
+            raise ValueError(
+                f"checkpoint {folder}: {key} has shape {list(stored.size)}, this model needs {list(parts[0].shape)}"
+            )
+        for piece in parts if padded else ():
+            piece.values.zero_()  # rows of padding that the checkpoint may lack
+        places = [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.size)) for piece in parts]
+        for item in create_read_items_for_chunk_list(source, stored, places):
+            items.append(dataclasses.replace(item, dest_index=dataclasses.replace(item.dest_index, fqn=key)))
+    return items

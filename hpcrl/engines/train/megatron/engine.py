@@ -1,0 +1,361 @@
+"""The training engine on Megatron-Core: tensor, sequence, pipeline, context, expert and data parallelism."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.checkpoint.writer import Files
+from hpcrl.config import Config, TrainerConfig
+from hpcrl.engines.routes import routes_of
+from hpcrl.engines.train.megatron import checkpoint, cpu
+from hpcrl.engines.train.megatron.export import export
+from hpcrl.engines.train.megatron.model import Prediction, build, describe, initialize_parallel, transformer_config
+from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
+from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
+from hpcrl.engines.train.megatron.replay import ChosenExperts
+from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
+from hpcrl.engines.train.megatron.weights import HFWeights
+from hpcrl.engines.train.schedule import learning_rate
+from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from hpcrl.spec.weights import Held
+
+T = TypeVar("T")
+
+
+def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> MegatronEngine:
+    """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
+    return MegatronEngine(
+        config.trainer,
+        model_path,
+        own=config.trainer.section(MegatronConfig),
+        total_steps=total_steps,
+        trainable=trainable,
+        deterministic=config.deterministic,
+        replay=trainable and routes_of(config, model_path) is not None,
+    )
+
+
+class MegatronEngine:
+    """TrainEngine on the default process group, which must contain exactly the engine's ranks.
+
+    Parameters are of trainer.param_dtype; the optimizer has fp32 copies of those that are not fp32, and gradients are
+    summed in fp32.
+    """
+
+    computes = SPEC.computes
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model_path: Path,
+        *,
+        own: MegatronConfig | None = None,
+        total_steps: int,
+        trainable: bool = True,
+        deterministic: bool = False,
+        replay: bool = False,
+    ):
+        """Build this rank's part of the model of an HF folder and read its weights. Collective.
+
+        total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients, no optimizer
+        (the reference policy). replay: choose the experts in the batch's field `routes`. ValueError on every rank if
+        the folder cannot be used.
+        """
+        cpu.install()
+        self.config, self.own, self.model_path = config, own or MegatronConfig(), Path(model_path)
+        self.total_steps, self.trainable, self.optimizer_step = total_steps, trainable, 0
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses matrix products
+            os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+            torch.use_deterministic_algorithms(True)
+        self.dtype = getattr(torch, config.param_dtype)
+        self.description = _agreed(lambda: describe(self.model_path))
+        initialize_parallel(self.own)
+        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
+        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        core = transformer_config(self.description, self.own, self.dtype, deterministic=deterministic)
+        chunks = build(self.description, self.own, core)
+        self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size())
+        _agreed(lambda: self.weights.read(self.model_path))
+        for chunk in chunks:
+            chunk.requires_grad_(trainable)
+        experts = sorted(self.description.shape.expert_layers)
+        part = parallel_state.get_tensor_model_parallel_rank() if self.own.sequence_parallel else 0
+        self.replay = ChosenExperts(chunks, experts, self._split()[2], part) if replay else None
+        # The buffers of gradients take the parameters' memory over, so the optimizer comes after the weights.
+        self.chunks: list[Any] = distribute(chunks, core, self.own) if trainable else list(chunks)
+        self.optimizer = Optimizer(self.chunks, config, self.own, self.dtype) if trainable else None
+        self._snapshots = (
+            checkpoint.TorchDistSnapshots(self.chunks, self.optimizer) if self.optimizer is not None else None
+        )
+        self.num_parameters = self.description.shape.num_parameters
+
+    # ---- forward and backward
+
+    def _run(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        temperature: float,
+        use: Callable[[Batch, Tensor, Tensor], tuple[Tensor, Any]],
+        *,
+        forward_only: bool,
+        everywhere: bool = False,
+    ) -> list[Any]:
+        """What `use` returned for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch,
+        its log-probs and its entropies (float32 [T], 0 outside loss_mask). Collective over the engine's ranks."""
+        rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
+        if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < batch.num_sequences):
+            raise ValueError(f"micro-batches must hold rows below {batch.num_sequences}, each once, got {rows[:8]}...")
+        plan = [*micro_batches] or [[]]
+        while self.own.virtual_pipeline > 1 and len(plan) % self.own.pipeline_parallel:
+            plan.append([])  # the interleaved schedule takes them in groups
+
+        split = self._split()
+        # The interleaved schedule exchanges tensors of one length.
+        lengths = [padded_lengths(batch.lengths[list(rows)].tolist(), split[0], split[2]) for rows in plan]
+        least = max(map(sum, lengths)) if self.own.virtual_pipeline > 1 else 0
+
+        def packed() -> Iterator[tuple[Batch, Packed]]:
+            for micro_batch in plan:
+                selected = batch.select(list(micro_batch)).to(self.device)
+                yield selected, pack(selected, *split, least)
+
+        def step(batches: Iterator[tuple[Batch, Packed]], chunk: Any) -> Any:
+            micro_batch, tokens = next(batches)
+            if self.replay is not None:
+                self.replay.replay_of(micro_batch, tokens)
+            prediction = Prediction(tokens.before, tokens.targets, temperature, self.config.logits_chunk_tokens)
+            output = chunk(
+                tokens.token_ids[None],
+                tokens.positions[None],
+                None,
+                labels=prediction,
+                packed_seq_params=tokens.sequences,
+            )
+
+            def finish(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Any]:
+                loss, result = use(micro_batch, *(self._spread(values, tokens, micro_batch) for values in found))
+                return loss, torch.zeros((), dtype=torch.int, device=self.device), result
+
+            return output, finish
+
+        if self.replay is not None:
+            self.replay.expect_recomputation(self.own.recompute == "full" and not forward_only)
+        data = [packed() for _ in self.chunks]
+        results = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=self.chunks,
+            num_microbatches=len(plan),
+            seq_length=max(1, least),  # in the other schedule, each tensor between stages tells its own length
+            micro_batch_size=1,
+            forward_only=forward_only,
+            force_all_reduce=everywhere,
+        )
+        return list(results)
+
+    def _split(self) -> tuple[int, int, int]:
+        """(context parallel ranks, this one, ranks that share its tokens)."""
+        shared = self.own.tensor_parallel if self.own.sequence_parallel else 1
+        return self.own.context_parallel, parallel_state.get_context_parallel_rank(), shared
+
+    def _spread(self, values: Tensor, tokens: Packed, batch: Batch) -> Tensor:
+        """float32 [T]: values of the tokens that all context parallel ranks predicted, 0 elsewhere. The gradient of a
+        value goes to the rank that computed it."""
+        spread = values.new_zeros(batch.num_tokens).index_copy(0, tokens.places[tokens.own], values)
+        return _SumOverRanks.apply(spread, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """See TrainEngine. None on ranks before the last stage."""
+
+        def use(micro_batch: Batch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, Any]:
+            pieces = logprobs.to(batch.token_ids.device).split(micro_batch.lengths.tolist())
+            return logprobs.sum(), pieces
+
+        found = self._run(batch, micro_batches, temperature, use, forward_only=True)
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        pieces = [torch.zeros(n, device=batch.token_ids.device) for n in batch.lengths.tolist()]
+        for rows, values in zip(micro_batches, found, strict=False):
+            for row, piece in zip(rows, values, strict=True):
+                pieces[row] = piece
+        return torch.cat(pieces) if pieces else torch.zeros(0, device=batch.token_ids.device)
+
+    def train_step(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        objective: Objective,
+        norms: Norms,
+    ) -> Stats:
+        """See TrainEngine."""
+        stats = self.accumulate(batch, micro_batches, objective, norms)
+        return merge([stats, self._update()])
+
+    def accumulate(
+        self,
+        batch: Batch,
+        micro_batches: MicroBatches,
+        objective: Objective,
+        norms: Norms,
+        everywhere: bool = False,
+    ) -> Stats:
+        """The first half of train_step: the gradient of the mini-batch, summed over ranks, in the parameters'
+        main_grad. Collective. everywhere: all of it on every rank, also with the distributed optimizer.
+
+        Returns this rank's loss stats.
+        """
+        assert self.optimizer is not None, "the engine was built with trainable=False"
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        gradient = "entropy" in objective.outputs
+        wanted = gradient or "entropy" in objective.logged
+
+        def use(micro_batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+            # The anchor keeps the graph if there are no rows, or the objective drops masked tokens.
+            anchor = 0.0 * (logprobs.sum() + entropy.sum() if gradient else logprobs.sum())
+            if not micro_batch.num_sequences:
+                return anchor, {}
+            outputs = Outputs(logprobs, (entropy if gradient else entropy.detach()) if wanted else None)
+            loss, stats = objective.loss(outputs, micro_batch, norms)
+            return loss + anchor, stats
+
+        temperature = objective.temperature
+        return merge(self._run(batch, micro_batches, temperature, use, forward_only=False, everywhere=everywhere))
+
+    def _update(self) -> Stats:
+        """Clip and step. Stats on data-parallel rank 0 only, to count once. Collective."""
+        assert self.optimizer is not None
+        rate = learning_rate(self.config, self.optimizer_step, self.total_steps)
+        norm = self.optimizer.step(rate)
+        finite = math.isfinite(norm)
+        self.optimizer_step += finite
+        if self.data_parallel_rank != 0:
+            return {}
+        stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
+        return stats | ({"actor/grad_norm": scalar(norm)} if finite else {})
+
+    # ---- weights and state
+
+    def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine. The tensors are on the engine's device."""
+        yield from self.weights.whole(self.weights.parameters, dtypes)
+
+    def weight_layout(self) -> list[Held]:
+        """See TrainEngine."""
+        return self.weights.layout(self.dtype)
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """See TrainEngine."""
+        yield from self.weights.held()
+
+    def offload(self, weights: bool = True) -> None:
+        """See TrainEngine. Does nothing if the parameters are on the host."""
+        if self.device.type == "cpu":
+            return
+        if self.optimizer is not None:
+            self.optimizer.move(_CPU)
+        for buffer in self._buffers():
+            buffer.offload_to_cpu(move_params=weights, move_grads=True)
+        if weights:
+            self._move_parameters(_CPU)
+        torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """See TrainEngine."""
+        if self.device.type == "cpu":
+            return
+        for buffer in self._buffers():
+            buffer.reload_from_cpu()
+        self._move_parameters(self.device)
+        if self.optimizer is not None:
+            self.optimizer.move(self.device)
+
+    def _buffers(self) -> Iterator[Any]:
+        for chunk in self.chunks if self.trainable else ():
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _move_parameters(self, device: torch.device) -> None:
+        """Move the parameters that are in no buffer; those of the distributed optimizer are."""
+        if not (self.trainable and self.own.distributed_optimizer):
+            for chunk in self.chunks:
+                for parameter in chunk.parameters():
+                    parameter.data = parameter.data.to(device)
+
+    def snapshot(self, copy: bool = True) -> Files:
+        """See TrainEngine. OSError if this rank lacks memory for the first copy."""
+        assert self._snapshots is not None, "the engine was built with trainable=False"
+        for buffer in self._buffers():  # offloaded parameters have no memory on the device
+            buffer.reload_from_cpu(move_params=True, move_grads=False)
+        return self._snapshots.take(self.optimizer_step, copy)
+
+    def load(self, folder: Path) -> list[str]:
+        """See TrainEngine. ValueError on every rank if the folder is no Megatron trainer's checkpoint."""
+        optimizer = self.optimizer
+        assert optimizer is not None, "the engine was built with trainable=False"
+        self.optimizer_step, warned = _agreed(lambda: checkpoint.load(Path(folder), self.chunks, optimizer))
+        return warned
+
+    def export_hf(self, folder: Path) -> None:
+        """See TrainEngine. Rank 0 holds one file's tensors at a time."""
+        export(self.weights, self.model_path, Path(folder), self.dtype)
+
+    def config_summary(self) -> dict[str, Any]:
+        """See TrainEngine."""
+        return {
+            "engine": "megatron",
+            "architecture": self.description.shape.family,
+            "num_parameters": self.num_parameters,
+            "compute_dtype": self.config.param_dtype,
+            "packing": True,
+            "num_ranks": dist.get_world_size(),
+            "device": str(self.device),
+        }
+
+
+_CPU = torch.device("cpu")
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group; the gradient of a term is that of the sum, which each rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        total = own.clone()
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _agreed(work: Callable[[], T]) -> T:
+    """The result of work(); a ValueError of any rank is raised on every rank. Collective."""
+    result, message = None, None
+    try:
+        result = work()
+    except ValueError as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    if failed := [m for m in messages if m is not None]:
+        raise ValueError(failed[0])
+    return result  # type: ignore[return-value]

@@ -1,0 +1,107 @@
+"""Log-probabilities and entropies of tokens where each rank of a group has a part of the vocabulary's matrix.
+
+Logits are never gathered: ranks exchange four numbers per token. Only one chunk of tokens x a rank's words exists at a
+time; the backward pass computes it again and turns it into its gradient in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _VocabularyLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        num_words: int,
+        temperature: float,
+        chunk_tokens: int,
+        group: Any,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy, maxima, sums = (torch.empty_like(logprobs) for _ in range(3))
+        for start in range(0, len(hidden), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits = _logits(hidden[rows], weight[:num_words], temperature)
+            top = logits.amax(-1) if num_words else logits.new_full((len(logits),), -torch.inf)
+            dist.all_reduce(top, dist.ReduceOp.MAX, group)
+            logits -= top[:, None]
+            mine, places = _own(targets[rows], num_words, group, weight)
+            shared = logits.new_zeros(3, len(logits))  # the target's logit, the sum of exponentials, of their products
+            if num_words:
+                shared[0] = torch.where(mine, logits.gather(1, places[:, None])[:, 0], 0.0)
+                exponentials = logits.exp()
+                shared[1] = exponentials.sum(-1)
+                shared[2] = exponentials.mul_(logits).sum(-1)
+            dist.all_reduce(shared, group=group)
+            log_sum = shared[1].log()
+            logprobs[rows], entropy[rows] = shared[0] - log_sum, log_sum - shared[2] / shared[1]
+            maxima[rows], sums[rows] = top, log_sum
+        ctx.save_for_backward(hidden, weight, targets, entropy, maxima, sums)
+        ctx.num_words, ctx.temperature, ctx.chunk_tokens, ctx.group = num_words, temperature, chunk_tokens, group
+        ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None if no loss uses it
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """With z the scaled logits and p = softmax(z): dlogprob/dz = onehot - p, dentropy/dz = -p (log p + entropy).
+        The gradient of the states is that of this rank's words; the caller sums it over the group."""
+        hidden, weight, targets, entropy, maxima, sums = ctx.saved_tensors
+        words = weight[: ctx.num_words]
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden) if ctx.num_words else 0, ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            log_p = _logits(hidden[rows], words, ctx.temperature) - (maxima[rows] + sums[rows])[:, None]
+            coefficient = grad_logprobs[rows, None]
+            if grad_entropy is not None:
+                coefficient = coefficient + (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+            grad = log_p.exp_().mul_(-coefficient)
+            mine, places = _own(targets[rows], ctx.num_words, ctx.group, weight)
+            grad.scatter_add_(1, places[:, None], torch.where(mine, grad_logprobs[rows], 0.0)[:, None])
+            grad = grad.div_(ctx.temperature).to(weight.dtype)
+            torch.mm(grad, words, out=grad_hidden[rows])
+            grad_weight[: ctx.num_words] += grad.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _logits(hidden: Tensor, words: Tensor, temperature: float) -> Tensor:
+    return torch.nn.functional.linear(hidden, words).float().div_(temperature)
+
+
+def _own(targets: Tensor, num_words: int, group: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(whether a target is among this rank's words, its place among them or 0)."""
+    places = targets - dist.get_rank(group) * len(weight)
+    mine = (places >= 0) & (places < num_words)
+    return mine, places.masked_fill(~mine, 0)
+
+
+def vocabulary_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    group: Any,
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) of softmax(logits / temperature), both float32 [N], in nats, differentiable and equal on
+    all ranks of the group, which call it together.
+
+    hidden [N, h]: states before the tokens to predict, equal on all ranks; the gradient of each rank's words flows back
+    to its copy, and must be summed. targets int64 [N]: those tokens. weight [words, h]: this rank's rows of the
+    vocabulary's matrix, of which those from vocab_size on are padding without probability.
+    """
+    num_words = min(max(vocab_size - dist.get_rank(group) * len(weight), 0), len(weight))
+    found: tuple[Tensor, Tensor] = _VocabularyLogprobs.apply(
+        hidden, weight, targets, num_words, temperature, chunk_tokens, group
+    )
+    return found

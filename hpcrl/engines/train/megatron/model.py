@@ -1,0 +1,262 @@
+"""Megatron-Core's GPTModel for the config.json of an HF folder: with Transformer Engine's layers on CUDA, with
+Megatron's own elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hpcrl.engines.train.megatron.attention import PackedAttention, RMSNorm
+from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
+from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers, untrained
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
+
+_INITIALIZED: list[Any] = []
+"""The default group and the sizes of Megatron's process groups in this process."""
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Kinds of rotary embedding whose frequencies do not depend on the sequence, and that scale nothing else."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model as its config.json describes it. json: the file's content; shape: the sizes; eps: of the norms;
+    frequencies: of the rotary embedding; window: tokens to which a token attends; tops_normalised: whether the weights
+    of the chosen experts add up to one."""
+
+    json: dict[str, Any]
+    shape: ModelShape
+    eps: float
+    frequencies: Tensor
+    window: int | None
+    tops_normalised: bool
+
+
+def describe(folder: Path) -> Description:
+    """ValueError if the folder's model is none that Megatron-Core trains here."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model.path {folder}: no config.json; give a folder in Hugging Face layout")
+    try:
+        content = json.loads(path.read_text())
+        hf: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        shape = read_shape(content)
+    except (ValueError, KeyError, OSError, CannotPlanError) as error:
+        raise ValueError(
+            f"model.path {folder}: config.json describes no model: {' '.join(str(error).split())}"
+        ) from error
+    if text := untrained(shape):
+        raise ValueError(f"model.path {folder}: trainer.engine={text}")
+    rope = getattr(hf, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"model.path {folder}: trainer.engine=megatron has no rope_type={kind} ({', '.join(ROPE_TYPES)} it has); "
+            "use trainer.engine=fsdp2"
+        )
+    if kind == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+        frequencies = 1.0 / (rope.get("rope_theta", 10000.0) ** exponents)
+    else:
+        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    kinds = set(getattr(hf, "layer_types", None) or ())
+    window = getattr(hf, "sliding_window", None) if shape.family == "mistral" or "sliding_attention" in kinds else None
+    if len(kinds) > 1:
+        raise ValueError(
+            f"model.path {folder}: trainer.engine=megatron has no layers of {len(kinds)} kinds of attention "
+            f"({', '.join(sorted(kinds))}); use trainer.engine=fsdp2"
+        )
+    normalised = bool(getattr(hf, "norm_topk_prob", True))
+    return Description(content, shape, float(hf.rms_norm_eps), frequencies, window, normalised)
+
+
+def initialize_parallel(megatron: MegatronConfig) -> None:
+    """Megatron's process groups for these sizes on the default group. Engines of one process share them if their sizes
+    are equal; otherwise only the last one can be used. Collective over the default group."""
+    sizes: dict[str, Any] = {
+        "tensor_model_parallel_size": megatron.tensor_parallel,
+        "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": _virtual(megatron),
+        "context_parallel_size": megatron.context_parallel,
+        "expert_model_parallel_size": megatron.expert_parallel,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel,
+    }
+    if [dist.group.WORLD, sizes] == _INITIALIZED:
+        return
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    _INITIALIZED[:] = [dist.group.WORLD, sizes]
+    state = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)  # nothing is drawn: there is no dropout
+    torch.set_rng_state(state)
+
+
+def _virtual(megatron: MegatronConfig) -> int | None:
+    return megatron.virtual_pipeline if megatron.virtual_pipeline > 1 else None
+
+
+def transformer_config(
+    model: Description, megatron: MegatronConfig, dtype: torch.dtype, *, deterministic: bool
+) -> TransformerConfig:
+    """Megatron's configuration of the model on these sizes."""
+    shape, on_cuda = model.shape, torch.cuda.is_available()
+    options: dict[str, Any] = {}
+    if shape.num_experts:
+        options |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_ffn_hidden_size": shape.expert_size,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_router_pre_softmax": not model.tops_normalised,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": on_cuda,
+            "moe_layer_freq": [int(layer in shape.expert_layers) for layer in range(shape.num_layers)],
+        }
+    if megatron.recompute == "full":
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif megatron.recompute == "selective" and not on_cuda:  # Transformer Engine's attention recomputes by itself
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=model.eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        window_size=None if model.window is None else (model.window - 1, 0),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=megatron.tensor_parallel,
+        sequence_parallel=megatron.sequence_parallel,
+        pipeline_model_parallel_size=megatron.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=_virtual(megatron),
+        context_parallel_size=megatron.context_parallel,
+        expert_model_parallel_size=megatron.expert_parallel,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel,
+        account_for_embedding_in_pipeline_split=megatron.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=megatron.account_for_loss_in_pipeline_split,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # With two stages, a stage's neighbours are one rank, which would take their lengths for each other.
+        variable_seq_lengths=megatron.pipeline_parallel > 1 and megatron.virtual_pipeline == 1,
+        overlap_p2p_comm=megatron.virtual_pipeline > 1,
+        batch_p2p_comm=megatron.virtual_pipeline == 1,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,  # gradients are summed; losses are divided by global counts
+        perform_initialization=False,  # the weights come from a folder
+        use_cpu_initialization=not on_cuda,
+        deterministic_mode=deterministic,
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=on_cuda,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the last stage computes: log-probs of `targets` int64 [N] from the states at `before` int64 [N], the places
+    among this rank's tokens."""
+
+    before: Tensor
+    targets: Tensor
+    temperature: float
+    chunk_tokens: int
+
+
+class LogprobsModel(GPTModel):
+    """GPTModel whose last stage returns log-probs and entropies, float32 [N], of a Prediction given as its labels."""
+
+    words: int  # of the vocabulary without padding
+
+    def _postprocess(self, hidden_states: Tensor, labels: Prediction | None = None, **_: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.config.sequence_parallel:  # a sum of gradients over the group is part of both
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        head = self.output_layer.weight
+        return vocabulary_logprobs(
+            hidden_states[:, 0].index_select(0, labels.before),
+            self.shared_embedding_or_output_weight() if head is None else head,
+            labels.targets,
+            vocab_size=self.words,
+            temperature=labels.temperature,
+            chunk_tokens=labels.chunk_tokens,
+            group=group,
+        )
+
+
+def build(model: Description, megatron: MegatronConfig, config: TransformerConfig) -> list[LogprobsModel]:
+    """The chunks of layers of this rank's stage, without values. Collective over the default group."""
+    stages = split_layers(model.shape.num_layers, megatron)
+    assert stages is not None, "checked before"
+    stage = stages[parallel_state.get_pipeline_model_parallel_rank()]
+    chunks = []
+    for number, layers in enumerate(stage):
+        stage_options: dict[str, Any] = {"vp_stage": number if len(stage) > 1 else None}
+        on_cuda = torch.cuda.is_available()
+        spec = get_gpt_decoder_block_spec(config, on_cuda, normalization="RMSNorm", **stage_options)
+        if not on_cuda:
+            spec = dataclasses.replace(spec, layer_norm=RMSNorm)
+            for layer in spec.layer_specs:
+                _use_own_layers(layer.submodules, model.shape.qk_norm)
+        chunk = LogprobsModel(
+            config,
+            spec,
+            vocab_size=padded_vocabulary(model.shape.vocab_size, megatron),
+            max_sequence_length=int(model.json.get("max_position_embeddings", 0)),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage_options),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage_options),
+            share_embeddings_and_output_weights=model.shape.tied,
+            position_embedding_type="rope",
+            **stage_options,
+        )
+        chunk.words = model.shape.vocab_size
+        chunk.rotary_pos_emb.inv_freq = model.frequencies.to(torch.cuda.current_device())
+        built = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        assert built == list(layers), f"Megatron-Core built the layers {built}, not {layers}"
+        chunks.append(chunk)
+    return chunks
+
+
+def _use_own_layers(submodules: Any, qk_norm: bool) -> None:
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -1,0 +1,94 @@
+"""A micro-batch as Megatron's packed tokens: padded where ranks share sequences, and divided over these ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from hpcrl.rollout.batch import Batch
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What one context parallel rank computes of the rows of a micro-batch.
+
+    token_ids, positions: int64 [t], of this rank. sequences: of all ranks, for attention. own: int64 [n], which of the
+    tokens to predict it predicts; before: int64 [n], the place of the token before each, among its tokens; targets:
+    int64 [n], the tokens to predict. places: int64 [N], of all tokens to predict among those of the micro-batch.
+    sources: int64 [t], of this rank's tokens among those of the micro-batch; -1: padding.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    sequences: PackedSeqParams
+    own: Tensor
+    before: Tensor
+    targets: Tensor
+    places: Tensor
+    sources: Tensor
+
+
+def padded_lengths(lengths: Sequence[int], num_ranks: int, tensor_parallel: int) -> list[int]:
+    """The lengths of sequences on num_ranks context parallel ranks, whose tokens tensor_parallel ranks share (sequence
+    parallelism; otherwise 1). Each gets padding at its end up to a multiple of 2 num_ranks; a last sequence of padding
+    makes up for tokens that the ranks lack to have equally many."""
+    unit = 2 * num_ranks if num_ranks > 1 else 1
+    padded = [-(-length // unit) * unit for length in lengths]
+    lacking = -sum(padded) % math.lcm(unit, num_ranks * tensor_parallel)
+    return padded + [lacking] * (lacking > 0) or [math.lcm(unit, num_ranks * tensor_parallel)]
+
+
+def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: int = 0) -> Packed:
+    """The rows of a micro-batch, for one of num_ranks context parallel ranks.
+
+    Sequences get padding as padded_lengths says, which nothing attends to. least: tokens to which a last sequence of
+    padding fills the micro-batch up, on all ranks.
+    """
+    device = batch.token_ids.device
+    padded = padded_lengths(batch.lengths.tolist(), num_ranks, tensor_parallel)
+    if lacking := max(0, least - sum(padded)):
+        padded.append(lacking)
+    spans = torch.tensor(padded, device=device)
+    starts = torch.cat([spans.new_zeros(1), spans.cumsum(0)])
+    at = starts[batch.row_ids] + batch.position_ids  # of each token with padding
+    sources = torch.full((sum(padded),), -1, device=device)
+    sources[at] = torch.arange(batch.num_tokens, device=device)
+    tokens = torch.zeros_like(sources)
+    tokens[at] = batch.token_ids.long()
+    places = batch.loss_mask.nonzero()[:, 0]
+    before, targets = at[places - 1], batch.token_ids.long()[places]
+    positions = torch.cat([torch.arange(span, device=device) for span in padded])
+    holder, local = _divided(torch.repeat_interleave(spans, spans), positions, starts, num_ranks)
+    mine = (holder == rank).nonzero()[:, 0]
+    mine = mine[local[mine].argsort()]
+    own = (holder[before] == rank).nonzero()[:, 0]
+    cu_seqlens, longest = starts.int(), max(padded)
+    sequences = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return Packed(
+        tokens[mine], positions[mine], sequences, own, local[before[own]], targets[own], places, sources[mine]
+    )
+
+
+def _divided(spans: Tensor, positions: Tensor, starts: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """(the rank that has each token, its place there), int64 [T]; spans: the length of each token's sequence."""
+    first = torch.repeat_interleave(starts[:-1], starts.diff())
+    if num_ranks == 1:
+        return torch.zeros_like(positions), first + positions
+    chunk = spans // (2 * num_ranks)
+    number = positions // chunk
+    late = number >= num_ranks
+    rank = torch.where(late, 2 * num_ranks - 1 - number, number)
+    return rank, first // num_ranks + positions % chunk + torch.where(late, chunk, 0)

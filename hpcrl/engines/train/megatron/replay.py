@@ -1,0 +1,86 @@
+"""Megatron's routers that choose the experts that the generator chose (R3, arXiv 2510.11370)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcrl.engines.train.megatron.packing import Packed
+from hpcrl.rollout.batch import Batch
+from hpcrl.trajectory import FIELDS
+
+
+class _Choice:
+    """Takes the place of the choice in one router. The weights of the chosen experts are computed, and get gradients,
+    as before."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.chosen: Tensor | None = None  # int64 [tokens, experts per token], -1: the router's own choice
+        self.recomputed: list[Tensor | None] | None = None  # of micro-batches whose backward pass is to come
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Called by the router, as of megatron.core's RouterReplay."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        chosen = self.chosen
+        if self.recomputed is not None and not torch.is_grad_enabled():
+            self.recomputed.append(chosen)
+        elif self.recomputed is not None:
+            chosen = self.recomputed.pop(0)
+        if chosen is None:
+            return values, own
+        chosen = torch.where(chosen < 0, own, chosen)
+        return scores.gather(1, chosen), chosen
+
+
+class ChosenExperts:
+    """The choices in all routers of a rank.
+
+    expert_layers: the layers of the model that have experts. A rank's routers see one of num_parts parts of its tokens,
+    `part` (sequence parallelism; otherwise 1 and 0).
+    """
+
+    def __init__(self, chunks: Sequence[Any], expert_layers: Sequence[int], num_parts: int, part: int):
+        self._num_layers, self._num_parts, self._part = len(expert_layers), num_parts, part
+        self._choices = []
+        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.router_replay = choice = _Choice(expert_layers.index(layer.layer_number - 1))
+                self._choices.append(choice)
+
+    def expect_recomputation(self, recomputes: bool) -> None:
+        """Whether the next forward passes, which are without gradients, are computed again in the backward passes."""
+        for choice in self._choices:
+            choice.recomputed = [] if recomputes else None
+
+    def replay_of(self, batch: Batch, packed: Packed) -> None:
+        """Choose in the next forward pass for the tokens of this micro-batch as the generator did. ValueError if the
+        rollouts have no routes."""
+        for choice in self._choices:
+            choice.chosen = None
+        if not batch.num_tokens:
+            return
+        if batch.routes is None:
+            raise ValueError(
+                "trainer.router_replay: these rollouts have no routes, since the run that generated them did not "
+                "record any; set it to false"
+            )
+        none = FIELDS["routes"].fill
+        # A token's routes are those of the token before; the first token of the next row has none.
+        routes = torch.cat([batch.routes[1:], torch.full_like(batch.routes[:1], none)]).long()
+        routes = routes.masked_fill(routes == none, -1).view(len(routes), self._num_layers, -1)
+        mine = routes[packed.sources].masked_fill((packed.sources < 0)[:, None, None], -1)
+        mine = mine.chunk(self._num_parts)[self._part]
+        for choice in self._choices:
+            choice.chosen = mine[:, choice.layer]

@@ -1,0 +1,293 @@
+"""The weights of a Megatron model under HF names: read slice by slice, gathered tensor by tensor, or the parts that
+ranks hold."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hpcrl.engines.train.megatron.model import Description, LogprobsModel
+from hpcrl.engines.train.megatron.names import HEAD, Entry, NameTable, held, parts, shard, table
+from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.spec.weights import Box, Held
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorFiles(Mapping[str, Any]):
+    """The tensors of an HF folder by name, as slices that are read when they are indexed. ValueError if the folder has
+    no safetensors, or a file cannot be read."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        try:
+            if (folder / INDEX).is_file():
+                self._file_of: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            elif (folder / SINGLE).is_file():
+                self._file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+            else:
+                raise ValueError(f"model.path {folder}: no {SINGLE} or {INDEX}, which trainer.engine=megatron reads")
+        except (KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"model.path {folder}: {INDEX} lists no tensors: {error}") from error
+
+    def __getitem__(self, name: str) -> Any:
+        return self._file(self._file_of[name]).get_slice(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self._folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                text = " ".join(str(error).split())[:300]
+                raise ValueError(f"model.path {self._folder}: {name} cannot be read: {text}") from error
+        return self._open[name]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in its pipeline stage, in Megatron's order of ranks."""
+
+    stage: int
+    tensor: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, rank: int, num_ranks: int, megatron: MegatronConfig) -> Coordinates:
+        stage, inside = divmod(rank, num_ranks // megatron.pipeline_parallel)
+        expert, within = divmod(inside, megatron.expert_tensor_parallel)
+        return cls(stage, inside % megatron.tensor_parallel, expert % megatron.expert_parallel, within)
+
+
+class HFWeights:
+    """The parameters of this rank's chunks, and how all ranks divide those of the model.
+
+    Names are those of transformers in memory, where a layer's experts are one tensor.
+    """
+
+    def __init__(self, model: Description, megatron: MegatronConfig, chunks: Sequence[LogprobsModel], num_ranks: int):
+        self._megatron, self._chunks, self._num_ranks = megatron, chunks, num_ranks
+        self._description = model
+        self._stages = split_layers(model.shape.num_layers, megatron) or []
+        self.table = self._table(stacked=True)
+        self._place = Coordinates.of(dist.get_rank(), num_ranks, megatron)
+        own = Coordinates(
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+        assert own == self._place, f"Megatron-Core's order of ranks gives {own}, not {self._place}"
+        self.parameters = dict(self._own_parameters())
+        first = next(iter(self.parameters.values()))
+        self.dtype, self.device = first.dtype, first.device
+        self._layers = {layer: stage for stage, chunks in enumerate(self._stages) for c in chunks for layer in c}
+
+    def _table(self, stacked: bool) -> NameTable:
+        fused = "fused" if torch.cuda.is_available() else "local"
+        padded = padded_vocabulary(self._description.shape.vocab_size, self._megatron)
+        return table(self._description.json, fused, padded, stacked)  # type: ignore[arg-type]
+
+    def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Of each chunk, under the names of the whole model. The second copy of a tied embedding is left out."""
+        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+            for name, parameter in chunk.named_parameters():
+                entry = self._find(self.table, name, layers[0] if layers else 0)
+                if entry.split is not None and not hasattr(parameter, "tensor_model_parallel"):
+                    # For the norm of the gradients; of weights, Megatron does it where it draws values.
+                    set_tensor_model_parallel_attributes(parameter, True, entry.split, 1)
+                if entry.expert is not None:  # Megatron takes experts that no ranks divide for copies
+                    parameter.allreduce = False  # type: ignore[attr-defined]
+                if not (self.table.tied and name == HEAD):
+                    yield entry.name, parameter
+
+    def _find(self, names: NameTable, name: str, first_layer: int) -> Entry:
+        experts = self._description.shape.num_experts // self._megatron.expert_parallel
+        return names.find(name, first_layer, self._place.expert * experts)
+
+    def rank_of(self, entry: Entry, place: Coordinates | None = None) -> tuple[int, int]:
+        """(rank, ranks) among those that divide a tensor."""
+        place = place or self._place
+        if entry.expert is not None:
+            return place.expert_tensor, self._megatron.expert_tensor_parallel
+        return place.tensor, self._megatron.tensor_parallel
+
+    # ---- reading
+
+    @torch.no_grad()
+    def read(self, folder: Path) -> None:
+        """Fill the parameters from an HF folder. Each rank reads what it holds. ValueError names the first tensor that
+        is missing or has another shape."""
+        files = TensorFiles(folder)
+        stacked = any(name.endswith("mlp.experts.gate_up_proj") for name in files)
+        names = self._table(stacked)
+        for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
+            for name, parameter in chunk.named_parameters():
+                entry = self._find(names, name, layers[0] if layers else 0)
+                for rows in entry.rows:
+                    self._check(folder, files, rows.hf, names.shapes[rows.hf])
+                parameter.copy_(shard(entry, files, *self.rank_of(entry)))
+
+    @staticmethod
+    def _check(folder: Path, files: TensorFiles, name: str, shape: tuple[int, ...]) -> None:
+        if name not in files:
+            raise ValueError(f"model.path {folder}: the weights lack {name}")
+        if (found := tuple(files[name].get_shape())) != shape:
+            raise ValueError(f"model.path {folder}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+
+    # ---- whole tensors
+
+    def whole(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+        """Whole copies under HF names of tensors that have the names and parts of this rank's parameters; each in the
+        type of dtypes, into which it is converted before it is exchanged. Collective over a pipeline stage: every rank
+        must exhaust it."""
+        for run in self._runs(self._place.stage):
+            experts = [self._gathered(entry, tensors[entry.name], dtypes) for entry in run if entry.name in tensors]
+            named = self._hf(run[0], experts[0]) if run[0].expert is None else self._stacked(run, experts)
+            for name, tensor in named:
+                yield name, tensor.to(dtypes.get(name, tensor.dtype))
+
+    def to_files(self) -> Iterator[tuple[str, Tensor]]:
+        """On rank 0, whole copies of the tensors of all stages under the names in files, where each expert has matrices
+        of its own; nothing on other ranks. Collective over the engine's ranks: every rank must exhaust it."""
+        names, rank = self._table(stacked=False), dist.get_rank()
+        by_expert = {entry.name: entry for entry in names.entries}
+        per_stage = self._num_ranks // len(self._stages)
+        for stage in range(len(self._stages)):
+            sender = stage * per_stage
+            own = self.whole(self.parameters, {}) if stage == self._place.stage else None
+            for run in self._runs(stage):
+                for name in dict.fromkeys(rows.hf for rows in run[0].rows):
+                    tensor = None if own is None else next(own)[1].contiguous()
+                    if rank == 0 and tensor is None:
+                        tensor = torch.empty(self.table.shapes[name], dtype=self.dtype, device=self.device)
+                        dist.recv(tensor, sender)
+                    elif rank == sender != 0 and tensor is not None:
+                        dist.send(tensor, 0)
+                    if rank == 0 and tensor is not None and run[0].expert is None:
+                        yield name, tensor
+                    elif rank == 0 and tensor is not None:
+                        for entry, matrix in zip(run, tensor, strict=True):
+                            yield from ((at, values) for at, _, values in parts(by_expert[entry.name], matrix))
+            assert own is None or next(own, None) is None
+
+    def _runs(self, stage: int) -> Iterator[list[Entry]]:
+        """The tensors of a stage in order: one, or the same matrix of all experts of a layer."""
+        runs: dict[Any, list[Entry]] = defaultdict(list)
+        for entry in self.table.entries:
+            if self.stage_of(entry) == stage:
+                runs[entry.rows[0].hf if entry.expert is not None else entry.name].append(entry)
+        yield from runs.values()
+
+    def stage_of(self, entry: Entry) -> int:
+        """The pipeline stage that has a tensor, and publishes it."""
+        if entry.layer is not None:
+            return self._layers[entry.layer]
+        return 0 if entry.place == "embedding" else len(self._stages) - 1
+
+    def _gathered(self, entry: Entry, own: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+        """The whole Megatron tensor."""
+        kinds = {dtypes.get(rows.hf, own.dtype) for rows in entry.rows}
+        # Of query, key and value, those in another type are converted once more after the exchange.
+        own = own.detach().to(max(kinds, key=lambda dtype: dtype.itemsize), copy=True).contiguous()
+        rank, ranks = self.rank_of(entry)
+        if entry.split is None or ranks == 1:
+            return own
+        expert = entry.expert is not None
+        group = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if expert
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        shards = _all_gathered(own, group)
+        assert dist.get_rank(group) == rank
+        pieces = zip(*(one.chunk(entry.parts, entry.split) for one in shards), strict=True)
+        return torch.cat([piece for part in pieces for piece in part], entry.split)
+
+    @staticmethod
+    def _hf(entry: Entry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, _, values in parts(entry, whole):
+            yield name, values
+
+    def _stacked(self, run: Sequence[Entry], own: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The matrices of all experts of a layer, of which this rank has some."""
+        name = run[0].rows[0].hf
+        mine = torch.stack(list(own))
+        if self._megatron.expert_parallel > 1:
+            mine = torch.cat(_all_gathered(mine, parallel_state.get_expert_model_parallel_group()))
+        yield name, mine.view(self.table.shapes[name])
+
+    # ---- parts
+
+    def layout(self, dtype: torch.dtype) -> list[Held]:
+        """See TrainEngine.weight_layout."""
+        return [
+            Held(name, str(dtype).removeprefix("torch."), self.table.shapes[name], self._parts_of(run, name))
+            for stage in range(len(self._stages))
+            for run in self._runs(stage)
+            for name in dict.fromkeys(rows.hf for entry in run for rows in entry.rows)
+        ]
+
+    def _parts_of(self, run: Sequence[Entry], name: str) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+        found: dict[Box, list[int]] = {}
+        for rank in range(self._num_ranks):
+            place = Coordinates.of(rank, self._num_ranks, self._megatron)
+            if place.stage == self.stage_of(run[0]):
+                found.setdefault(self._box(run, name, place), []).append(rank)
+        return tuple((box, tuple(ranks)) for box, ranks in sorted(found.items()))
+
+    def _box(self, run: Sequence[Entry], name: str, place: Coordinates) -> Box:
+        """The part of an HF tensor that a rank holds, or gathers because what it holds is no box."""
+        if run[0].expert is not None:
+            each = len(run) // self._megatron.expert_parallel
+            shape = self.table.shapes[name]
+            return ((place.expert * each, (place.expert + 1) * each), *((0, size) for size in shape[1:]))
+        if self._is_gathered(run[0]):
+            return tuple((0, size) for size in self.table.shapes[name])
+        return next(part.box for part in held(run[0], *self.rank_of(run[0], place)) if part.hf == name)
+
+    def _is_gathered(self, entry: Entry) -> bool:
+        """Whether some rank holds no part of one of the HF tensors, or several."""
+        _, ranks = self.rank_of(entry)
+        names = sorted({rows.hf for rows in entry.rows})
+        return entry.expert is None and any(
+            sorted(part.hf for part in held(entry, rank, ranks)) != names for rank in range(ranks)
+        )
+
+    def held(self) -> Iterator[Tensor]:
+        """See TrainEngine.held_weights. Collective over tensor parallel ranks."""
+        for run in self._runs(self._place.stage):
+            own = [(entry, self.parameters[entry.name]) for entry in run if entry.name in self.parameters]
+            if run[0].expert is not None:
+                yield torch.stack([self._gathered(entry, tensor, {}) for entry, tensor in own])
+                continue
+            [(entry, tensor)] = own
+            if self._is_gathered(entry):
+                yield from (values for _, values in self._hf(entry, self._gathered(entry, tensor, {})))
+            else:
+                yield from (values for _, _, values in parts(entry, tensor.detach(), *self.rank_of(entry)))
+
+
+def _all_gathered(own: Tensor, group: Any) -> list[Tensor]:
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group)
+    return found

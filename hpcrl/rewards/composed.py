@@ -1,0 +1,77 @@
+"""A reward made of others: their weighted sum, their product, or a sum behind a gate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpcrl.config import RewardConfig
+from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
+from hpcrl.rewards.specs import ComposedOptions
+from hpcrl.spec.options import read_options
+from hpcrl.spec.tables import REWARDS
+
+
+class Composed(Reward):
+    """sum: the parts' rewards times their weights. product: of the rewards. gate: the sum where every part with
+    gate=true has score 1, else `closed`. The score is that of the first part. The reward of each part is a metric."""
+
+    def __init__(self, config: RewardConfig):
+        self.options = read_options(ComposedOptions, config.options)
+        parts = self.options.parts
+        self._parts: dict[str, Reward] = {}
+        for name, part in parts.items():
+            if part.name not in REWARDS or REWARDS[part.name].imports_code or part.name == "composed":
+                able = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code and name != "composed")
+                raise ValueError(
+                    f"parts.{name}.name: {part.name!r} cannot be a part; these can: {able}. A function of your own can "
+                    "compose rewards itself"
+                )
+            try:
+                reward = make_reward(RewardConfig.model_validate({"name": part.name, "options": part.options}))
+            except ValueError as error:
+                raise ValueError(f"parts.{name}.options: {error}") from error
+            if reward.scores != "samples" or reward.pool != "process":
+                raise ValueError(f"parts.{name}.name: {part.name} scores groups or waits for a service, and is no part")
+            self._parts[name] = reward
+        if self.options.rule == "gate" and not any(part.gate for part in parts.values()):
+            raise ValueError(f"rule: gate needs a part with gate=true; there are {', '.join(parts)}")
+        for key, rule in (("gate", "gate"), ("weight", "sum or gate")):
+            unread = [name for name, part in parts.items() if key in part.model_fields_set]
+            if unread and self.options.rule not in rule:
+                raise ValueError(f"parts.{unread[0]}.{key}: not read with rule={self.options.rule}, only with {rule}")
+        self.inline = all(reward.inline for reward in self._parts.values())
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        by_part = {name: reward.score(items) for name, reward in self._parts.items()}
+        return [
+            self._composed({name: scores[place] for name, scores in by_part.items()})  # type: ignore[index]
+            for place in range(len(items))
+        ]
+
+    def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
+        """That a part cannot score the row."""
+        for name, reward in self._parts.items():
+            kind = self.options.parts[name].name
+            if answer is None and REWARDS[kind].compares_answer:
+                return f"no answer (data.answer_key), which the part {name} ({kind}) compares with"
+            if text := reward.problem_of_row(answer, extra):
+                return f"part {name} ({kind}): {text}"
+        return ""
+
+    def _composed(self, scores: Mapping[str, Score]) -> Score:
+        options, parts = self.options, self.options.parts
+        if options.rule == "product":
+            reward = math.prod(score.reward for score in scores.values())
+        elif options.rule == "gate" and any(parts[name].gate and scores[name].score < 1 for name in scores):
+            reward = options.closed
+        else:
+            reward = sum(parts[name].weight * score.reward for name, score in scores.items())
+        first = next(iter(scores.values()))
+        metrics = {f"{name}/{key}": value for name, score in scores.items() for key, value in score.metrics.items()}
+        metrics |= {name: score.reward for name, score in scores.items()}
+        errors = "; ".join(f"{name}: {score.error}" for name, score in scores.items() if score.error)
+        if errors:
+            return Score(0.0, 0.0, errors, metrics)
+        return Score(reward, first.score, metrics=metrics, given=first.given, gold=first.gold)

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+
+from hpcrl.algorithms.base import Objective
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.base import TrainEngine
+from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from tests.contracts.splits import Split
+
+OFFLOAD: dict[str, Any] = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+SPLITS = {
+    "zero1": Split(2, {"zero_stage": 1}, model={"tie_word_embeddings": False}),
+    "zero2": Split(2, {"zero_stage": 2}),
+    "zero3": Split(2, {"zero_stage": 3}, family="qwen3_moe"),
+    "zero3_offload": Split(2, {"zero_stage": 3, **OFFLOAD}),
+}
+
+
+def factory(folder: Path) -> TrainEngine:
+    config = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+    return ZeroEngine(config, folder, dtype=torch.float32, total_steps=8)
+
+
+def gradients(
+    engine: ZeroEngine, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms
+) -> dict[str, Tensor]:
+    engine.accumulate(batch, micro_batches, objective, norms)
+    found = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.hf.named_parameters()}
+    engine.discard_gradients()
+    return found

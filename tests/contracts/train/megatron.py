@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from hpcrl.algorithms.base import Objective
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.base import TrainEngine
+from hpcrl.engines.train.megatron.engine import MegatronEngine
+from hpcrl.rollout.batch import Batch, MicroBatches, Norms
+from tests.contracts.splits import Split
+
+
+def factory(folder: Path) -> TrainEngine:
+    config = TrainerConfig(engine="megatron", lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+    return MegatronEngine(config, folder, total_steps=8)
+
+
+def gradients(
+    engine: MegatronEngine, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms
+) -> dict[str, Tensor]:
+    engine.accumulate(batch, micro_batches, objective, norms, everywhere=True)
+    of_parameters = {name: parameter.main_grad for name, parameter in engine.weights.parameters.items()}  # type: ignore[attr-defined]
+    return {name: tensor.clone() for name, tensor in engine.weights.whole(of_parameters, {})}
+
+
+FOUR_LAYERS = {"num_hidden_layers": 4}
+SPLITS = {
+    "dp2": Split(2, {}),
+    "dp2, optimizer on every rank": Split(2, {"distributed_optimizer": False}, family="llama"),
+    "tp2": Split(2, {"tensor_parallel": 2}),
+    "tp2, one key head": Split(2, {"tensor_parallel": 2}, family="qwen3", model={"num_key_value_heads": 1}),
+    "tp2 sp": Split(2, {"tensor_parallel": 2, "sequence_parallel": True}, family="qwen3"),
+    "pp2": Split(2, {"pipeline_parallel": 2, "recompute": "full"}),
+    "pp2 vpp2": Split(2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, model=FOUR_LAYERS),
+    "pp2, uneven": Split(
+        2,
+        {"pipeline_parallel": 2, "account_for_loss_in_pipeline_split": True},
+        family="llama",
+        model={"num_hidden_layers": 3, "tie_word_embeddings": False},
+    ),
+    "cp2": Split(2, {"context_parallel": 2}, family="mistral", model={"sliding_window": 6}),
+    "ep2": Split(2, {"expert_parallel": 2}, family="qwen3_moe"),
+    "etp2": Split(2, {"expert_tensor_parallel": 2}, family="qwen3_moe", model={"norm_topk_prob": True}),
+    "tp2 ep2": Split(2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, family="qwen3_moe"),
+    "tp2 sp pp2": Split(
+        4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}, model=FOUR_LAYERS
+    ),
+    "tp2 cp2": Split(4, {"tensor_parallel": 2, "context_parallel": 2}),
+    "ep2 etp2": Split(4, {"expert_parallel": 2, "expert_tensor_parallel": 2}, family="qwen3_moe"),
+}

@@ -1,0 +1,260 @@
+"""ZeroEngine where it is not FSDP2Engine: clipping, bfloat16, frozen models, checkpoints of other stages and ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import ConfigError, TrainerConfig, parse
+from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.metrics.stats import Stats
+from hpcrl.planner.memory import may_take_turns
+from hpcrl.rollout.batch import Batch, Norms
+from tests.checkpoint.writing import write_files
+from tests.engines.worlds import (
+    Weighted,
+    make_batch,
+    make_model_folder,
+    norms_of,
+    run_ranks,
+    transformers_results,
+    worst_difference,
+)
+
+pytestmark = pytest.mark.numerics
+
+LENGTHS = (9, 21, 4, 14, 5, 17)
+TEMPERATURE = 0.7
+PLAN = [[0, 1, 2], [3, 4], [5]]
+OFFLOAD = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+CASES: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "zero2_offload": {"zero_stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"zero_stage": 3, **OFFLOAD},
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+class Infinite(Objective):
+    def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+        return outputs.logprobs.sum() * math.inf, {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An odd vocabulary and width, so that ranks hold unequal parts."""
+    shape = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 12, "vocab_size": 101}
+    return make_model_folder("qwen2", tmp_path_factory.mktemp("model") / "qwen2", **shape)
+
+
+def make_engine(folder: Path, case: str, trainable: bool = True, dtype: str = "float32", **config: Any) -> ZeroEngine:
+    keys = CASES[case] | {key: config.pop(key) for key in DeepSpeedConfig.model_fields if key in config}
+    return ZeroEngine(
+        TrainerConfig(**{"lr": 1e-3, "logits_chunk_tokens": 8} | config),
+        folder,
+        zero=DeepSpeedConfig(**keys),
+        dtype=getattr(torch, dtype),
+        total_steps=10,
+        trainable=trainable,
+    )
+
+
+def gradients_of(engine: ZeroEngine, batch: Batch) -> dict[str, Tensor]:
+    engine.accumulate(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
+    found = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.hf.named_parameters()}
+    engine.discard_gradients()
+    return found
+
+
+@every_case
+def test_clipped_adamw_step_by_hand(case: str, folder: Path, world_of_one: None) -> None:
+    """With eps far above the gradient, Adam's first step is lr * g / (|g| + eps): the clipped gradient shows. A step
+    that was skipped before has left nothing."""
+    batch, limit = make_batch(LENGTHS), 0.01
+    engine = make_engine(folder, case, max_grad_norm=limit, eps=1.0, weight_decay=0.5, lr=0.1)
+    before = dict(engine.named_weights())
+    _, gradients = transformers_results(folder, batch, TEMPERATURE)
+    norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+    assert norm > 10 * limit
+    stats = engine.train_step(batch, PLAN, Infinite(), norms_of(batch))
+    assert stats["actor/skipped_update"].total == 1 and engine.optimizer_step == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_weights())
+    stats = engine.train_step(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
+    assert stats["actor/grad_norm"].total == pytest.approx(norm, rel=1e-5)
+    for name, tensor in engine.named_weights():
+        clipped = gradients[name] * (limit / norm)
+        decay = 0.5 if tensor.ndim == 2 else 0.0
+        expected = before[name] * (1 - 0.1 * decay) - 0.1 * clipped / (clipped.abs() + 1.0)
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
+
+
+@every_case
+def test_bfloat16_keeps_float32_weights(case: str, folder: Path, world_of_one: None) -> None:
+    """The optimizer's weights are those on disk, not rounded; gradients of micro-batches are summed in float32."""
+    batch = make_batch(LENGTHS)
+    origin = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    engine = make_engine(folder, case, param_dtype="bfloat16")
+    assert all(torch.equal(tensor, origin[name]) for name, tensor in engine.named_weights())
+    sent = dict(engine.named_weights(dict.fromkeys(engine.weights.names, torch.bfloat16)))
+    assert all(torch.equal(tensor, origin[name].bfloat16()) for name, tensor in sent.items())
+    own = FSDP2Engine(
+        TrainerConfig(lr=1e-3, logits_chunk_tokens=8, param_dtype="bfloat16"),
+        folder,
+        dtype=torch.float32,
+        total_steps=10,
+    )
+    want = own.train_step(batch, PLAN, Weighted(TEMPERATURE), norms_of(batch))
+    stats = engine.train_step(batch, PLAN, Weighted(TEMPERATURE), norms_of(batch))
+    assert stats["actor/grad_norm"].total == pytest.approx(want["actor/grad_norm"].total, rel=1e-3)
+    assert stats["actor/logprob"].total == pytest.approx(want["actor/logprob"].total, rel=1e-3)
+    moved = {name: tensor - origin[name] for name, tensor in engine.named_weights()}
+    assert all(0 < change.abs().max() <= 1.1e-3 for change in moved.values())  # below what bfloat16 can show
+    assert engine.train_step(batch, PLAN, Infinite(), norms_of(batch))["actor/skipped_update"].total == 1
+
+
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"packing": "off"}], ids=str)
+@pytest.mark.parametrize("case", ["zero2", "zero3"])
+def test_other_forwards_give_the_same_gradients(
+    case: str, settings: dict[str, Any], folder: Path, world_of_one: None
+) -> None:
+    batch = make_batch(LENGTHS)
+    logprobs, gradients = transformers_results(folder, batch, TEMPERATURE)
+    engine = make_engine(folder, case, **settings)
+    for _ in range(2):
+        assert worst_difference(gradients_of(engine, batch), gradients) < 1e-5
+        assert (engine.logprobs(batch, PLAN, TEMPERATURE) - logprobs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_engine(case: str, dtype: str, folder: Path, world_of_one: None) -> None:
+    batch = make_batch(LENGTHS)
+    engine = make_engine(folder, case, trainable=False, dtype=dtype, param_dtype=dtype)
+    want, _ = transformers_results(folder, batch, TEMPERATURE)
+    got = engine.logprobs(batch, PLAN, TEMPERATURE)
+    assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 0.5)
+    assert not any(parameter.requires_grad for parameter in engine.module.parameters())
+    assert all(tensor.dtype == getattr(torch, dtype) for _, tensor in engine.named_weights())
+
+
+def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_path: Path) -> None:
+    engine = make_engine(folder, "zero3")
+    with pytest.raises(ValueError, match=r"no trainer\.json"):
+        engine.load(tmp_path)
+    write_files(tmp_path, engine.snapshot())
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match="cannot be read") as error:
+        engine.load(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"zero_stage": 2, "offload_parameters": "cpu"},
+            "offload_parameters: ZeRO-2 does not divide parameters; set zero",
+        ),
+        (
+            {"options": {"gradient_clipping": 1}},
+            "options: gradient_clipping is given to DeepSpeed by hpcrl; set trainer.m",
+        ),
+        (
+            {"options": {"zero_optimization": {"stage": 1}}},
+            "options: zero_optimization.stage is .* trainer.deepspeed.zero",
+        ),
+        ({"options": {"zero_optimization": 3}}, "options: zero_optimization is a section of keys, not 3"),
+        ({"attention": "flash"}, "attention: flash needs GPUs"),
+    ],
+)
+def test_impossible_settings(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.deepspeed.{message}"):
+        parse({"trainer": {"engine": "deepspeed", "deepspeed": section}})
+
+
+def test_turns_with_the_generator_are_refused() -> None:
+    trainer, ranks = {"engine": "deepspeed"}, {"trainer": {"num_ranks": 2}, "generator": {"colocate_with": "trainer"}}
+    with pytest.raises(ConfigError, match=r"layout\.offload: the state of the deepspeed trainer stays"):
+        parse({"trainer": trainer, "layout": {**ranks, "offload": "always"}})
+    for engine, may in (("deepspeed", False), ("fsdp2", True)):
+        config = parse({"trainer": {"engine": engine}, "layout": ranks, "generator": {"engine": "vllm"}})
+        assert may_take_turns(config, RoleLayout.from_config(config)) == may
+
+
+def test_options_reach_deepspeed(folder: Path, world_of_one: None) -> None:
+    engine = make_engine(folder, "zero2", options={"zero_optimization": {"reduce_bucket_size": 128}})
+    assert engine.model.optimizer.reduce_bucket_size == 128
+    _, gradients = transformers_results(folder, make_batch(LENGTHS), TEMPERATURE)
+    assert worst_difference(gradients_of(engine, make_batch(LENGTHS)), gradients) < 1e-5
+
+
+# ---- two ranks
+
+
+def _step(engine: FSDP2Engine) -> None:
+    whole = make_batch(LENGTHS)
+    mine = whole.select(list(range(dist.get_rank(), len(LENGTHS), dist.get_world_size())))
+    engine.train_step(mine, [list(range(mine.num_sequences))], Weighted(TEMPERATURE, entropy=True), norms_of(whole))
+
+
+def _plain(folder: Path) -> FSDP2Engine:
+    return FSDP2Engine(TrainerConfig(lr=1e-3, logits_chunk_tokens=8), folder, dtype=torch.float32, total_steps=10)
+
+
+def _two_ranks(folder: Path, scratch: Path) -> dict[str, Any]:
+    """Each engine takes two steps, and goes on from the checkpoint of the one before."""
+    engines = {case: make_engine(folder, case) for case in ("zero1", "zero3", "zero3_offload", "zero2")}
+    results: dict[str, Any] = {}
+    engine = _plain(folder)
+    _step(engine)
+    for name, following in [*engines.items(), ("fsdp2", _plain(folder))]:
+        saved = scratch / name
+        if dist.get_rank() == 0:
+            saved.mkdir()
+        dist.barrier()
+        write_files(saved, engine.snapshot())
+        dist.barrier()
+        results[f"{name}/warnings"] = following.load(saved)
+        saved_weights = dict(engine.named_weights())
+        results[f"{name}/same"] = all(torch.equal(saved_weights[n], t) for n, t in following.named_weights())
+        results[f"{name}/step"] = following.optimizer_step
+        engine = following
+        _step(engine)
+        results[name] = dict(engine.named_weights())
+    return results
+
+
+@pytest.mark.slow
+def test_stages_and_fsdp2_continue_each_other(folder: Path, tmp_path: Path, world_of_one: None) -> None:
+    """Five steps, each by another engine from the checkpoint of the one before, on two ranks; then on one."""
+    results = run_ranks(2, _two_ranks, folder, tmp_path)
+    names = ["zero1", "zero3", "zero3_offload", "zero2", "fsdp2"]
+    for result in results:
+        assert [result[f"{name}/step"] for name in names] == [1, 2, 3, 4, 5]
+        assert all(result[f"{name}/same"] and result[f"{name}/warnings"] == [] for name in names)
+    # The moments came along: one engine that takes all steps alone is where these are.
+    alone = _plain(folder)
+    for step in range(6):
+        _step(alone)
+        if step:
+            want = dict(alone.named_weights())
+            for name, tensor in results[0][names[step - 1]].items():
+                close = (tensor - want[name]).abs() < 1e-5
+                assert close.float().mean() > 0.98, (names[step - 1], name)
+    engine = make_engine(folder, "zero3")
+    assert "written by 2 trainer ranks, now there are 1" in engine.load(tmp_path / "zero2")[0]
+    assert engine.optimizer_step == 4

@@ -1,0 +1,297 @@
+"""Adapters beside frozen weights: FSDP2 against peft in one process, on one rank and on two; what is published, saved
+and exported; and the same log-probs in the generators."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hpcrl.algorithms.base import Outputs
+from hpcrl.config import LoRAConfig, TrainerConfig
+from hpcrl.convert.__main__ import main as convert
+from hpcrl.engines.gen.base import GenEngine, Output, Request, SamplingParams
+from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.train.fsdp2 import engine as fsdp2
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.planner.lora import adapters
+from hpcrl.planner.shapes import read_shape
+from hpcrl.roles.one_process import OneProcess
+from hpcrl.rollout.batch import Batch, batch_from_samples
+from hpcrl.rollout.types import FinishReason, Sample
+from tests.checkpoint.writing import write_files
+from tests.contracts.test_train_engine import check_contract
+from tests.contracts.train.fsdp2 import gradients
+from tests.engines.test_fsdp2 import worst_difference
+from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks
+
+pytestmark = pytest.mark.numerics
+
+LENGTHS = (9, 21, 4, 14)
+LORA = LoRAConfig(rank=4, alpha=6.0)
+
+
+def engine(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> FSDP2Engine:
+    own = FSDP2Config(**{key: config.pop(key) for key in FSDP2Config.model_fields if key in config})
+    settings = {"lr": 1e-2, "logits_chunk_tokens": 8, "lora": LORA} | config
+    return FSDP2Engine(TrainerConfig(**settings), folder, own=own, dtype=dtype, total_steps=10, seed=seed)
+
+
+def share(trainer: FSDP2Engine, whole: Batch) -> tuple[Batch, list[list[int]]]:
+    """The rows of this rank, and their micro-batches."""
+    batch = whole.select(list(range(trainer.data_parallel_rank, whole.num_sequences, trainer.data_parallel_size)))
+    return batch, [[0], list(range(1, batch.num_sequences))]
+
+
+def step(trainer: FSDP2Engine, whole: Batch) -> None:
+    trainer.train_step(*share(trainer, whole), Weighted(), norms_of(whole))
+
+
+def results(trainer: FSDP2Engine, whole: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of this rank's rows and the whole gradients by name. Collective."""
+    batch, plan = share(trainer, whole)
+    return trainer.logprobs(batch, plan, 1.0), gradients(trainer, batch, plan, Weighted(), norms_of(whole))
+
+
+def peft_results(base: Path, adapter: Path | None, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs [T] and gradients of Weighted, by peft and transformers' eager attention, one sequence at a time."""
+    peft = pytest.importorskip("peft")
+    model: Any = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    pieces = []
+    for tokens in batch.token_ids.split(batch.lengths.tolist()):
+        log_p = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        pieces.append(torch.cat([log_p.new_zeros(1), log_p.gather(1, tokens[1:, None])[:, 0]]))
+    logprobs = torch.cat(pieces) * batch.loss_mask
+    Weighted().loss(Outputs(logprobs, None), batch, norms_of(batch))[0].backward()
+    named = ((n.removeprefix("base_model.model.").replace(".default", ""), p) for n, p in model.named_parameters())
+    return logprobs.detach(), {name: p.grad for name, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("qwen2", {}),
+        ("gemma2", {"target_modules": ["v_proj", "down_proj"]}),
+        ("qwen3_moe", {}),  # adapters beside attention alone
+    ],
+)
+def test_gradients_equal_those_of_peft(family: str, lora: dict[str, Any], tmp_path: Path, world_of_one: None) -> None:
+    folder, batch = make_model_folder(family, tmp_path / "model"), make_batch(LENGTHS)
+    trainer = engine(folder, lora=LORA.model_copy(update=lora))
+    before, _ = results(trainer, batch)
+    want, _ = peft_results(folder, None, batch)
+    assert (before - want).abs().max() < 2e-5  # adapters begin as zero
+    step(trainer, batch)
+    trainer.export_hf(tmp_path / "out")
+    want, theirs = peft_results(folder, tmp_path / "out" / "adapter", batch)
+    got, mine = results(trainer, batch)
+    assert (got - want).abs().max() < 2e-5 and (got - before).abs().max() > 1e-2
+    assert worst_difference(mine, theirs) < 1e-5
+    shape = read_shape(json.loads((folder / "config.json").read_text()))
+    planned = {p.name: p.shape for p in adapters(trainer.config.lora, shape)}
+    assert {held.name: held.shape for held in trainer.weight_layout()} == planned
+    assert len(mine) == len(planned) > 0 and not any("experts" in name or "mlp.gate." in name for name in mine)
+    plan = [list(range(len(LENGTHS)))]
+    assert torch.equal(trainer.reference_logprobs(batch, plan, 1.0), engine(folder).logprobs(batch, plan, 1.0))
+    merged, _ = peft_results(tmp_path / "out", None, batch)
+    assert (merged - want).abs().max() < 2e-5
+    state = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    state[next(name for name in state if name.endswith("lora_B.weight"))][0] += 0.1  # the comparison can fail
+    save_file(state, tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    other, theirs = peft_results(folder, tmp_path / "out" / "adapter", batch)
+    assert (other - want).abs().max() > 1e-4 and worst_difference(mine, theirs) > 1e-4
+
+
+def test_contract(tmp_path: Path, world_of_one: None) -> None:
+    check_contract(lambda folder: engine(folder, lr=0.02), make_model_folder("qwen2", tmp_path / "model"), tmp_path)
+
+
+def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(tmp_path: Path, world_of_one: None) -> None:
+    folder, batch = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
+    trainer = engine(folder, param_dtype="bfloat16")
+    assert not trainer.sharded
+    kept = {name: p.dtype for name, p in trainer.model.named_parameters()}
+    assert {kept[name] for name in kept if "lora" in name} == {torch.float32}
+    assert {kept[name] for name in kept if "lora" not in name} == {torch.bfloat16}
+    whole = engine(folder, param_dtype="bfloat16", lora={"rank": 0})
+    plan = [list(range(len(LENGTHS)))]
+    # FSDP2 rounds float32 weights to bfloat16 for the computation.
+    torch.testing.assert_close(trainer.logprobs(batch, plan, 1.0), whole.logprobs(batch, plan, 1.0), rtol=0, atol=0.02)
+    frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora" not in n}
+    step(trainer, batch)
+    assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
+    assert {t.dtype for _, t in trainer.named_weights()} == {torch.float32}
+
+
+def test_a_checkpoint_has_adapters_alone_and_knows_their_base(
+    tmp_path: Path, world_of_one: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, batch = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
+    trainer = engine(folder)
+    step(trainer, batch)
+    state = tmp_path / "state"
+    state.mkdir()
+    write_files(state, trainer.snapshot())
+    saved = pickle.loads((state / ".metadata").read_bytes()).state_dict_metadata
+    assert len(saved) == 4 * len(trainer.weights.names) and all("lora" in name for name in saved)
+    assert convert(["--checkpoint", f"{state}", "--model", f"{folder}", "--output", f"{tmp_path / 'hf'}"]) == 2
+    assert "has adapters alone (trainer.lora); use the model that the run exports" in capsys.readouterr().err
+    other = engine(folder, seed=1)
+    assert other.load(state) == []
+    for each in (trainer, other):
+        step(each, batch)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(trainer.named_weights(), other.named_weights(), strict=True))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][0, 0] += 1e-3
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for changed in (engine(folder), engine(folder, lora={"rank": 0})):
+        with pytest.raises(
+            ValueError, match=r"has adapters of .*/model with the weights [0-9a-f]{16}, and this run tr"
+        ):
+            changed.load(state)
+
+
+def test_targets_must_be_linear_layers_of_the_decoder(tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen3_moe", tmp_path / "model")
+    for name in ("qkv_proj", "lm_head", "gate"):
+        with pytest.raises(
+            ValueError, match=rf"target_modules: {name}: the model has none, whose linear layers are q_pr"
+        ):
+            engine(folder, lora={"rank": 2, "target_modules": ["q_proj", name]})
+
+
+# ---- generators
+
+
+def generated(generator: GenEngine, update: Callable[[], None]) -> Batch:
+    """Three responses of 8 tokens, with an update after the fourth."""
+    params = SamplingParams(8, ignore_eos=True)
+    prompts = {i: list(range(3 + i, 9 + 2 * i)) for i in range(3)}
+    generator.add([Request(i, prompt, params, i) for i, prompt in prompts.items()])
+    assert generator.step(4) == []
+    update()
+    found: dict[int, Output] = {output.id: output for output in generator.step(8)}
+    samples = []
+    for i, prompt in prompts.items():
+        before = np.zeros(len(prompt), np.float32)
+        versions = np.concatenate([before - 1, found[i].versions]).astype(np.int32)
+        samples.append(
+            Sample(
+                i << 24,
+                FinishReason.LENGTH,
+                token_ids=np.concatenate([prompt, found[i].token_ids]).astype(np.int32),
+                loss_mask=versions >= 0,
+                gen_logprobs=np.concatenate([before, found[i].gen_logprobs]).astype(np.float32),
+                versions=versions,
+                turn_ids=np.where(versions >= 0, 0, -1).astype(np.int32),
+            )
+        )
+    return batch_from_samples(samples, [0, 1, 2])
+
+
+def check_generator(trainer: FSDP2Engine, generator: GenEngine, load: Callable[[int], None]) -> None:
+    """After every update its log-probs are the trainer's, also of running responses, and those of the frozen weights
+    only as long as the adapters are zero."""
+
+    def update(version: int) -> None:
+        if version:
+            step(trainer, make_batch(LENGTHS))
+            load(version)
+            generator.recompute()
+
+    load(0)
+    for version in (0, 1, 2):
+        batch, plan = generated(generator, functools.partial(update, version)), [[0, 1, 2]]
+        mine = batch.versions == version
+        assert mine.sum() == (3 * 4 if version else 3 * 8)
+        got = batch.gen_logprobs[mine]
+        assert (got - trainer.logprobs(batch, plan, 1.0)[mine]).abs().max() < 2e-5
+        assert ((got - trainer.reference_logprobs(batch, plan, 1.0)[mine]).abs().max() > 1e-2) == (version > 0)
+        generator.sleep()
+        generator.wake()
+        load(version)
+
+
+def native(folder: Path) -> NativeEngine:
+    return NativeEngine(folder, max_slots=4, max_length=32, dtype=torch.float32, kv_bucket=8, lora=LORA, load=False)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "in one process"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2", "phi3"])
+def test_the_native_generator_has_the_trainers_logprobs(
+    family: str, shared: bool, tmp_path: Path, world_of_one: None
+) -> None:
+    folder = make_model_folder(family, tmp_path / "model", **({"pad_token_id": 0} if family == "phi3" else {}))
+    trainer, generator = engine(folder), native(folder)
+    if shared:
+        link = OneProcess(generator, trainer, shared=True)
+        places = {p.data_ptr() for p in trainer.model.parameters()}
+        check_generator(trainer, generator, lambda version: link.load(link.weights(), version))
+        assert places == {p.data_ptr() for p in trainer.model.parameters()}
+        adapter = generator._weights.layers[1].adapters["out"][0]
+        assert {adapter.first.data_ptr(), adapter.second.data_ptr()} < places
+    else:
+        check_generator(trainer, generator, lambda version: generator.load_weights(trainer.named_weights(), version))
+    named = dict(trainer.named_weights())
+    shown = {name: tensor.clone() for name, tensor in generator.loaded_weights(named)}
+    generator.load_weights(named.items(), 3)
+    assert named.keys() == shown.keys()
+    assert all(torch.equal(tensor, named[name]) for name, tensor in generator.loaded_weights(named))
+    del named[next(iter(named))]
+    with pytest.raises(ValueError, match=rf"1 of {len(shown)} weights are missing, e.g. .*lora_A"):
+        generator.load_weights(named.items(), 4)
+
+
+# ---- several ranks
+
+
+def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], Tensor, Tensor, dict[str, Tensor]]]:
+    whole, found = make_batch(LENGTHS), {}
+    check_contract(lambda path: engine(path, lr=0.02), folder, scratch / "contract")
+    for name, settings in {
+        "gathered": {},
+        "by layer": {"activation_checkpointing": True, "cpu_offload": True},
+        "contexts": {"context_parallel": 2},
+        "copies": {"replicas": 2},
+    }.items():
+        fsdp2.SMALL_MODEL_BYTES = 0 if name == "by layer" else 4 << 30
+        trainer = engine(folder, **settings)
+        assert trainer.sharded and trainer.keep_gathered == (name != "by layer")
+        assert len(trainer.load(scratch / "state")) == 1  # of one rank
+        batch, plan = share(trainer, whole)
+        frozen, ids = trainer.reference_logprobs(batch, plan, 1.0), batch.sample_ids.tolist()
+        logprobs, mine = results(trainer, whole)
+        found[name] = ids, frozen, logprobs, mine
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_peft_in_one_process(tmp_path: Path, world_of_one: None) -> None:
+    folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
+    (tmp_path / "contract").mkdir()
+    (tmp_path / "state").mkdir()
+    trainer = engine(folder)
+    step(trainer, whole)
+    write_files(tmp_path / "state", trainer.snapshot())
+    trainer.export_hf(tmp_path / "out")
+    want, theirs = peft_results(folder, tmp_path / "out" / "adapter", whole)
+    frozen, _ = peft_results(folder, None, whole)
+    for found in run_ranks(2, _on_two_ranks, folder, tmp_path):
+        for ids, *logprobs, mine in found.values():
+            for got, all_rows in zip(logprobs, (frozen, want), strict=True):
+                rows = dict(zip(whole.sample_ids.tolist(), all_rows.split(whole.lengths.tolist()), strict=True))
+                assert (got - torch.cat([rows[i] for i in ids])).abs().max() < 2e-5
+            assert worst_difference(mine, theirs) < 1e-5

@@ -1,0 +1,246 @@
+"""Megatron-Core beyond the contracts: models that it refuses, bfloat16, its checkpoints on another split, exports."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.routes import RouteShape
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.megatron.engine import MegatronEngine
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.rollout.batch import Batch
+from hpcrl.trajectory import declare
+from tests.checkpoint.writing import write_files
+from tests.contracts.train import fsdp2, megatron
+from tests.engines.worlds import (
+    Weighted,
+    make_batch,
+    make_model_folder,
+    norms_of,
+    process_group,
+    run_ranks,
+    worst_difference,
+)
+
+pytestmark = pytest.mark.numerics
+
+LENGTHS = (9, 12, 5, 14)
+ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def make(folder: Path, trainer: dict[str, Any] | None = None, **own: Any) -> MegatronEngine:
+    settings = {"lr": 1e-2, "max_grad_norm": 100.0, "logits_chunk_tokens": 8} | (trainer or {})
+    config = TrainerConfig(engine="megatron", **settings)
+    return MegatronEngine(config, folder, own=MegatronConfig(**own), total_steps=8)
+
+
+def train(engine: MegatronEngine) -> None:
+    whole = make_batch(LENGTHS)
+    rows = list(range(engine.data_parallel_rank, len(LENGTHS), engine.data_parallel_size))
+    batch = whole.select(rows)
+    engine.train_step(batch, [[0], list(range(1, len(rows)))], Weighted(0.7), norms_of(whole))
+
+
+def weights_of_all_shares(engine: MegatronEngine) -> dict[str, Tensor]:
+    """The weights of all pipeline stages. Collective."""
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, dict(engine.named_weights()))
+    return {name: tensor for share in shares for name, tensor in share.items()}
+
+
+def write(engine: MegatronEngine, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    write_files(folder, engine.snapshot())
+    dist.barrier()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error"),
+    [
+        ("gemma2", {}, "trainer.engine=megatron trains qwen2, .*, mistral, not gemma2; fsdp2"),
+        ("llama", {"attention_bias": True}, "no biases of attention_bias or mlp_bias; fsdp2 has"),
+        ("llama", {"rope_parameters": ROPE}, r"no rope_type=dynamic \(default, linear, llama3 it has\)"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            r"no layers of 2 kinds of attention \(full_attention, sliding_attention\)",
+        ),
+    ],
+)
+def test_models_that_it_cannot_train_are_refused(
+    family: str, changes: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    folder = make_model_folder(family, tmp_path / "model", **changes)
+    with process_group(0, 1, str(tmp_path / "world")), pytest.raises(ValueError, match=f"^model.path .*{error}"):
+        make(folder)
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    with process_group(0, 1, str(tmp_path / "world")):
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=re.escape("the weights lack model.norm.weight")):
+            make(folder)
+        save_file({**weights, "model.norm.weight": norm[:-1]}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=re.escape("model.norm.weight has shape [31], config.json asks for [32]")):
+            make(folder)
+        (folder / "model.safetensors").write_bytes(b"no tensors")
+        with pytest.raises(ValueError, match="cannot be read"):
+            make(folder)
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"no model\.safetensors or model\.safetensors\.index\.json"):
+            make(folder)
+
+
+def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
+    """Log-probs are those of fp32 up to rounding; a step smaller than a bfloat16 number's precision is not lost; and a
+    resumed run has the same master weights."""
+    folder = make_model_folder("qwen3", tmp_path / "model")
+    batch = make_batch(LENGTHS)
+    with process_group(0, 1, str(tmp_path / "world")):
+        exact = make(folder).logprobs(batch, [[0, 1, 2, 3]], 1.0)
+        engine = make(folder, {"param_dtype": "bfloat16", "lr": 1e-4})
+        rounded = engine.logprobs(batch, [[0, 1, 2, 3]], 1.0)
+        assert exact is not None and rounded is not None
+        assert 0 < (exact - rounded)[batch.loss_mask].abs().mean() < 0.05
+        before = dict(engine.named_weights())
+        assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
+        for _ in range(3):
+            train(engine)
+        other = make(folder, {"param_dtype": "bfloat16", "lr": 1e-4})
+        assert other.load(write(engine, tmp_path / "state")) == []
+        masters = [
+            [engine.optimizer.state_of(p)[1]["fp32_param"] for p in engine.weights.parameters.values()]  # type: ignore[union-attr]
+            for engine in (engine, other)
+        ]
+        assert all(torch.equal(one, two) for one, two in zip(*masters, strict=True))
+        for _ in range(20):
+            train(engine)
+            train(other)
+        after, resumed = dict(engine.named_weights()), dict(other.named_weights())
+        assert all(torch.equal(after[name], resumed[name]) for name in after)
+        moved = after["model.layers.0.mlp.up_proj.weight"] != before["model.layers.0.mlp.up_proj.weight"]
+        assert moved.float().mean() > 0.5  # one step is less than half of what bfloat16 tells apart
+
+
+def _resume_on_other_splits(model: Path, experts: Path, scratch: Path) -> None:
+    first = make(model, tensor_parallel=2, sequence_parallel=True)
+    train(first)
+    folder = write(first, scratch / "state")
+    saved = weights_of_all_shares(first)
+    train(first)
+    wanted = weights_of_all_shares(first)
+    start = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict())
+    for own in ({"pipeline_parallel": 2}, {"context_parallel": 2}, {"distributed_optimizer": False}):
+        other = make(model, **own)
+        assert other.load(folder) == [] and other.optimizer_step == 1
+        loaded = weights_of_all_shares(other)
+        assert loaded.keys() == saved.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved), own
+        train(other)
+        resumed = weights_of_all_shares(other)
+        # One step of Adam moves a number by lr; moments that were lost or mixed up would move it otherwise.
+        differences = [(resumed[name] - wanted[name]).abs().mean() for name in saved]
+        assert max(differences) < 1e-5, own
+    assert any((wanted[name] - start[name]).abs().mean() > 1e-3 for name in saved)
+
+    reader = make(model, tensor_parallel=2)
+    read = dist_checkpointing.load(reader.chunks[0].module.sharded_state_dict(), str(folder))
+    reader.chunks[0].module.load_state_dict(read, strict=False)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights_of_all_shares(reader).items())
+
+    mixed = make(experts, expert_parallel=2)
+    train(mixed)
+    folder = write(mixed, scratch / "experts.state")
+    mixed.export_hf(scratch / "experts.hf")
+    saved = weights_of_all_shares(mixed)
+    for own in ({}, {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2}):
+        other = make(experts, **own)
+        assert other.load(folder) == []
+        loaded = weights_of_all_shares(other)
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved), own
+    exported = make(model, pipeline_parallel=2)
+    exported.load(scratch / "state")
+    exported.export_hf(scratch / "hf")
+
+
+@pytest.mark.slow
+def test_checkpoints_and_exports_of_two_ranks(tmp_path: Path) -> None:
+    """TP2 resumes as PP2, CP2 and DP2, EP2 as DP2 and ETP2; Megatron's own reader finds the same weights; the exported
+    models are those that were trained."""
+    model = make_model_folder("qwen2", tmp_path / "model", num_hidden_layers=2)
+    experts = make_model_folder("qwen3_moe", tmp_path / "experts")
+    run_ranks(2, _resume_on_other_splits, model, experts, tmp_path)
+    for name, origin, state in (("hf", model, "state"), ("experts.hf", experts, "experts.state")):
+        content = json.loads((tmp_path / name / "config.json").read_text())
+        assert content["dtype"] == "float32"
+        assert load_file(tmp_path / name / "model.safetensors").keys() == load_file(origin / "model.safetensors").keys()
+        with process_group(0, 1, str(tmp_path / f"{name}.world")):
+            engine = make(origin)
+            (warned,) = engine.load(tmp_path / state)
+            assert "written by 2 trainer ranks, now there are 1" in warned
+            saved = dict(engine.named_weights())
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
+        assert all(torch.equal(exported[key], tensor) for key, tensor in saved.items())
+
+
+ROUTES = RouteShape(num_layers=2, experts_per_token=2, num_experts=4)
+
+
+def routed_batch() -> Batch:
+    """Random routes that no router would choose, and none for some tokens."""
+    batch = make_batch(LENGTHS)
+    declare(ROUTES.field)
+    generator = torch.Generator().manual_seed(3)
+    draws = torch.rand(batch.num_tokens, ROUTES.num_layers, ROUTES.num_experts, generator=generator)
+    routes = draws.topk(ROUTES.experts_per_token, -1).indices.flatten(1).to(torch.uint8)
+    routes[batch.position_ids < 4] = ROUTES.field.fill
+    batch.routes = routes
+    return batch
+
+
+def _replay(folder: Path, wanted: Tensor, gradients: dict[str, Tensor]) -> None:
+    whole, objective = routed_batch(), Weighted(0.7)
+    for own in (
+        {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        {"context_parallel": 2},
+        {"pipeline_parallel": 2, "recompute": "full"},
+    ):
+        config = TrainerConfig(engine="megatron", logits_chunk_tokens=8)
+        engine = MegatronEngine(config, folder, own=MegatronConfig(**own), total_steps=8, replay=True)
+        plan = [[0, 1], [2], [3]]
+        got = engine.logprobs(whole, plan, 0.7)
+        if got is not None:
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5, msg=lambda text, own=own: f"{own}: {text}")
+        found = megatron.gradients(engine, whole, plan, objective, norms_of(whole))
+        assert worst_difference(found, {name: gradients[name] for name in found}) < 1e-5, own
+
+
+@pytest.mark.slow
+def test_replayed_experts_are_those_of_fsdp2(tmp_path: Path) -> None:
+    """Log-probs and gradients with given experts, whichever ranks have the tokens, and when layers are computed again;
+    other experts give others."""
+    folder = make_model_folder("qwen3_moe", tmp_path / "model", norm_topk_prob=True)
+    batch = routed_batch()
+    with process_group(0, 1, str(tmp_path / "world")):
+        config = TrainerConfig(logits_chunk_tokens=8)
+        engine = FSDP2Engine(config, folder, dtype=torch.float32, total_steps=8, replay=True)
+        wanted = engine.logprobs(batch, [[0, 1, 2, 3]], 0.7)
+        gradients = fsdp2.gradients(engine, batch, [[0, 1, 2, 3]], Weighted(0.7), norms_of(batch))
+        free = FSDP2Engine(config, folder, dtype=torch.float32, total_steps=8).logprobs(batch, [[0, 1, 2, 3]], 0.7)
+    assert wanted is not None and free is not None and (wanted - free).abs().max() > 0.1
+    run_ranks(2, _replay, folder, wanted, gradients)

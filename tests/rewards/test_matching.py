@@ -1,0 +1,167 @@
+"""Multiple choice, numbers, shared words, patterns and JSON schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config import RewardConfig
+from hpcrl.rewards.base import RewardItem, Score, make_reward
+from hpcrl.rewards.choice import letter_of
+from hpcrl.rewards.f1 import f1
+from hpcrl.rewards.numeric import last_number
+
+
+def score(name: str, response: str, answer: Any = None, **options: Any) -> Score:
+    reward = make_reward(RewardConfig(name=name, options=options))
+    (scored,) = reward.score([RewardItem(0, "d", "p", response, answer)])  # type: ignore[misc]
+    return scored
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        *[
+            (text, "B")
+            for text in ("B", "(B)", "B.", "B. Paris", "B) Paris", "[B]", "**B**", "$B$", r"\text{B}", "B: x")
+        ],
+        *[(text, "B") for text in ("option B", "B, Paris", "B - Paris", "(b)", r"\mathrm{B}", "B because it is so")],
+        *[(text, None) for text in ("Because", "b", "", "12", "BC", "the B", "A man")],
+    ],
+)
+def test_option_letters(text: str, letter: str | None) -> None:
+    assert letter_of(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("response", "reward", "soft"),
+    [
+        (r"So \boxed{B}.", 1.0, 1.0),
+        ("The answer is (B).", 1.0, 0.5),
+        ("Answer: B", 1.0, 0.5),
+        (r"\boxed{C}", 0.0, -0.5),
+        ("The answer is C.", 0.0, -1.0),
+        ("I do not know", 0.0, -1.0),
+        (r"<think>\boxed{B}</think>The answer is C", 0.0, -1.0),
+        ("", 0.0, -1.0),
+    ],
+)
+def test_choice(response: str, reward: float, soft: float) -> None:
+    plain, graded = score("choice", response, "B"), score("choice", response, "(B)", soft=True)
+    assert (plain.reward, graded.reward) == (reward, soft) and plain.score == graded.score == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("18", 18),
+        ("$1,234.50 and no more", 1234.5),
+        ("-3.5e2", -350),
+        ("from 2 to 7", 7),
+        (".5", 0.5),
+        ("1,23", 23),
+        ("none", None),
+        ("1e999", None),
+        ("Route e5", 5),
+        ("mode3", 3),
+        ("\u22125", -5),
+        ("10-5", 5),
+        ("2/4", None),
+        (r"\frac{1}{2}", None),
+        ("", None),
+        ("- .", None),
+    ],
+)
+def test_last_number(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+def test_numeric() -> None:
+    assert score("numeric", "The answer is 18.", "6 + 12 = 18\n#### 18").reward == 1.0
+    assert score("numeric", "The answer is 18.1", "18").reward == 0.0
+    assert score("numeric", "The answer is 18.1", "18", relative=0.01).reward == 1.0
+    assert score("numeric", "The answer is 18.1", 18, absolute=0.2).reward == 1.0
+    assert score("numeric", "no idea", 18).metrics == {"no_answer": 1.0}
+    assert "has no number" in make_reward(RewardConfig(name="numeric")).problem_of_row("many", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "gold", "value"),
+    [
+        ("the Eiffel Tower", "Eiffel tower!", 1.0),
+        ("Eiffel", "Eiffel Tower", 2 / 3),
+        ("a b b", "b b c d", 2 * 2 / 6),  # "a" is an article
+        ("Paris", "Rome", 0.0),
+        ("the", "", 1.0),
+        ("x", "the", 0.0),
+    ],
+)
+def test_shared_words(given: str, gold: str, value: float) -> None:
+    assert f1(given, gold) == pytest.approx(value)
+
+
+def test_f1_takes_the_best_of_several_answers() -> None:
+    best = score("f1", "The answer is Eiffel", ["Louvre", "Eiffel Tower"])
+    assert (best.reward, best.score) == (pytest.approx(2 / 3), 0.0)
+    assert score("f1", "Eiffel", "Eiffel Tower", threshold=0.6).score == 1.0
+
+
+def test_regex() -> None:
+    assert score("regex", "<think>\\boxed</think>It is \\boxed{4}.", r"\\boxed\{\d\}").reward == 1.0
+    assert score("regex", "<think>A1</think>none", "A1").reward == 0.0
+    assert score("regex", "<think>A1</think>none", "A1", with_thinking=True).reward == 1.0
+    assert score("regex", "xA1", pattern="A1").reward == 1.0
+    assert score("regex", "xA1", pattern="A1", whole=True).reward == 0.0
+    assert not make_reward(RewardConfig(name="regex")).inline  # a pattern may backtrack without end
+    assert "is no regular expression" in make_reward(RewardConfig(name="regex")).problem_of_row("(", {})
+    assert "no answer" in make_reward(RewardConfig(name="regex")).problem_of_row(None, {})
+    with pytest.raises(ValueError, match="not a regular expression"):
+        make_reward(RewardConfig(name="regex", options={"pattern": "("}))
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "reward", "is_json"),
+    [
+        ('{"age": 3}', 1.0, 1.0),
+        ('Here:\n```json\n{"age": 3}\n```', 1.0, 1.0),
+        ('```\n{}\n```\nno:\n```json\n{"age": 3}\n```', 1.0, 1.0),
+        ('{"age": "3"}', 0.0, 1.0),
+        ("{}", 0.0, 1.0),
+        ("age: 3", 0.0, 0.0),
+        ('{"age": 3, "more": NaN}', 0.0, 0.0),
+        ('```python\nx = 1\n```\n```json\n{"age": 3}\n```', 1.0, 1.0),
+        ('```json\n{"age": 3, "text": "```"}\n```', 1.0, 1.0),
+        ("[" * 100_000, 0.0, 0.0),
+    ],
+)
+def test_json_schema(response: str, reward: float, is_json: float) -> None:
+    for scored in (score("json_schema", response, SCHEMA), score("json_schema", response, json_schema=SCHEMA)):
+        assert (scored.reward, scored.metrics) == (reward, {"is_json": is_json})
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ("text", "is no JSON schema"),
+        ({"type": "thing"}, "no JSON schema: 'thing' is not valid"),
+        ({"$ref": "http://localhost/secret"}, "refers to 'http://localhost/secret'"),
+        ({"properties": {"a": {"allOf": [{"$ref": "file.json"}]}}}, "refers to 'file.json'"),
+        ({"$ref": "#/$defs/none"}, "refers to '#/$defs/none', which it does not have"),
+    ],
+)
+def test_schemas_are_checked_before_the_start(schema: Any, told: str) -> None:
+    assert told in make_reward(RewardConfig(name="json_schema")).problem_of_row(schema, {})
+    if isinstance(schema, dict):
+        with pytest.raises(ValueError, match="json_schema: "):
+            make_reward(RewardConfig(name="json_schema", options={"json_schema": schema}))
+    assert make_reward(RewardConfig(name="json_schema")).problem_of_row(SCHEMA, {}) == ""
+
+
+def test_a_response_nested_deeper_than_a_recursive_schema_can_follow_is_wrong() -> None:
+    schema = {"$ref": "#/$defs/list", "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}}}}
+    assert score("json_schema", "[[]]", schema).reward == 1.0
+    assert score("json_schema", "[" * 500 + "]" * 500, schema).reward == 0.0
