@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,13 @@ class Runs:
         """One start of a run to its end: exit code and what it printed."""
         environment = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/e2e/dies", "HPCRL_TEST_DIES": dies, "HPCRL_TEST_SLOW": slow}
         start = Start(self.folder / name, [*(self._inputs if inputs else ()), *words], environment)
+        return start.wait(300.0), start.text
+
+    def preempt(self, name: str, words: list[str]) -> tuple[int, str]:
+        """One start that gets Slurm's warning of a preemption after its first step: exit code and what it printed."""
+        start = Start(self.folder / name, [*self._inputs, *words])
+        start.wait_until(lambda: start.step >= 1, 300.0)
+        start.process.send_signal(signal.SIGUSR1)
         return start.wait(300.0), start.text
 
 
@@ -132,6 +140,16 @@ def test_a_run_goes_on_after_the_second_rank_of_a_replica_was_killed(runs: Runs,
     code, text = runs.start("killed", words)
     assert code == ExitCode.DONE and "resumed from" in text, text
     check_same(runs.folder / "killed", native)
+
+
+def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> None:
+    words = [*ALL, "generator.engine=vllm", *LAYOUTS["colocated"]]
+    code, text = runs.preempt("preempted", words)
+    assert code == ExitCode.REQUEUE, text
+    assert committed_step(runs.folder / "preempted") in (1, 2), text
+    code, text = runs.start("preempted", words)
+    assert code == ExitCode.DONE and "resumed from" in text, text
+    check_same(runs.folder / "preempted", native)
 
 
 def test_an_asynchronous_run_loses_replicas(runs: Runs) -> None:
