@@ -1,0 +1,168 @@
+"""A training step of every engine and split with FSDP2 on the same number of ranks: seconds, memory, bytes exchanged.
+
+    python -m tests.bench.trainers [--ranks 2 4] [--steps N] [--only NAME ...]
+
+A Qwen2 of random weights (4 layers of 512, vocabulary of 8,192, 17M parameters, fp32; mixtures: 8 experts of 512, 2 a
+token), 16 sequences of 64 to 192 tokens a step in two micro-batches per data-parallel rank, AdamW, gloo, one thread per
+rank. One process per rank, one world per split.
+
+One JSON line per split. `cpu_s`: CPU-seconds of a step, summed over the ranks; `ratio`: to those of FSDP2 that shards
+data alone, on as many ranks; `peak_mib`: the largest growth of a rank's resident memory since before the engine was
+made; `sent_mib`: what a step sends between all ranks, counted by the kernel in a network namespace of the bench's own
+(null where none can be made); `params_mib`: the parameters in fp32, to compare it with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+from hpcrl.rollout.batch import MicroBatches
+from hpcrl.spec.extras import version_of
+from hpcrl.spec.tables import TRAIN_ENGINES
+from tests.bench.machine import tell
+from tests.contracts.splits import Split
+from tests.engines.worlds import Weighted, make_batch, norms_of, run_ranks
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+EXPERTS = {**DENSE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+SHARDED = "fsdp2"
+SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
+    SHARDED: ("fsdp2", {}),
+    "fsdp2 replicas 2": ("fsdp2", {"replicas": 2}),
+    "fsdp2 tensor 2": ("fsdp2", {"tensor_parallel": 2}),
+    "fsdp2 context 2": ("fsdp2", {"context_parallel": 2}),
+    "deepspeed zero 1": ("deepspeed", {"zero_stage": 1}),
+    "deepspeed zero 2": ("deepspeed", {"zero_stage": 2}),
+    "deepspeed zero 3": ("deepspeed", {"zero_stage": 3}),
+    "megatron data": ("megatron", {}),
+    "megatron tensor 2": ("megatron", {"tensor_parallel": 2}),
+    "megatron tensor 2, sequence": ("megatron", {"tensor_parallel": 2, "sequence_parallel": True}),
+    "megatron pipeline 2": ("megatron", {"pipeline_parallel": 2}),
+    "megatron pipeline 2 x 2": ("megatron", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "megatron context 2": ("megatron", {"context_parallel": 2}),
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    SHARDED: ("fsdp2", {}),
+    "fsdp2 tensor 2": ("fsdp2", {"tensor_parallel": 2}),
+    "megatron expert 2": ("megatron", {"expert_parallel": 2}),
+    "megatron expert tensor 2": ("megatron", {"expert_tensor_parallel": 2}),
+}
+NUM_ROWS, SHORTEST, LONGEST = 16, 64, 192
+
+
+def measure(engine_name: str, split: Split, model: Path, steps: int) -> dict[str, float]:
+    """One rank's figures; every rank of the default group runs it."""
+    torch.set_num_threads(1)
+    config = split.config(engine_name, model)
+    spec = TRAIN_ENGINES[engine_name]
+    make = spec.load()
+    division = spec.division(config, split.num_ranks)
+    group = next(i for i, ranks in enumerate(division.groups) if dist.get_rank() in ranks)
+    before = psutil.Process().memory_info().rss
+    engine = make(config, model, steps + 1, True)
+    lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, NUM_ROWS).tolist()
+    whole = make_batch(lengths, num_prompt_tokens=32)
+    batch = whole.select(list(range(group, NUM_ROWS, len(division.groups))))
+    rows = list(range(batch.num_sequences))
+    plan: MicroBatches = [rows[::2], rows[1::2]]
+    took: list[float] = []
+    cpu = sent = 0.0
+    for step in range(steps + 1):
+        if step == 1:  # the first one is to warm up
+            dist.barrier()
+            cpu, sent = time.process_time(), _loopback_bytes()
+        begun = time.monotonic()
+        engine.train_step(batch, plan, Weighted(1.0), norms_of(whole))
+        took.append(time.monotonic() - begun)
+    used = time.process_time() - cpu
+    dist.barrier()
+    return {
+        "cpu_s": used / steps,
+        "step_s": min(took[1:]),
+        "sent": (_loopback_bytes() - sent) / steps,
+        "peak": _peak_bytes() - before,
+    }
+
+
+def _loopback_bytes() -> int:
+    """Bytes that were sent over the loopback interface of this network namespace."""
+    [line] = [text for text in Path("/proc/net/dev").read_text().splitlines() if text.strip().startswith("lo:")]
+    return int(line.split(":")[1].split()[8])
+
+
+def _peak_bytes() -> int:
+    [line] = [text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def alone() -> bool:
+    """Whether this program runs in a network namespace of its own; it starts itself again in one if it can."""
+    if os.environ.get("HPCRL_BENCH_NETWORK"):
+        return True
+    enter = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    there = shutil.which("unshare") and shutil.which("ip")
+    if not there or subprocess.run([*enter, "true"], check=False).returncode:
+        return False
+    environ = {**os.environ, "HPCRL_BENCH_NETWORK": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = [sys.executable, "-m", "tests.bench.trainers", *sys.argv[1:]]
+    raise SystemExit(subprocess.run([*enter, *words], env=environ, check=False).returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", nargs="+", help="names of splits; each is compared with fsdp2 all the same")
+    options = parser.parse_args()
+    counted = alone()
+    with tempfile.TemporaryDirectory() as scratch:
+        for family, settings, splits in (("qwen2", DENSE, SPLITS), ("qwen3_moe", EXPERTS, MIXTURES)):
+            model = Split(1, family=family, model=settings).make_model(Path(scratch) / family)
+            params = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+            for num_ranks in options.ranks:
+                reference: dict[str, Any] = {}
+                for name, (engine, section) in splits.items():
+                    if options.only and name not in {SHARDED, *options.only}:
+                        continue
+                    if missing := [module for module in TRAIN_ENGINES[engine].needs if not version_of(module)]:
+                        print(f"{name}: left out, {missing[0]} is not installed", file=sys.stderr)
+                        continue
+                    split = Split(num_ranks, section, family=family)
+                    ranks = run_ranks(num_ranks, measure, engine, split, model, options.steps)
+                    row = {
+                        "cpu_s": round(sum(rank["cpu_s"] for rank in ranks), 3),
+                        "step_s": round(max(rank["step_s"] for rank in ranks), 3),
+                        "peak_mib": round(max(rank["peak"] for rank in ranks) / 2**20),
+                        "sent_mib": round(ranks[0]["sent"] / 2**20, 1) if counted else None,
+                        "params_mib": round(params / 2**20, 1),
+                    }
+                    reference = reference or row
+                    row["ratio"] = round(row["cpu_s"] / reference["cpu_s"], 2)
+                    tell({"bench": "trainers", "model": family, "ranks": num_ranks, "split": name, **row})
+
+
+if __name__ == "__main__":
+    main()
