@@ -22,6 +22,7 @@ from hpcrl.roles.worker import Worker
 from hpcrl.rollout.loop import BackgroundError
 from hpcrl.rollout.scheduling.scheduler import RolloutExhausted
 from hpcrl.rundir import VERDICT, SupersededError, finish_run
+from hpcrl.runtime.alone import Alone
 from hpcrl.runtime.building import build
 from hpcrl.runtime.context import Run
 from hpcrl.runtime.guard import MismatchError, NoProgress, Stopped
@@ -57,19 +58,23 @@ def control(
         background=background,
     )
     worker.join()
-    run = None
+    run: Run | Alone | None = None
     try:
-        if config.model.path is None and not model_path.exists():
-            from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
+        pipeline = PIPELINES[config.pipeline]
+        if pipeline.alone:
+            run = Alone(config, run_dir, attempt, world.trace.go_on)
+        else:
+            if config.model.path is None and not model_path.exists():
+                from hpcrl.engines.tiny import make_tiny_model  # imports models, which takes seconds
 
-            make_tiny_model(config.model.tiny, model_path)
-        run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
-        guard = run.guard
+                make_tiny_model(config.model.tiny, model_path)
+            run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
+        stop = run.stop
         for number in STOPPING:
-            signal.signal(number, lambda n, _: guard.stop(n))
+            signal.signal(number, lambda n, _: stop(n))
         stopped = None
         try:
-            PIPELINES[config.pipeline].load()(run)
+            pipeline.load()(run)
             print(run.finish(), flush=True)
             finish_run(run_dir, run.last_step, config.max_steps, run.reason)
         except Stopped as stop:
@@ -81,8 +86,8 @@ def control(
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         traceback.print_exc()
-        code, message = _explain(error, built=run is not None)
-        if code is ExitCode.NOT_SAVED and run is not None:
+        code, message = _explain(error, built=isinstance(run, Run))
+        if code is ExitCode.NOT_SAVED and isinstance(run, Run):
             run.checkpoint.discard()
         return _tell(world, code, message)
 

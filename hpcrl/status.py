@@ -127,6 +127,7 @@ def describe(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     runs = _runs(run, job)
     if config is not None:
         rows += _where(run, config)
+    if config is not None and not config.pipeline_spec.alone:
         rows.append(("step", _progress(run, config, now, runs)))
         if runs or not run.finished:
             rows += [("time", text) for text in _time(run, config, job if runs else None, now)]
@@ -141,7 +142,7 @@ def line(run_dir: Path, job: slurm.Job | None, now: float) -> str:
     """The run in one line."""
     run = RunFolder(run_dir)
     word = state(run, job).split(":")[0]
-    if run.config is None:
+    if run.config is None or run.config.pipeline_spec.alone:
         return f"{run_dir.name:<24}{word}"
     reward = [f"{name} {form.format(found[1])}" for metric, name, form in SHOWN[:2] if (found := run.newest(metric))]
     left = run.seconds_left()

@@ -639,7 +639,7 @@ def test_config_imports_no_torch_and_composing_changes_no_folder(tmp_path: Path)
         ("layout.trainer.num_ranks=100000000", "layout.trainer.num_ranks: expected at most 65536, got 100000000"),
         ("reward.default.num_processes=100000", "reward.default.num_processes: expected at most 1024"),
         ("cluster.components={a: {gpu_type: h100}}", "cluster.components.a.gpu_type: not read here, the component"),
-        ("pipeline=convert", "convert.source: needs the run folder"),
+        ("pipeline=convert", "convert.source: needs the run folder, or the checkpoint in it"),
         ("cluster.account=<YOUR_ACCOUNT>", "cluster.account: '<YOUR_ACCOUNT>' is a placeholder; give the value"),
         (
             "model.path=<MODEL>",

@@ -177,10 +177,10 @@ def damage_of(folder: Path, entry: FileEntry, read: Callable[[int], None] = lamb
     return "" if same else f"{entry.path} is not what was committed (damaged, or from another save)"
 
 
-def first_damage(folder: Path, entries: Sequence[FileEntry]) -> str:
-    """damage_of the first damaged file; empty if all are intact. This process reads all files."""
+def first_damage(folder: Path, entries: Sequence[FileEntry], read: Callable[[int], None] = lambda _: None) -> str:
+    """damage_of the first damaged file; empty if all are intact. This process reads all files, in several threads."""
     with ThreadPoolExecutor(HASH_THREADS) as threads:
-        return next(filter(None, threads.map(lambda entry: damage_of(folder, entry), entries)), "")
+        return next(filter(None, threads.map(lambda entry: damage_of(folder, entry, read), entries)), "")
 
 
 def problem_of(path: Path, damage: Callable[[Path, Sequence[FileEntry]], str] = first_damage) -> str:

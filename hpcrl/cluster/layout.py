@@ -78,6 +78,8 @@ class RoleLayout:
 
 def needed_roles(config: Config) -> tuple[RoleName, ...]:
     """The roles, besides the controller, that the run needs."""
+    if config.pipeline_spec.alone:
+        return ()
     asked = {role for _, _, spec in chosen(config) for role in spec.roles}
     return tuple(name for name, role in ROLES.items() if name in asked or role.needed(config))
 

@@ -16,6 +16,9 @@ SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "st
 STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
 """The keys of rollout that a run on stored rollouts reads: those of evaluation, and the batch size."""
 
+KEYS_OF_ALL = ("pipeline", "run_name", "run_dir", "resume", "dry_run", "timeouts", "cluster")
+"""What a run without roles (PipelineSpec.alone) reads, besides the section of its pipeline."""
+
 
 def check_unread(config: Config, given: Mapping[Path, bool], chosen: Iterable[str] = ()) -> list[Problem]:
     """Keys set explicitly that this run does not read.
@@ -37,6 +40,10 @@ def check_unread(config: Config, given: Mapping[Path, bool], chosen: Iterable[st
 def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     """(prefix of unread keys, key whose value is the cause, reason)."""
     yield from _not_chosen(config)
+    if config.pipeline_spec.alone:
+        for key in type(config).model_fields:
+            if key not in (*KEYS_OF_ALL, config.pipeline):
+                yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
     if not config.reinforces:
         for section in ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"

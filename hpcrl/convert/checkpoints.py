@@ -1,4 +1,5 @@
-"""Finds the checkpoint in a folder that a user names, and the model whose config.json and tokenizer belong to it."""
+"""Finds the checkpoint in a folder that a user names, and the model whose config.json and tokenizer belong to it.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.checkpoint.commit import MANIFEST, FileEntry, find_latest, first_damage, problem_of
-from hpcrl.convert.shards import METADATA, ShardedCheckpoint
-from hpcrl.convert.sources import MegatronWeights, TensorSource, TrainerWeights, megatron_prefix
 from hpcrl.files import steps_in
 from hpcrl.rundir import CONFIG, stored_config
 
+METADATA = ".metadata"
+"""The index of a checkpoint of torch.distributed.checkpoint."""
 CHECKPOINTS = "checkpoints"
 ITERATION = "latest_checkpointed_iteration.txt"
 TOLD_BYTES = 10_000_000_000
@@ -36,16 +37,23 @@ class Found:
     model: Path
 
 
-def find(path: Path, model: Path | None, hashes: bool, tell: Callable[[str], None]) -> Found:
+def find(
+    path: Path,
+    model: Path | None,
+    hashes: bool,
+    tell: Callable[[str], None],
+    go_on: Callable[[], None] = lambda: None,
+) -> Found:
     """The newest valid checkpoint of a run folder of hpcrl, the checkpoint of a step, the newest or a given one of
     Megatron-LM. hashes: those of hpcrl are compared with their manifest byte by byte, else by size only; `tell`
-    is told what takes long. ValueError if there is none, if it is damaged, or if the model is not known."""
+    is told what takes long, and an exception of `go_on` ends it. ValueError if there is none, if it is damaged, or if
+    the model is not known."""
 
     def damage(folder: Path, entries: Sequence[FileEntry]) -> str:
         size = sum(entry.size for entry in entries)
         if hashes and size > TOLD_BYTES:
             tell(f"hashing the {size / 1e9:.0f} GB of {folder} (--skip-hashes compares sizes only)")
-        return first_damage(folder, entries) if hashes else ""
+        return first_damage(folder, entries, lambda _: go_on()) if hashes else ""
 
     if not path.is_dir():
         raise ValueError(f"--checkpoint {path} is no folder")
@@ -71,17 +79,6 @@ def find(path: Path, model: Path | None, hashes: bool, tell: Callable[[str], Non
     if not (folder / METADATA).is_file():
         raise ValueError(f"--checkpoint {folder} {_other_format(folder)}")
     return Found(folder, model or _model_of(folder, run))
-
-
-def opened(found: Found, config: dict[str, Any]) -> TensorSource:
-    """The HF tensors of a checkpoint. ValueError if it is damaged or of another model."""
-    checkpoint = ShardedCheckpoint(found.folder)
-    if megatron_prefix(checkpoint) is not None:
-        return MegatronWeights(checkpoint, config)
-    if any(name.startswith(TrainerWeights.PREFIX) for name in checkpoint.tensors):
-        return TrainerWeights(checkpoint, config)
-    some = ", ".join(list(checkpoint.tensors)[:3]) or "none"
-    raise ValueError(f"{found.folder} has no weights of Megatron or of hpcrl's trainers (tensors: {some})")
 
 
 def read_config(model: Path) -> dict[str, Any]:

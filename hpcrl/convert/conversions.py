@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from hpcrl.convert.checkpoints import find, opened, read_config
+from hpcrl.convert.checkpoints import find, read_config
 from hpcrl.convert.outputs import (
     hf_files,
     hf_small_files,
@@ -18,7 +18,7 @@ from hpcrl.convert.outputs import (
     megatron_small_files,
     output_dtypes,
 )
-from hpcrl.convert.sources import ModelWeights, TensorSource
+from hpcrl.convert.sources import ModelWeights, TensorSource, opened
 from hpcrl.convert.streaming import OutFile, default_threads, write_folder
 
 SHARD_BYTES = 4_000_000_000
@@ -30,7 +30,10 @@ VOCABULARY_MULTIPLE = 128
 class ConvertOptions:
     """model: folder of config.json and tokenizer, where the source has none. dtype: None: as in the source. verify:
     read the output back. hashes: compare a checkpoint of hpcrl with its manifest byte by byte. most_bytes: of a weight
-    file. num_threads: files written at once (default: cores, at most 8). stream: of progress (default: stderr)."""
+    file. num_threads: files written at once (default: cores, at most 8). stream: of progress (default: stderr).
+    go_on: called by all threads between two blocks; its exception ends the conversion, from which the same call goes
+    on. fence: called before the output gets its name. again: an output that is complete may be there, since an earlier
+    call of the same work was perhaps killed after its last file."""
 
     model: Path | None = None
     dtype: torch.dtype | None = None
@@ -39,6 +42,9 @@ class ConvertOptions:
     most_bytes: int = SHARD_BYTES
     num_threads: int | None = None
     stream: TextIO | None = None
+    go_on: Callable[[], None] = lambda: None
+    fence: Callable[[], None] = lambda: None
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,9 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     def tell(note: str) -> None:
         print(f"hpcrl.convert: {note}", file=options.stream or sys.stderr, flush=True)
 
-    found = find(checkpoint, options.model, options.hashes, tell)
+    found = find(checkpoint, options.model, options.hashes, tell, options.go_on)
     config = read_config(found.model)
-    source = opened(found, config)
+    source = opened(found.folder, config)
     try:
         dtypes = output_dtypes(source, options.dtype)
         files = hf_files(source, dtypes, options.most_bytes)
@@ -105,6 +111,9 @@ def _write(
         num_threads=options.num_threads or default_threads(),
         verify=options.verify,
         stream=options.stream or sys.stderr,
+        go_on=options.go_on,
+        fence=options.fence,
+        again=options.again,
     )
     return Converted(folder, len(dtypes), sum(file.size for file in files), written)
 

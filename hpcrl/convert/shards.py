@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from hpcrl.convert.checkpoints import METADATA
 from hpcrl.spec.weights import Box, intersection
 
-METADATA = ".metadata"
 KNOWN = {
     "torch": {"Size", "device"},
     "torch.distributed.checkpoint.metadata": {

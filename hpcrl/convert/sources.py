@@ -311,3 +311,14 @@ class ModelWeights:
     def close(self) -> None:
         """Close the files."""
         self._files.close()
+
+
+def opened(folder: Path, config: Mapping[str, Any]) -> TensorSource:
+    """The HF tensors of the checkpoint in a folder. ValueError if it is damaged or of another model."""
+    checkpoint = ShardedCheckpoint(folder)
+    if megatron_prefix(checkpoint) is not None:
+        return MegatronWeights(checkpoint, config)
+    if any(name.startswith(TrainerWeights.PREFIX) for name in checkpoint.tensors):
+        return TrainerWeights(checkpoint, config)
+    some = ", ".join(list(checkpoint.tensors)[:3]) or "none"
+    raise ValueError(f"{folder} has no weights of Megatron or of hpcrl's trainers (tensors: {some})")

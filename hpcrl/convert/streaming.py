@@ -60,8 +60,15 @@ class OutFile:
 class Progression:
     """Bytes done of all bytes: a bar on a terminal, elsewhere a line every ten seconds."""
 
-    def __init__(self, total: int, stream: TextIO, clock: Callable[[], float] = time.monotonic):
-        self._total, self._stream, self._clock = total, stream, clock
+    def __init__(
+        self,
+        total: int,
+        stream: TextIO,
+        go_on: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """go_on: called with every addition, and may raise."""
+        self._total, self._stream, self._go_on, self._clock = total, stream, go_on, clock
         self._done = self._skipped = 0
         self._began = self._told = clock()
         self._lock = threading.Lock()
@@ -80,6 +87,7 @@ class Progression:
 
     def add(self, num_bytes: int) -> None:
         """More bytes are done."""
+        self._go_on()
         with self._lock:
             self._done += num_bytes
             if self._bar is not None:
@@ -110,14 +118,20 @@ def write_folder(
     num_threads: int,
     verify: bool,
     stream: TextIO,
+    go_on: Callable[[], None] = lambda: None,
+    fence: Callable[[], None] = lambda: None,
+    again: bool = False,
 ) -> int:
     """Write the files, and what `small` adds, into the new folder `output`; returns the bytes written by this call.
 
     A killed call leaves `.NAME.converting`, from which one with the same `identity` goes on. verify: read everything
-    back and compare it. ValueError if the output exists, another process writes it, or the disk has too little room;
+    back and compare it. go_on, fence: as in ConvertOptions. again: if the output exists with these files, all is done.
+    ValueError if the output exists, another process writes it, or the disk has too little room;
     OSError if a file cannot be written.
     """
     if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        if again and all(_size(output / file.name) == file.size for file in files):
+            return 0
         raise ValueError(f"--output {output} exists, and nothing is overwritten; name another folder or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.converting")
@@ -133,7 +147,7 @@ def write_folder(
             if not done:
                 remove(partial)
             raise ValueError(f"--output {output} needs another {needed / 1e9:.3g} GB: {why}")
-        progress = Progression(sum(file.size for file in files) * (1 + verify), stream)
+        progress = Progression(sum(file.size for file in files) * (1 + verify), stream, go_on)
         try:
             progress.skip(sum(file.size for file in files if file.name in done))
             rest = [file for file in files if file.name not in done]
@@ -145,6 +159,7 @@ def write_folder(
         small(partial)
         for entry in partial.iterdir():
             fsync_path(entry)
+        fence()
         (partial / PLAN).unlink()
         fsync_path(partial)
         rename_durably(partial, output)
@@ -181,6 +196,10 @@ def _resumed(partial: Path, files: Sequence[OutFile], identity: Any) -> set[str]
     if not same:
         write_durably(partial / PLAN, plan)
     return done
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _in_threads(jobs: Sequence[Callable[[threading.Event], None]], num_threads: int) -> None:

@@ -37,12 +37,18 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             layout = RoleLayout.from_config(config)
             reading.add(check_placement(config, layout))
             reading.add([] if config.dry_run else list(check_machine(config, layout)))
-        _check_inputs(reading, config)
-        config = _find_model(reading, config)
-        model = _check_model(reading, config)
-        if not layout_problems:
-            _check_sizes(reading, config, model)
+        reading.add(check_container(config.cluster))
+        reading.add(check_prologue(config.cluster))
+        if not config.pipeline_spec.alone:
+            _check_inputs(reading, config)
+            config = _find_model(reading, config)
+            model = _check_model(reading, config)
+            if not layout_problems:
+                _check_sizes(reading, config, model)
         run = _check_run(reading, config)
+        if run is not None and run.kind != "finished" and not config.dry_run and not reading.unread:
+            config = config.model_copy(update={"run_dir": str(run.run_dir)})
+            reading.add(list(config.pipeline_spec.inspect(config, run.kind == "resume")))
         if run is not None and config.cluster.name == "slurm":
             reading.add([Problem((), line, (("run_dir",),)) for line in check_words(argv, run.run_dir)])
     if reading.problems or config is None or run is None:
@@ -52,7 +58,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
 
 
 def _check_inputs(reading: Reading, config: Config) -> None:
-    """Checks prompt files, rewards, stored rollouts and the container."""
+    """Checks prompt files, rewards and stored rollouts."""
     from hpcrl.data import check_answers, check_shares, read_splits
     from hpcrl.envs.making import validate_envs
     from hpcrl.rewards.router import validate_rewards
@@ -69,8 +75,6 @@ def _check_inputs(reading: Reading, config: Config) -> None:
         reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config, rows)])
         reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config, rows)])
     reading.add(check_rollouts(config))
-    reading.add(check_container(config.cluster))
-    reading.add(check_prologue(config.cluster))
 
 
 def _still_to_give(reading: Reading, config: Config) -> list[str]:

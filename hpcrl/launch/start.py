@@ -25,7 +25,8 @@ def start(argv: Sequence[str]) -> int:
         print("".join(f"this version cannot run it: {problem.text}\n" for problem in check_built(config)), end="")
         return ExitCode.DONE
     if run.kind == "finished":
-        print(f"\nfinished: {run.finished['reason']}; raise max_steps, or choose another run_name or resume=fresh")
+        further = "" if config.pipeline_spec.alone else "raise max_steps, or "
+        print(f"\nfinished: {run.finished['reason']}; {further}choose another run_name or resume=fresh")
         return ExitCode.DONE
     if config.cluster.name == "slurm":
         (job, *links), cluster = submit(config, layout, argv)

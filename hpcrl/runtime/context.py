@@ -65,7 +65,13 @@ class Run:
             self.guard.after_step(time.perf_counter() - self._step_started)
             if step < self.config.max_steps and (why := self.guard.must_stop()):
                 saved = self.checkpoint.save_within(step, self.guard.left_s())
-                raise Stopped(step, saved, self.guard.stop_signal, why)
+                raise Stopped(
+                    self.guard.stop_signal, f"stopped by {why} after step {step}, {_what_is_saved(step, saved)}"
+                )
+
+    def stop(self, signal_number: int) -> None:
+        """Make the run end at the next step boundary because of a signal; safe in a signal handler."""
+        self.guard.stop(signal_number)
 
     def ask(self, role: str, question: str, **values: Any) -> Stats:
         """Merged answers of all ranks of a role that answers questions (hpcrl.roles.base.Answers)."""
@@ -123,3 +129,10 @@ class Run:
         told = summary(read_metrics(self._run_dir), self.config.max_steps)
         early = [self.reason] if self._why else []
         return "\n".join([examples, told, *early, f"plot {plot}", f"HF checkpoint {self._run_dir / 'hf'}"])
+
+
+def _what_is_saved(step: int, saved: int) -> str:
+    """saved: the step of the newest checkpoint, an earlier one if there was only time to finish that."""
+    if saved == step:
+        return "everything is saved"
+    return f"saved up to step {saved}: there was no time for another save"

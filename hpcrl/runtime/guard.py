@@ -16,15 +16,11 @@ LOSSES = ("actor/total_loss", "sft/loss")
 
 
 class Stopped(Exception):
-    """The run ends early at a step boundary. signal_number: 0 if the job's time is over. saved: the step of the newest
-    checkpoint, an earlier one if there was only time to finish that."""
+    """The run ends early, and the next attempt resumes it. signal_number: 0 if the job's time is over."""
 
-    def __init__(self, step: int, saved: int, signal_number: int, why: str):
+    def __init__(self, signal_number: int, text: str):
         self.signal_number = signal_number
-        what = (
-            "everything is saved" if saved == step else f"saved up to step {saved}: there was no time for another save"
-        )
-        super().__init__(f"stopped by {why} after step {step}, {what}")
+        super().__init__(text)
 
 
 class NoProgress(RuntimeError):

@@ -21,6 +21,10 @@ def _nothing(config: Any) -> Iterable[Problem]:
     return ()
 
 
+def _no_files(config: Any, resumes: bool) -> Iterable[Problem]:
+    return ()
+
+
 def _unsplit(config: Any, num_ranks: int) -> Division:
     return Division.unsplit(num_ranks)
 
@@ -72,12 +76,17 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(Spec):
-    """`make` is called with the run (hpcrl.runtime.context.Run) on rank 0."""
+    """`make` is called with the run (hpcrl.runtime.context.Run; hpcrl.runtime.alone.Alone if it is alone) on rank 0."""
 
     generates: bool = True
     """Whether it learns from generated responses and their rewards; otherwise from the answers of its rows."""
     learns: bool = True
     """Whether it changes the weights."""
+    alone: bool = False
+    """Whether rank 0 does it by itself: a run without other ranks, engines, data and steps, which reads none of their
+    keys."""
+    inspect: Callable[[Any, bool], Iterable[Problem]] = _no_files
+    """`inspect(config, resumes)`: problems of the files that it reads and writes, found before anything starts."""
     batch_size: Callable[[Any], int] | None = None
     """Rows of a step, if the rows are not prompts with groups of responses."""
     objective: str = ""

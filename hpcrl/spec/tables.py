@@ -13,7 +13,7 @@ PIPELINES = SpecTable(
         "sft": "hpcrl.pipelines.sft:SPEC",
         "rlvr_vl": "hpcrl.pipelines.planned:RLVR_VL",
         "agentic": "hpcrl.pipelines.planned:AGENTIC",
-        "convert": "hpcrl.pipelines.planned:CONVERT",
+        "convert": "hpcrl.pipelines.convert:SPEC",
     },
 )
 

@@ -21,9 +21,8 @@ from torch import Tensor
 from hpcrl.checkpoint.commit import Facts, begin, commit, seal_files
 from hpcrl.convert import streaming
 from hpcrl.convert.__main__ import main
-from hpcrl.convert.checkpoints import Found, opened
 from hpcrl.convert.outputs import hf_files, output_dtypes
-from hpcrl.convert.sources import MegatronWeights
+from hpcrl.convert.sources import MegatronWeights, opened
 from hpcrl.convert.streaming import Progression
 from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.engines.train.dcp import frame
@@ -113,7 +112,7 @@ def test_a_shard_that_runs_something_is_refused(
     import zipfile
 
     marker = tmp_path / "ran"
-    checkpoint = opened(Found(megatron, megatron), CONFIG)._checkpoint  # type: ignore[attr-defined]
+    checkpoint = opened(megatron, CONFIG)._checkpoint  # type: ignore[attr-defined]
     chunk = checkpoint.tensors["decoder.final_layernorm.weight"].chunks[0]
     with zipfile.ZipFile(tmp_path / "evil", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Evil(os.system, f"touch {marker}"), protocol=2))
@@ -367,7 +366,7 @@ def test_qwen3_235b_by_name(tmp_path: Path) -> None:
     config = json.loads((CONF / "Qwen3-235B-A22B" / "config.json").read_text())
     stand_in(tmp_path / "dist", config)
     began = time.process_time()
-    source = opened(Found(tmp_path / "dist", tmp_path), config)
+    source = opened(tmp_path / "dist", config)
     assert isinstance(source, MegatronWeights)
     assert len(source.shapes) == 94 * (128 * 3 + 9) + 3
     dtypes = output_dtypes(source, None)

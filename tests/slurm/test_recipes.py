@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -21,7 +23,7 @@ from hpcrl.launch.__main__ import main
 from hpcrl.metrics.log import read_metrics
 from tests import in_process
 from tests.conftest import ROOT
-from tests.slurm.jobs import show, wait_state
+from tests.slurm.jobs import show, submit, wait_state, wait_until
 
 RECIPES = sorted(path.stem for path in (ROOT / "slurm").glob("*.sbatch"))
 pytestmark = pytest.mark.slow
@@ -163,10 +165,43 @@ def test_words_added_by_hand_may_not_change_the_nodes(large: Any, tmp_path: Path
     assert not run_dir.exists()
 
 
+@pytest.mark.timeout(600)
+def test_a_conversion_is_preempted_and_goes_on(large: Any, tmp_path: Path) -> None:
+    run_dir, source, log = tmp_path / "run", tmp_path / "trained", tmp_path / "job.log"
+    words = ["pipeline=sft", "layout=single", "max_steps=1", "eval_every=0", "sft.batch_size=2", "trainer.lr=1e-2"]
+    wait_state(large, source, submit(large, source, *words, "data.train=task:sort_digits"), ["COMPLETED"])
+    (tmp_path / "pace").write_text("0.3")
+    slow_disk = {"PYTHONPATH": f"{ROOT}/tests/slow_disk:{ROOT}", "HPCRL_TEST_PACE": f"{tmp_path}/pace"}
+    words = [f"run_dir={run_dir}", f"convert.source={source}", "convert.shard_gb=2e-6"]
+    job = sbatch(large, f"--output={log}", str(script("convert")), *words, **slow_disk)
+
+    def whole() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in run_dir.glob(".hf.converting/*.safetensors")}
+
+    wait_until(lambda: len(whole()) >= 2, lambda: log.read_text() if log.exists() else "no log")
+    node = show(large, job)["NodeList"]
+    high = ["--partition=high", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    large.run("sbatch", *high)
+    wait_until(lambda: show(large, job)["Restarts"] == "1", log.read_text)
+    done = whole()
+    assert 2 <= len(done) < 26, "it was stopped between two files"
+    (tmp_path / "pace").write_text("0")
+    large.run("scontrol", "update", f"jobid={job}", "StartTime=now+2", check=False)  # it may run already
+    wait_state(large, run_dir, job, ["COMPLETED"])
+    said = log.read_text()
+    assert "hpcrl: attempt 1 ended (requeue): resumes" in said, said
+    assert f"\n{source}/checkpoints/step_000001 -> {run_dir}/hf: 26 tensors, " in said
+    assert {name: (run_dir / "hf" / name).stat().st_ino for name in done} == done, "whole files are not written again"
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+    expected = AutoModelForCausalLM.from_pretrained(source / "hf").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
 def test_a_job_of_what_is_not_built_says_so_and_is_not_requeued(large: Any, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    job = sbatch(large, f"--output={log}", str(script("convert")), f"run_dir={tmp_path / 'run'}")
+    words = [f"run_dir={tmp_path / 'run'}", "~model", "data.train=task:sort_digits"]
+    job = sbatch(large, f"--output={log}", str(script("rlvr_vl_7b")), *words)
     wait_state(large, tmp_path / "run", job, ["FAILED"], timeout_s=60)
-    assert log.read_text() == "pipeline: convert is not built yet (conf/experiment/convert.yaml)\n"
+    assert "pipeline: rlvr_vl is not built yet (conf/experiment/rlvr_vl_7b.yaml)" in log.read_text().splitlines()
     assert not (tmp_path / "run").exists()
     assert show(large, job)["Restarts"] == "0"
