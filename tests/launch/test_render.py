@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 RECIPES = {path.stem for path in (ROOT / "slurm").glob("*.sbatch")}
 RUNNABLE = {
     "rlvr_tiny",
+    "rlvr_tiny_megatron",
     "rlvr_7b",
     "rlvr_7b_async",
     "rlvr_30b_a3b",
