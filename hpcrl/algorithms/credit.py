@@ -42,6 +42,12 @@ class ReturnsCredit(Credit, Generic[LossSection]):
         """(float32 [N], statistics): the weight of each response of the table; 0: not learned from."""
         return weigh(self.config, table)
 
+    def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(advantages before whitening, returns) of the batch's model tokens, float32 [M]; token_rewards [M], rows
+        int64 [M]."""
+        returns = F.discounted_returns(token_rewards, rows, self.gamma)
+        return returns, returns
+
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See Credit."""
         config, positions = self.config, _positions(table, batch)
@@ -56,8 +62,8 @@ class ReturnsCredit(Credit, Generic[LossSection]):
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
             kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
             token_rewards = _clip(token_rewards - config.kl_reward_coef * kl, config.reward_clip)
-        returns = F.discounted_returns(token_rewards, rows, self.gamma)
-        advantages = F.whiten(returns, all_sum) if config.whiten_advantages else returns
+        advantages, returns = self.propagate(token_rewards, rows, batch)
+        advantages = F.whiten(advantages, all_sum) if config.whiten_advantages else advantages
         advantages = _clip(advantages, config.advantage_clip)
         zeros = torch.zeros(batch.num_tokens, device=returns.device)
         batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)

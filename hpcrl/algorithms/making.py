@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.algorithms.base import Algorithm
+from hpcrl.algorithms.value_loss import ValueLoss
 from hpcrl.config import Config
 from hpcrl.spec.kinds import AlgorithmSpec
 from hpcrl.spec.policy_loss import PolicyLoss
@@ -14,6 +15,12 @@ def make_algorithm(config: Config) -> Algorithm:
     if path := config.pipeline_spec.objective:
         return Algorithm(load(path, f"the objective of pipeline={config.pipeline}")())
     return make_pair(config.algorithm_spec, config.algorithm, config.rollout.temperature or 1.0)
+
+
+def make_value_loss(config: Config) -> ValueLoss:
+    """The objective of the critic."""
+    algorithm = config.algorithm
+    return ValueLoss(config.critic.value_clip, algorithm.ppo_epochs, algorithm.num_mini_batches)
 
 
 def make_pair(spec: AlgorithmSpec, section: PolicyLoss, temperature: float = 1.0) -> Algorithm:

@@ -28,9 +28,9 @@ def batch_stats(batch: Batch, table: RewardTable) -> Stats:
 
 
 def credit_stats(batch: Batch) -> Stats:
-    """Advantages and returns of this rank's model tokens, after the credit."""
+    """Advantages, returns and a critic's values of this rank's model tokens, after the credit."""
     index = model_tokens(batch)
-    filled = {"advantages": batch.advantages, "returns": batch.returns}
+    filled = {"advantages": batch.advantages, "returns": batch.returns, "values": batch.values}
     return {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
 
 

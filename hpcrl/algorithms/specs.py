@@ -67,6 +67,19 @@ class RaftPlusPlus(PolicyLoss):
     """Rewards above this value are positive."""
 
 
+class GAE(PolicyLoss):
+    """PPO (arXiv 1707.06347): generalised advantage estimation (arXiv 1506.02438) from a critic's values."""
+
+    name: Literal["gae"] = "gae"
+    """The algorithm."""
+    gamma: Share = 1.0
+    """Discount per model token; tokens of observations between two turns are skipped without a discount."""
+    lambd: Share = 0.95
+    """Lambda, per model token: 1: returns minus values, 0: the error of one token's value."""
+    whiten_advantages: bool = True
+    """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
+
+
 GRPO_SPEC = AlgorithmSpec(
     about="Group-relative policy optimisation: each response is compared with its siblings.",
     section=GRPO,
@@ -103,4 +116,12 @@ RAFT_PLUS_PLUS_SPEC = AlgorithmSpec(
     section=RaftPlusPlus,
     make="hpcrl.algorithms.raft_plus_plus:RaftPlusPlusCredit",
     objective=POLICY_GRADIENT,
+)
+
+GAE_SPEC = AlgorithmSpec(
+    about="PPO: advantages from the values of a critic (GAE).",
+    section=GAE,
+    make="hpcrl.algorithms.gae:GAECredit",
+    objective=POLICY_GRADIENT,
+    uses_critic=lambda section: True,
 )

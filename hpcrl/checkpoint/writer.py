@@ -59,7 +59,7 @@ class Pieces:
 
 
 Files = dict[str, bytes | SharedFile | Pieces]
-"""A rank's files of a checkpoint by name, without folders."""
+"""A rank's files of a checkpoint by name, in the checkpoint or a folder in it (critic/NAME)."""
 
 
 class _Request(msgspec.Struct):
@@ -84,10 +84,14 @@ class Written(NamedTuple):
     seconds: float
 
 
-def _write(path: Path, parts: Iterable[memoryview], wrote: Callable[[int], None] = lambda _: None) -> FileEntry:
+def _write(
+    folder: Path, name: str, parts: Iterable[memoryview], wrote: Callable[[int], None] = lambda _: None
+) -> FileEntry:
     """`wrote` is called with a number of bytes whenever so many more are on disk."""
     digest, size, unsynced = hashlib.sha256(), 0, 0
-    with open(path, "xb", buffering=0) as file:
+    if (inner := (folder / name).parent) != folder:  # never the folder itself, which a later attempt may have removed
+        inner.mkdir(exist_ok=True)
+    with open(folder / name, "xb", buffering=0) as file:
         for chunk in (part[at : at + CHUNK_BYTES] for part in parts for at in range(0, len(part), CHUNK_BYTES)):
             digest.update(chunk)
             rest = chunk
@@ -100,7 +104,7 @@ def _write(path: Path, parts: Iterable[memoryview], wrote: Callable[[int], None]
                 unsynced = 0
         os.fsync(file.fileno())
         wrote(unsynced)
-    return FileEntry(path.name, size, digest.hexdigest())
+    return FileEntry(name, size, digest.hexdigest())
 
 
 class Writer:
@@ -254,10 +258,10 @@ def _serve(channel: socket.socket, folder: Path, files: Mapping[str, Iterable[me
     try:
         for name, parts in files.items():
             path = folder / name
-            entry = _write(path, parts, wrote)
+            entry = _write(folder, name, parts, wrote)
             channel.sendall(_line(_Answer(entry)))
-        path = folder
-        fsync_path(folder)
+        for path in {(folder / name).parent for name in files} | {folder}:
+            fsync_path(path)
         answer = _Answer(seconds=time.perf_counter() - start)
     except OSError as error:  # an error of write() names no file
         answer = _Answer(error=f"{path} cannot be written: {error.strerror}")

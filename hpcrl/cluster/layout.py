@@ -38,7 +38,8 @@ class RoleLayout:
 
     def division(self, role: RoleName) -> Division:
         """How the ranks of a role divide the work."""
-        return self.divisions.get(role) or Division.unsplit(len(self.ranks[role])).of(self.ranks[role])
+        ranks = self.ranks.get(role, ())
+        return self.divisions.get(role) or Division.unsplit(len(ranks)).of(ranks)
 
     def roles_of(self, rank: int) -> tuple[RoleName, ...]:
         """The roles of a rank, controller first, then in the order of ROLES."""
@@ -48,7 +49,7 @@ class RoleLayout:
     @property
     def ranks_with_model(self) -> set[int]:
         """The ranks that hold a model or a part of a model."""
-        return {rank for name, role in ROLES.items() if role.holds_model for rank in self.ranks[name]}
+        return {rank for name, role in ROLES.items() if role.holds_model for rank in self.ranks.get(name, ())}
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
@@ -72,7 +73,7 @@ class RoleLayout:
         """Replicas without controller, trainer or reference ranks: they also run during training, and the run survives
         their loss."""
         owners = [name for name, role in ROLES.items() if role.owns_default_group]
-        busy = {CONTROLLER, *(rank for name in owners for rank in self.ranks[name])}
+        busy = {CONTROLLER, *(rank for name in owners for rank in self.ranks.get(name, ()))}
         return tuple(replica for replica in self.replicas if busy.isdisjoint(replica))
 
 
@@ -92,6 +93,7 @@ def check_layout(config: Config) -> list[Problem]:
         ranks, world_size = _assign(config)
         problems += [p for role in needed for p in _check_ranks(config, role, ranks, world_size)]
         problems += _check_default_groups(config, ranks)
+        problems += [] if problems else _check_shared_rows(config, ranks)
     return problems
 
 
@@ -193,6 +195,21 @@ def _check_default_groups(config: Config, ranks: Mapping[RoleName, tuple[int, ..
                         (("layout", other),),
                     )
                     return
+
+
+def _check_shared_rows(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
+    """A critic on ranks of another role has that role's rows, so both engines must divide them alike."""
+    if not (mine := ranks["critic"]):
+        return
+    groups = ROLES["critic"].division(config, len(mine)).groups
+    for other in ("trainer", "reference"):
+        if ranks[other] == mine and ROLES[other].division(config, len(mine)).groups != groups:
+            text = (
+                f"critic.engine: {config.critic_engine} divides {len(mine)} ranks into {len(groups)} group(s) with the "
+                f"same rows, and the {other} on these ranks divides them otherwise; give the critic ranks of its own: "
+                "layout.critic.colocate_with=null layout.critic.num_ranks=N"
+            )
+            yield Problem(("critic", "engine"), text, (("layout", "critic"), ("trainer",)))
 
 
 def _before(role: RoleName) -> list[RoleName]:

@@ -27,6 +27,8 @@ KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
 
+CRITIC_ENGINE = ("critic", "engine")
+
 FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
 """Keys with text for the model, in which <answer> is not a placeholder."""
 
@@ -46,10 +48,11 @@ def check(config: Config) -> list[Problem]:
         *_asynchronous(config),
         *_evaluation(config),
         *_optimizer(config),
+        *_critic(config),
         *_model(config),
         *_user_code(config),
         *_abilities(config),
-        *(problem for _, _, spec in chosen(config) for problem in spec.check(config)),
+        *(problem for path, _, spec in chosen(config) for problem in spec.check(_read_by(config, path))),
         *_components(config),
         *_slurm_options(config),
         *_warning(config),
@@ -61,12 +64,19 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
     yield ("pipeline",), config.pipeline, config.pipeline_spec
     yield ("trainer", "engine"), config.trainer.engine, TRAIN_ENGINES[config.trainer.engine]
     yield ("generator", "engine"), config.generator.engine, GEN_ENGINES[config.generator.engine]
+    if config.uses_critic and (engine := config.critic.engine or config.trainer.engine) != config.trainer.engine:
+        yield CRITIC_ENGINE, engine, TRAIN_ENGINES[engine]
     if config.reinforces:
         yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
     for domain, reward in config.reward.items():
         yield ("reward", domain, "name"), reward.name, REWARDS[reward.name]
     for domain, env in config.envs.items():
         yield ("env", domain, "name"), env.name, ENVS[env.name]
+
+
+def _read_by(config: Config, path: Path) -> Config:
+    """The configuration as the part that this key selects reads it."""
+    return config.of_critic() if path == CRITIC_ENGINE else config
 
 
 def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:
@@ -384,6 +394,31 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     if config.model.dtype == "bfloat16" and trainer.param_dtype == "float32":
         text = "trainer.param_dtype: float32 has no advantage with bfloat16 weights (model.dtype); set bfloat16"
         yield Problem(("trainer", "param_dtype"), text, (("model", "dtype"),))
+
+
+def _critic(config: Config) -> Iterator[Problem]:
+    """A critic whose engine has none, that never lets the policy learn, or that nothing fills with values."""
+    name = str(getattr(config.algorithm, "name", ""))
+    if config.reinforces and config.debug == "rollout_only" and config.algorithm_spec.uses_critic(config.algorithm):
+        text = f"algorithm.name: {name} needs values, and debug=rollout_only has no critic; use another algorithm"
+        yield Problem(("algorithm", "name"), text, (("debug",), ("algorithm",)))
+    if not config.uses_critic:
+        return
+    critic, engine = config.critic, config.critic.engine or config.trainer.engine
+    if not TRAIN_ENGINES[engine].make_critic:
+        instead = _able(TRAIN_ENGINES, CRITIC_ENGINE, lambda spec: bool(spec.make_critic))
+        text = f"critic.engine: {name} needs a critic, and the {engine} engine has no value head; use another algorithm"
+        yield Problem(CRITIC_ENGINE, text + instead, (("trainer", "engine"), ("algorithm",)))
+    elif config.deterministic and not TRAIN_ENGINES[engine].deterministic:
+        instead = _able(TRAIN_ENGINES, CRITIC_ENGINE, lambda spec: spec.deterministic and bool(spec.make_critic))
+        text = f"deterministic: the {engine} critic cannot be; use false{instead}"
+        yield Problem(("deterministic",), text, (CRITIC_ENGINE,))
+    if critic.warmup_steps >= config.max_steps:
+        text = f"{critic.warmup_steps} of max_steps={config.max_steps} steps leave none in which the policy learns"
+        yield Problem(("critic", "warmup_steps"), f"critic.warmup_steps: {text}; use less", (("max_steps",),))
+    if critic.lr_schedule != "constant" and critic.min_lr > critic.lr:
+        text = f"critic.min_lr: {critic.min_lr:g} is above critic.lr, which is {critic.lr:g}"
+        yield Problem(("critic", "min_lr"), text, (("critic", "lr"),))
 
 
 def _model(config: Config) -> Iterator[Problem]:

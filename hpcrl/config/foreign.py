@@ -40,6 +40,12 @@ FOREIGN: dict[str, str] = {
     "reward_scale": "algorithm.norm_std_type, with algorithm=reinforce",
     "mask_truncated_completions": "algorithm.max_len_mask",
     "filter_groups": "rollout.filter_std",
+    # The critic
+    "lam": "algorithm.lambd",
+    "gae_lambda": "algorithm.lambd",
+    "cliprange_value": "critic.value_clip",
+    "value_clip": "critic.value_clip",
+    "critic_warmup": "critic.warmup_steps",
     # Sizes
     "train_batch_size": "rollout.num_prompts",
     "rollout_batch_size": "rollout.num_prompts",

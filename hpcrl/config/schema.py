@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
+from hpcrl.config.critic import CriticConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.fake import FakeConfig
 from hpcrl.spec.fields import (
@@ -362,6 +363,8 @@ class Config(Section):
     """Domain -> environment of its prompts; empty: every rollout is a single response."""
     trainer: TrainerConfig = TrainerConfig()
     """Training engine."""
+    critic: CriticConfig = CriticConfig()
+    """The critic."""
     generator: GeneratorConfig = GeneratorConfig()
     """Generation engine."""
     eval: EvalConfig = EvalConfig()
@@ -446,6 +449,31 @@ class Config(Section):
     def uses_reference(self) -> bool:
         """Whether the algorithm reads log-probs of the frozen initial policy."""
         return self.reinforces and self.learns and self.algorithm_spec.uses_reference(self.algorithm)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the algorithm reads a critic's values."""
+        return self.reinforces and self.learns and self.algorithm_spec.uses_critic(self.algorithm)
+
+    @property
+    def critic_engine(self) -> str:
+        """Name of the training engine that the critic's ranks use."""
+        return "fake" if self.debug == "fake" else self.critic.engine or self.trainer.engine
+
+    @property
+    def policy_waits(self) -> int:
+        """Steps at the beginning in which the policy does not learn."""
+        return self.critic.warmup_steps if self.uses_critic else 0
+
+    def of_critic(self) -> Config:
+        """The configuration that the critic's engine and its plan read: with the critic's model, engine and optimizer
+        in place of the policy's."""
+        critic, own = self.critic, ("lr", "min_lr", "lr_schedule", "weight_decay", "max_grad_norm")
+        changes: dict[str, Any] = {name: getattr(critic, name) for name in own}
+        changes |= {"engine": critic.engine or self.trainer.engine, "warmup_steps": critic.lr_warmup_steps}
+        changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None}
+        model = self.model.model_copy(update={"path": critic.path or self.model.path})
+        return self.model_copy(update={"trainer": self.trainer.model_copy(update=changes), "model": model})
 
     @property
     def evaluates(self) -> bool:

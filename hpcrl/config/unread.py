@@ -94,6 +94,12 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if not config.trainer.lora.rank:
         for key in ("alpha", "target_modules"):
             yield ("trainer", "lora", key), ("trainer", "lora", "rank"), "trainer.lora.rank is 0"
+    if not config.uses_critic:
+        name = getattr(config.algorithm, "name", "the algorithm") if config.reinforces else config.pipeline
+        cause = "algorithm" if config.reinforces and config.learns else "debug" if config.reinforces else "pipeline"
+        yield ("critic",), (cause,), f"{name} has no critic"
+    elif config.critic.lr_schedule == "constant":
+        yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
     fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]
@@ -110,7 +116,8 @@ def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
     ]
     for section, key, chosen, entries in choices:
         for name, spec in entries:
-            if name != chosen and spec.section is not None:
+            of_critic = section == ("trainer",) and config.uses_critic and name == config.critic.engine
+            if name != chosen and spec.section is not None and not of_critic:
                 yield (*section, name), key, f"the {key[-1]} is {chosen}"
 
 

@@ -212,13 +212,28 @@ class Logprobs(Message):
     micro_batches: list[list[int]]
 
 
+class Values(Message):
+    """Fill `values` of the batch with those of the critic."""
+
+    batch: int
+    micro_batches: list[list[int]]
+
+
 class SendTokens(Message):
-    """Send one token field of a batch to the ranks that train on it, by the moves that touch this rank."""
+    """Send one token field of a batch to the ranks of the role `dest`, by the moves that touch this rank."""
 
     batch: int
     group: str
     field: str
     moves: list[Move]
+    dest: str = "trainer"
+
+
+class Weigh(Message):
+    """Give these samples of the batch on a critic's own rank this weight in the loss, and all others 1."""
+
+    batch: int
+    weights: list[tuple[int, float]]
 
 
 class Advantages(Message):
@@ -230,6 +245,15 @@ class Advantages(Message):
 
 class TrainStep(Message):
     """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss."""
+
+    batch: int
+    micro_batches: list[list[int]]
+    tokens: float
+    sequences: float
+
+
+class TrainCritic(Message):
+    """TrainStep of the critic, which learns the batch's returns."""
 
     batch: int
     micro_batches: list[list[int]]
@@ -305,9 +329,10 @@ class LoadState(Message):
 
 
 class Export(Message):
-    """Write the policy in HF layout."""
+    """Write the model of `role` in HF layout."""
 
     folder: str
+    role: str = "trainer"
 
 
 Command = (
@@ -330,10 +355,13 @@ Command = (
     | LoadRows
     | LoadRollouts
     | Logprobs
+    | Values
     | SendTokens
+    | Weigh
     | Advantages
     | PassOn
     | TrainStep
+    | TrainCritic
     | DropBatch
     | WriteRollouts
     | Pull

@@ -15,6 +15,9 @@ MAX_SHOWN = 4
 """Maximum number of wrong tensors named; the others are counted."""
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "score.weight"
+"""The head of an exported critic, which has no vocabulary projection."""
+NO_TOKENIZER = "no tokenizer in"
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 
@@ -63,7 +66,7 @@ def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
                 f"model.path: {file} lacks {missing[0]}, which the index assigns to it{_more(missing)}"
             )
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        lacking.append(f"model.path: no tokenizer in {path} (tokenizer.json)")
+        lacking.append(f"model.path: {NO_TOKENIZER} {path} (tokenizer.json)")
     if found.config:
         wrong = list(_wrong_sizes(found)) or list(_wrong_shapes(found))
         found.problems += [f"model.path: {path}: {text}" for text in wrong[:MAX_SHOWN]]
@@ -155,7 +158,9 @@ def _wrong_shapes(found: ModelFolder) -> Iterator[str]:
     head = config.get("head_dim") or hidden // heads
     keys = config.get("num_key_value_heads") or heads
     expected = {EMBEDDING: (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not config.get("tie_word_embeddings", config.get("model_type") in GEMMA):
+    if HEAD in shapes:
+        expected[HEAD] = (1, hidden)
+    elif not config.get("tie_word_embeddings", config.get("model_type") in GEMMA):
         expected["lm_head.weight"] = (vocab, hidden)
     for layer in range(layers):
         at = f"model.layers.{layer}."

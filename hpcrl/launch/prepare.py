@@ -13,7 +13,7 @@ from hpcrl.config import Config, ConfigError, Problem, Reading, read
 from hpcrl.config.checks import check_built, check_family, check_length
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
-from hpcrl.launch.model_folder import ModelFolder, inspect_model
+from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, inspect_model
 from hpcrl.launch.plan import plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
@@ -43,6 +43,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             _check_inputs(reading, config)
             config = _find_model(reading, config)
             model = _check_model(reading, config)
+            config = _check_critic(reading, config)
             if not layout_problems:
                 _check_sizes(reading, config, model)
         run = _check_run(reading, config)
@@ -117,6 +118,22 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model
+
+
+def _check_critic(reading: Reading, config: Config) -> Config:
+    """The configuration with the folder of critic.path in place of a hub name; the folder needs no tokenizer."""
+    if not config.uses_critic or config.critic.path is None:
+        return config
+    try:
+        path = find_model(config.critic.path, plan_only=config.dry_run)
+    except ValueError as error:
+        problems, path = [str(error)], config.critic.path
+    else:
+        found = inspect_model(Path(path), to_plan=config.dry_run)
+        problems = [line for line in found.problems if NO_TOKENIZER not in line]
+    lines = (line.replace("model.path", "critic.path") for line in problems)
+    reading.add([Problem(("critic", "path"), line) for line in lines])
+    return config.model_copy(update={"critic": config.critic.model_copy(update={"path": path})})
 
 
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:

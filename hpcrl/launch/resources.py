@@ -14,6 +14,7 @@ from hpcrl.config.cluster import memory_bytes
 from hpcrl.metrics.duration import duration
 from hpcrl.node.memory import memory_limit
 from hpcrl.planner.advice import advise
+from hpcrl.planner.critic import critic_checkpoint_bytes
 from hpcrl.planner.generator import update_traffic
 from hpcrl.planner.host import excess, host_bytes
 from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, memory
@@ -25,6 +26,8 @@ PHASE_WORDS: dict[Phase, str] = {
     "train": "forward and backward",
     "update": "the optimizer step",
     "reference": "reference log-probs",
+    "critic": "the critic's forward and backward",
+    "critic_update": "the critic's optimizer step",
     "generate": "generation",
     "publish": "the hand-over of weights",
 }
@@ -161,6 +164,8 @@ def storage_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Itera
     """Size of a checkpoint and the time to write it."""
     try:
         num_bytes = checkpoint_bytes(config, shape)
+        if config.uses_critic:
+            num_bytes += critic_checkpoint_bytes(config, shape)
     except CannotPlanError as error:
         yield "saves", f"cannot be planned: {error}"
         return

@@ -1,4 +1,4 @@
-"""Reinforcement learning from verifiable rewards (GRPO, REINFORCE++, ...): one step on one screen."""
+"""Reinforcement learning from verifiable rewards (PPO, GRPO, REINFORCE++, ...): one step on one screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def rlvr(run: Run) -> None:
             run.rollouts.stats,
             run.trainer.logprobs(batch, into="old_logprobs"),
             run.reference.logprobs(batch, into="ref_logprobs"),
+            run.critic.values(batch),
             run.trainer.advantages(batch),
+            run.critic.update(batch),
             run.trainer.update(batch),
         ]
         run.rollouts.store(batch, run.trainer)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem, RoleName
+from hpcrl.planner.critic import check_critic
 from hpcrl.planner.generator import (
     check_engine_sizes,
     check_replicas_split,
@@ -106,6 +107,8 @@ def check_sizes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
     problems += check_targets(config, shape)
     with contextlib.suppress(CannotPlanError):
         problems += train_plan(config).check(config, layout, shape)
+        if config.uses_critic:
+            problems += [problem for problem in check_critic(config, layout, shape) if problem not in problems]
     return problems
 
 
@@ -127,7 +130,11 @@ def _kind(
     state is in host memory while the generator decodes and, except for weights, while it loads weights. Otherwise the
     roles are summed."""
     on_gpu, mode = _has_gpus(config, roles), config.layout.offload
-    may = len({"trainer", "reference"} & {*roles}) > 0 and "generator" in roles and may_take_turns(config, layout)
+    may = (
+        len({"trainer", "reference", "critic"} & {*roles}) > 0
+        and "generator" in roles
+        and may_take_turns(config, layout)
+    )
     apart = _summed(config, layout, shape, roles, ranks, shares=False)
     if not may or (mode == "auto" and not on_gpu):
         return apart

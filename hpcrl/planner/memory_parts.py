@@ -9,9 +9,10 @@ from hpcrl.config import RoleName
 from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.spec.problems import Path
 
-Phase = Literal["train", "update", "reference", "generate", "publish"]
-"""forward and backward; gradient reduction and optimizer step; reference log-probs; decoding; transfer of weights."""
-PHASES: tuple[Phase, ...] = ("train", "update", "reference", "generate", "publish")
+Phase = Literal["train", "update", "reference", "critic", "critic_update", "generate", "publish"]
+"""forward and backward; gradient reduction and optimizer step; reference log-probs; the first two of the critic;
+decoding; transfer of weights."""
+PHASES: tuple[Phase, ...] = ("train", "update", "reference", "critic", "critic_update", "generate", "publish")
 BYTES = {"float32": 4, "bfloat16": 2}
 
 Change = tuple[Path, Any]

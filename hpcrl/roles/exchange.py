@@ -106,7 +106,7 @@ class Exchange:
         received = worker.fabrics[command.group].exchange(
             worker.world.rank, command.moves, [(command.field, _FLOAT)], [], pick
         )
-        if "trainer" in worker.roles:  # also without rows: the filled fields of a batch are the same on all of them
+        if command.dest in worker.roles:  # also without rows: the filled fields of a batch are the same on all of them
             values = getattr(batch, command.field)
             if values is None:
                 values = torch.zeros(batch.num_tokens)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hpcrl.control.messages import AbortSamples, Admit, Burst, Logprobs, Pull, TrainStep
+from hpcrl.control.messages import AbortSamples, Admit, Burst, Logprobs, Pull, TrainCritic, TrainStep, Values
 from hpcrl.metrics.stats import Stats, scalar
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -21,6 +21,8 @@ RESET_PEAK = "5"  # proc(5)
 PHASES: dict[type, str] = {
     Logprobs: "train",
     TrainStep: "train",
+    Values: "critic",
+    TrainCritic: "critic",
     Pull: "publish",
     Admit: "generate",
     Burst: "generate",

@@ -21,6 +21,14 @@ def _division(config: Any, num_ranks: int) -> Division:
     return TRAIN_ENGINES[config.train_engine].division(config, num_ranks)
 
 
+def _critic_engine(config: Any) -> str:
+    return str(TRAIN_ENGINES[config.critic_engine].make_critic).partition(":")[0]
+
+
+def _critic_division(config: Any, num_ranks: int) -> Division:
+    return TRAIN_ENGINES[config.critic_engine].division(config.of_critic(), num_ranks)
+
+
 def _needs_reference(config: Any) -> bool:
     """With adapters, the trainers' frozen weights are the reference."""
     return bool(config.uses_reference and config.lora is None)
@@ -40,7 +48,7 @@ TRAINER = RoleSpec(
     holds_model=True,
     division=_division,
     owns_default_group=True,
-    peers=("trainer", "generator", "reference"),
+    peers=("trainer", "generator", "reference", "critic"),
     imports=_train_engine,
 )
 
@@ -50,7 +58,7 @@ GENERATOR = RoleSpec(
     needed=_generates,
     holds_model=True,
     forms_replicas=True,
-    peers=("trainer", "generator", "reference", "reward", "env"),
+    peers=("trainer", "generator", "reference", "critic", "reward", "env"),
     least_ranks=lambda config: config.rollout.min_replicas,
     imports=_tokenizer,
 )
@@ -65,6 +73,18 @@ REFERENCE = RoleSpec(
     owns_default_group=True,
     peers=("trainer", "generator", "reference"),
     imports=_train_engine,
+)
+
+CRITIC = RoleSpec(
+    about="Ranks of the critic; only with an algorithm that has one (gae).",
+    make="hpcrl.roles.critic:CriticRole",
+    plan="hpcrl.planner.critic:critic_parts",
+    needed=lambda config: config.uses_critic,
+    holds_model=True,
+    division=_critic_division,
+    owns_default_group=True,
+    peers=("trainer", "generator", "critic"),
+    imports=_critic_engine,
 )
 
 REWARD = RoleSpec(

@@ -13,30 +13,20 @@ from torch import Tensor
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.making import make_algorithm
 from hpcrl.algorithms.metrics import batch_stats, credit_stats
-from hpcrl.checkpoint.check import FileCheck
-from hpcrl.checkpoint.commit import FileEntry
-from hpcrl.checkpoint.writer import Writer
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.control.messages import (
     Advantages,
-    CheckFiles,
     Done,
-    Export,
-    FinishCheck,
-    FinishSave,
     LoadRollouts,
     LoadRows,
-    LoadState,
     Logprobs,
     PassOn,
-    SaveState,
     TrainStep,
     WriteRollouts,
 )
 from hpcrl.data import sft_rows
 from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train.base import Adapts, TrainEngine, check_objective
-from hpcrl.metrics.stats import scalar
 from hpcrl.roles.base import Rank
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
@@ -44,20 +34,28 @@ from hpcrl.rollout.types import FinishReason, Sample
 from hpcrl.spec.tables import TRAIN_ENGINES
 
 
-class _EngineRole:
-    """Common parts of trainer and reference."""
+class EngineRole:
+    """Common parts of trainer, reference and critic."""
 
     name: str
+    state_folder: str | None = None
+    """Folder of its state within a checkpoint (hpcrl.roles.saving.Learns)."""
+    trainable = False
     busy = False
 
-    def __init__(self, worker: Rank, trainable: bool):
+    def __init__(self, worker: Rank):
         self._worker = worker
         routes_of(worker.config, worker.model_path)  # declares the field
         self._algorithm = make_algorithm(worker.config)
-        total_steps = worker.config.max_steps * self._algorithm.objective.optimizer_steps
-        make = TRAIN_ENGINES[worker.config.train_engine].load()
-        self.engine: TrainEngine = make(worker.config, worker.model_path, total_steps, trainable)
+        self.engine = self._make_engine(worker)
         self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
+
+    def _make_engine(self, worker: Rank) -> TrainEngine:
+        config = worker.config
+        total_steps = (config.max_steps - config.policy_waits) * self._algorithm.objective.optimizer_steps
+        make = TRAIN_ENGINES[config.train_engine].load()
+        engine: TrainEngine = make(config, worker.model_path, total_steps, self.trainable)
+        return engine
 
     def look_after(self) -> bool:
         return False
@@ -98,26 +96,21 @@ class _EngineRole:
         return Done(seq)
 
 
-class ReferenceRole(_EngineRole):
+class ReferenceRole(EngineRole):
     """The frozen initial policy."""
 
     name = "reference"
 
-    def __init__(self, worker: Rank):
-        super().__init__(worker, trainable=False)
 
-
-class TrainerRole(_EngineRole):
+class TrainerRole(EngineRole):
     """The policy that learns."""
 
-    name = "trainer"
+    name, state_folder, trainable = "trainer", "", True
 
     def __init__(self, worker: Rank):
-        super().__init__(worker, trainable=True)
+        super().__init__(worker)
         check_objective(self.engine, self._algorithm.objective)
         self._rows: Any = None
-        self._writer = Writer()
-        self._check: FileCheck | None = None
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return super().handlers() | {
@@ -125,18 +118,7 @@ class TrainerRole(_EngineRole):
             Advantages: self._advantages,
             TrainStep: self._train_step,
             WriteRollouts: self._write_rollouts,
-            SaveState: self._save,
-            FinishSave: self._finish_save,
-            CheckFiles: self._check_files,
-            FinishCheck: self._finish_check,
-            LoadState: self._load,
-            Export: self._export,
         }
-
-    def close(self) -> None:
-        self._writer.close()
-        if self._check is not None:
-            self._check.stop()
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:
         if self._rows is None:
@@ -170,37 +152,6 @@ class TrainerRole(_EngineRole):
         batch = self._worker.batches[command.batch]
         num_files, folder = self._ranks.num_data_parallel, Path(command.folder)
         write_rollouts(folder, self._worker.world.rank, num_files, batch, command.facts)
-        return Done(seq)
-
-    def _save(self, command: SaveState, seq: int) -> Done:
-        self._writer.start(Path(command.folder), self.engine.snapshot(command.copy))
-        return Done(seq)
-
-    def _finish_save(self, command: FinishSave, seq: int) -> Done:
-        written = self._writer.result(command.wait_s)
-        if written is None:
-            return Done(seq, progress=self._writer.progress())
-        files = [(entry.path, entry.size, entry.sha256) for entry in written.entries]
-        return Done(seq, {"time/save_write": scalar(written.seconds)}, files)
-
-    def _check_files(self, command: CheckFiles, seq: int) -> Done:
-        if self._check is not None:
-            self._check.stop()
-        self._check = FileCheck(Path(command.folder), [FileEntry(*file) for file in command.files])
-        return Done(seq)
-
-    def _finish_check(self, command: FinishCheck, seq: int) -> Done:
-        assert self._check is not None, "CheckFiles comes before"
-        damage = self._check.result(command.wait_s)
-        if damage is None:
-            return Done(seq, progress=self._check.progress())
-        return Done(seq, texts=[damage] if damage else [])
-
-    def _load(self, command: LoadState, seq: int) -> Done:
-        return Done(seq, texts=self.engine.load(Path(command.folder)))
-
-    def _export(self, command: Export, seq: int) -> Done:
-        self.engine.export_hf(Path(command.folder))
         return Done(seq)
 
 

@@ -1,4 +1,4 @@
-"""Trainer and generator of one rank take turns on its device: each gives its memory back while the other works.
+"""Trainer, critic and generator of one rank take turns on its device: each gives its memory back while the other works.
 
 What a rank moves follows from the order of its commands alone, as everything that it does.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from hpcrl.control.messages import Admit, Burst, Export, Logprobs, Pull, TrainStep
+from hpcrl.control.messages import Admit, Burst, Export, Logprobs, Pull, TrainCritic, TrainStep, Values
 from hpcrl.roles.base import Role
 from hpcrl.roles.generator import GeneratorRole
-from hpcrl.roles.trainer import TrainerRole
+from hpcrl.roles.trainer import EngineRole
 
 TURNS: dict[type, str] = {
     Logprobs: "train",
     TrainStep: "train",
+    Values: "train",
+    TrainCritic: "train",
     Export: "train",
     Pull: "publish",
     Admit: "generate",
@@ -23,8 +25,11 @@ TURNS: dict[type, str] = {
 }
 
 
+LEARNERS = ("trainer", "critic")
+
+
 class Turns:
-    """On a rank with both roles, if the run offloads (hpcrl.planner.host.takes_turns)."""
+    """On a rank that learns and generates, if the run offloads (hpcrl.planner.host.takes_turns)."""
 
     def __init__(self, roles: Mapping[str, Role]):
         self._roles, self._turn, self._asleep = roles, "", False
@@ -32,20 +37,23 @@ class Turns:
     def enter(self, command: object) -> None:
         """The command is executed next: move memory if it begins another phase."""
         turn = TURNS.get(type(command), self._turn)
-        if turn == self._turn or not {"trainer", "generator"} <= self._roles.keys():
+        learners = {name: cast(EngineRole, self._roles[name]).engine for name in LEARNERS if name in self._roles}
+        if turn == self._turn or not learners or "generator" not in self._roles:
             return
         self._turn = turn
-        trainer = cast(TrainerRole, self._roles["trainer"]).engine
         generator = cast(GeneratorRole, self._roles["generator"]).engine
         if turn == "train":
             if not generator.progress():  # responses that go on after the step keep their cache
                 generator.sleep()
                 self._asleep = True
-            trainer.onload()
+            for engine in learners.values():
+                engine.onload()
         elif turn == "publish":
-            trainer.offload(weights=False)
+            for name, engine in learners.items():
+                engine.offload(weights=name != "trainer")
             if self._asleep:
                 generator.wake()
                 self._asleep = False
         else:
-            trainer.offload()
+            for engine in learners.values():
+                engine.offload()

@@ -30,6 +30,7 @@ from hpcrl.roles.base import Answers, Role
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.peaks import PHASES, Peaks
 from hpcrl.roles.publishing import Publishing
+from hpcrl.roles.saving import Saving
 from hpcrl.roles.turns import Turns
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import ROLES
@@ -59,7 +60,8 @@ class Worker:
             Ask: self._ask,
         }
         self._publishing = Publishing(self)
-        self._handlers |= Exchange(self).handlers() | self._publishing.handlers()
+        self._saving = Saving(self)
+        self._handlers |= Exchange(self).handlers() | self._publishing.handlers() | self._saving.handlers()
         self._peaks = Peaks()
         self._turns = Turns(self.roles) if takes_turns(config, layout) else None
         self._commands: Listener | None = None
@@ -141,6 +143,7 @@ class Worker:
 
     def close(self) -> None:
         """End the roles; called once when the rank leaves or fails."""
+        self._saving.close()
         for role in self.roles.values():
             role.close()
 

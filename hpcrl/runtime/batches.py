@@ -15,7 +15,7 @@ from hpcrl.runtime.balance import balance, micro_batches
 @dataclass
 class BatchHandle:
     """A batch on ranks. `rows[rank]`: its samples there, ascending, in the order of the rank's rows; of ranks that work
-    on the same rows (hpcrl.spec.division) only the first is listed.
+    on the same rows (hpcrl.spec.division) only the first is listed. apart: the same of each role that has other ranks.
 
     mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, if siblings share one.
     keep_together: samples with the same number are always in one micro-batch (preference pairs). weights: of each
@@ -27,7 +27,7 @@ class BatchHandle:
     sizes: Mapping[int, Sizes]
     mini_batches: Sequence[Sequence[int]]
     rows: dict[int, list[int]]
-    reference_rows: dict[int, list[int]] = field(default_factory=dict)
+    apart: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     prompts: Mapping[int, int] = field(default_factory=dict)
     keep_together: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
@@ -36,6 +36,15 @@ class BatchHandle:
     def samples(self) -> list[int]:
         """All sample ids, ascending."""
         return sorted(self.sizes)
+
+    def rows_of(self, role: str) -> dict[int, list[int]]:
+        """The samples of the role's ranks."""
+        return self.apart.get(role, self.rows)
+
+    @property
+    def everywhere(self) -> dict[int, list[int]]:
+        """The samples of all ranks that have some."""
+        return {rank: samples for rows in (self.rows, *self.apart.values()) for rank, samples in rows.items()}
 
     def plan(
         self, rows: Mapping[int, list[int]], samples: Sequence[int], max_tokens: int
@@ -65,11 +74,13 @@ def lay_out(config: Config, layout: RoleLayout, step: int, sizes: Mapping[int, S
     """Which data-parallel rank trains on which of a step's samples, in which mini-batch, by their ids and sizes
     only."""
     parts = split_mini_batches(sorted(sizes), config.algorithm.num_mini_batches)
-    trainers, references = layout.division("trainer").heads, layout.division("reference").heads
-    prompts = {sample: split_sample_id(sample)[0] for sample in sizes}
+    trainers, prompts = layout.division("trainer").heads, {sample: split_sample_id(sample)[0] for sample in sizes}
     handle = BatchHandle(step, step, sizes, parts, assign_rows(sizes, parts, trainers, prompts), prompts=prompts)
-    if references and references != trainers:
-        handle.reference_rows = assign_rows(sizes, [sorted(sizes)], references, prompts)
+    # Each learns by mini-batch and has its share of each; the reference only computes log-probs of the whole.
+    for role, pieces in (("critic", parts), ("reference", [sorted(sizes)])):
+        if (heads := layout.division(role).heads) and heads != trainers:
+            same = next((rows for rows in handle.apart.values() if set(rows) == set(heads)), None)
+            handle.apart[role] = same or assign_rows(sizes, pieces, heads, prompts)
     return handle
 
 

@@ -19,6 +19,7 @@ from hpcrl.data import PromptSource
 from hpcrl.engines.routes import routes_of
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rundir import check_owner
+from hpcrl.runtime.critic import Critic
 from hpcrl.runtime.debug import FixedWeights, IdleTrainer, StoredRollouts
 from hpcrl.runtime.evaluation import Evaluation
 from hpcrl.runtime.generation import replica_capacity
@@ -37,6 +38,7 @@ class Parts:
     roles: Roles
     trainer: Trainer
     reference: Reference
+    critic: Critic
     weights: Weights
     data: Rollouts | StoredRollouts | AnswerRows
     evaluation: Evaluation | None
@@ -79,7 +81,8 @@ def build(
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
     roles, reference = Roles(controller, layout), Reference(controller, layout, config)
-    return Parts(roles, trainer, reference, weights, data, evaluation, checkpoint, first_step)
+    critic = Critic(controller, layout, config)
+    return Parts(roles, trainer, reference, critic, weights, data, evaluation, checkpoint, first_step)
 
 
 def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: RolloutFabric) -> None:
@@ -89,7 +92,7 @@ def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, f
         ranks = list(layout.ranks[role])
         if ranks:
             controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks)))
-    if layout.ranks["generator"] or layout.ranks["reference"]:
+    if layout.ranks["generator"] or layout.ranks["reference"] or layout.ranks["critic"]:
         fabric.build()
     weights.build_groups()
     controller.built = True

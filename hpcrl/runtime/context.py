@@ -26,7 +26,7 @@ class Run:
     def __init__(self, config: Config, run_dir: Path, parts: Parts):
         self.config, self._run_dir = config, run_dir
         self._roles, self._weights = parts.roles, parts.weights
-        self.trainer, self.reference = parts.trainer, parts.reference
+        self.trainer, self.reference, self.critic = parts.trainer, parts.reference, parts.critic
         self._data, self.evaluation, self.checkpoint = parts.data, parts.evaluation, parts.checkpoint
         self.first_step, self.last_step, self._why = parts.first_step, config.max_steps, ""
         self._metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps, config.eval_every)
@@ -123,6 +123,7 @@ class Run:
         last = self.last_step
         self.checkpoint.save(last)
         self.trainer.export(self._run_dir / "hf")
+        self.critic.export(self._run_dir / "hf_critic")
         self._metrics.close()
         plot = draw_plot(self._run_dir)
         examples = self.evaluation.before_and_after(last) if self.evaluation is not None else ""

@@ -58,10 +58,10 @@ class StoredRollouts:
         start = time.perf_counter()
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
         handle = lay_out(self._config, self._layout, step, sizes)
-        wanted = handle.rows | handle.reference_rows
+        wanted = handle.everywhere
         loads = {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}
-        trainers, references = self._layout.division("trainer"), self._layout.division("reference")
-        self._controller.call(references.spread(loads) | trainers.spread(loads))
+        divisions = [self._layout.division(role) for role in ("trainer", "reference", "critic")]
+        self._controller.call({rank: load for division in divisions for rank, load in division.spread(loads).items()})
         counted = {"_tokens": scalar(sum(size.total for size in sizes.values())), "_samples": scalar(len(sizes))}
         self.stats = timed("time/step_read", start) | counted
         return handle

@@ -12,7 +12,8 @@ from hpcrl.runtime.deadline import Deadline
 
 MAX_FRUITLESS_STEPS = 3
 """A run ends after this many steps in a row without an update, or with a loss that is not finite."""
-LOSSES = ("actor/total_loss", "sft/loss")
+LOSSES = ("actor/total_loss", "critic/loss", "sft/loss")
+LEARNERS = {"actor": "", "critic": " of the critic"}
 
 
 class Stopped(Exception):
@@ -82,11 +83,12 @@ class Guard:
 
     def check_progress(self, step: int, stats: Stats) -> None:
         """NoProgress once the statistics of several steps in a row show that nothing was learnt."""
-        updates = stats.get("actor/skipped_update")
         losses = {name: stats[name].total / stats[name].count for name in LOSSES if name in stats and stats[name].count}
         signs = [f"{name} is {loss}" for name, loss in losses.items() if not math.isfinite(loss)]
-        if updates is not None and updates.total == updates.count:
-            signs.append(f"all {updates.count:g} updates were skipped, their gradients were not finite")
+        for learner, whose in LEARNERS.items():
+            updates = stats.get(f"{learner}/skipped_update")
+            if updates is not None and updates.total == updates.count:
+                signs.append(f"all {updates.count:g} updates{whose} were skipped, their gradients were not finite")
         self._num_fruitless = self._num_fruitless + 1 if signs else 0
         if self._num_fruitless == MAX_FRUITLESS_STEPS:
             raise NoProgress(

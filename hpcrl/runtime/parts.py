@@ -68,21 +68,13 @@ class Trainer:
 
     def update(self, batch: BatchHandle) -> Stats:
         """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without those of which
-        masks leave nothing to learn from."""
-        start, started, num_empty = time.perf_counter(), [], 0
-        for _ in range(self._algorithm.objective.num_epochs):
-            for mini_batch in batch.mini_batches:
-                plan = batch.plan(batch.rows, mini_batch, self._config.trainer.max_tokens_per_micro_batch)
-                tokens, sequences = batch.norms(mini_batch)
-                if not tokens:
-                    num_empty += 1
-                    continue
-                # All are queued ahead: no rank waits for the controller between two.
-                steps = {rank: messages.TrainStep(batch.id, plan[rank], tokens, sequences) for rank in plan}
-                started.append(self._controller.start(self._division.spread(steps)))
-        parts = [answers_stats(self._controller.finish(step).values()) for step in started]
+        masks leave nothing to learn from. Nothing while only the critic learns (critic.warmup_steps)."""
+        if batch.step <= self._config.policy_waits:
+            return {}
+        start, epochs = time.perf_counter(), self._algorithm.objective.num_epochs
+        stats, num_empty = updates(self._controller, self._config, "trainer", self._division, batch, epochs)
         empty = {"actor/empty_updates": scalar(num_empty)} if num_empty else {}
-        return merge([*parts, empty, timed("time/step_train", start)])
+        return merge([stats, empty, timed("time/step_train", start)])
 
     def load_rows(
         self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
@@ -107,6 +99,7 @@ class Trainer:
         return partial(self._controller.finish, self._controller.start(dict.fromkeys(self._division.heads, write)))
 
     def export(self, folder: Path) -> None:
+        """Write the policy in HF layout."""
         self._controller.call({rank: messages.Export(str(folder)) for rank in self.ranks})
 
 
@@ -124,15 +117,10 @@ class Reference:
         """Fill a token field with the reference's log-probs."""
         if not self.ranks:
             return {}
-        rows = batch.reference_rows or batch.rows
+        rows = batch.rows_of("reference")
         stats = _logprobs(self._controller, self._config, "reference", self._division, batch, rows, into)
-        if self.ranks == self._trainers.ranks:
-            return stats
-        homes = {sample: rank for rank, samples in batch.reference_rows.items() for sample in samples}
-        between, heads = moves(homes, batch.rows, batch.sizes), {*self._division.heads, *self._trainers.heads}
-        for part in token_transfers(batch.id, RolloutFabric.NAME, into, between, heads):
-            self._controller.call(part)
-        _pass_on(self._controller, {"trainer": self._trainers}, batch.id, into)
+        if self.ranks != self._trainers.ranks:
+            send_tokens(self._controller, batch, into, ("reference", self._division), ("trainer", self._trainers))
         return stats
 
 
@@ -173,8 +161,10 @@ class RolloutFabric:
     def __init__(self, controller: Controller, layout: RoleLayout):
         self._controller, self._layout = controller, layout
         self._divisions = {"trainer": layout.division("trainer")}
-        if layout.ranks["reference"] != layout.ranks["trainer"]:
-            self._divisions["reference"] = layout.division("reference")
+        for role in ("reference", "critic"):
+            ranks = layout.division(role).ranks
+            if all(division.ranks != ranks for division in self._divisions.values()):
+                self._divisions[role] = layout.division(role)
         heads = {rank for division in self._divisions.values() for rank in division.heads}
         self._ranks = sorted({*layout.ranks["generator"], *heads})
         self._epoch = 0
@@ -195,7 +185,7 @@ class RolloutFabric:
         if not self._controller.lost.isdisjoint(homes.values()):
             return None
         handle = lay_out(config, self._layout, step, sizes)
-        wanted = handle.rows | handle.reference_rows
+        wanted = handle.everywhere
         scored = {
             sample.id: {
                 "rewards": sample.reward,
@@ -226,7 +216,7 @@ def lose_unreached(controller: Controller, answers: Iterable[messages.Done]) -> 
 
 
 def _drop(controller: Controller, layout: RoleLayout, batch: BatchHandle) -> None:
-    for rank in sorted({*layout.ranks["trainer"], *layout.ranks["reference"]}):
+    for rank in sorted({rank for role in ("trainer", "reference", "critic") for rank in layout.division(role).ranks}):
         controller.send(rank, messages.DropBatch(batch.id))
 
 
@@ -235,6 +225,38 @@ def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: i
     for role, division in divisions.items():
         if division.is_split:
             controller.call(dict.fromkeys(division.ranks, messages.PassOn(batch, role, field)))
+
+
+def updates(
+    controller: Controller, config: Config, role: str, division: Division, batch: BatchHandle, num_epochs: int
+) -> tuple[Stats, int]:
+    """(statistics, mini-batches without anything to learn from) of `num_epochs` times all mini-batches, on the ranks of
+    trainer or critic."""
+    make = messages.TrainCritic if role == "critic" else messages.TrainStep
+    started, num_empty = [], 0
+    for _ in range(num_epochs):
+        for mini_batch in batch.mini_batches:
+            plan = batch.plan(batch.rows_of(role), mini_batch, config.trainer.max_tokens_per_micro_batch)
+            tokens, sequences = batch.norms(mini_batch)
+            if not tokens:
+                num_empty += 1
+                continue
+            # All are queued ahead: no rank waits for the controller between two.
+            steps = {rank: make(batch.id, plan[rank], tokens, sequences) for rank in plan}
+            started.append(controller.start(division.spread(steps)))
+    return merge([answers_stats(controller.finish(step).values()) for step in started]), num_empty
+
+
+def send_tokens(
+    controller: Controller, batch: BatchHandle, field: str, source: tuple[str, Division], dest: tuple[str, Division]
+) -> None:
+    """Send a token field from the ranks of one role to those of another, which has other ranks."""
+    (giver, given), (taker, taken) = source, dest
+    homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
+    between, heads = moves(homes, batch.rows_of(taker), batch.sizes), {*given.heads, *taken.heads}
+    for part in token_transfers(batch.id, RolloutFabric.NAME, field, taker, between, heads):
+        controller.call(part)
+    _pass_on(controller, {taker: taken}, batch.id, field)
 
 
 def _logprobs(

@@ -88,6 +88,7 @@ class Checkpoints:
         self._controller, self._layout, self._config = controller, layout, config
         self._run_dir, self._root, self._attempt = run_dir, run_dir / "checkpoints", attempt
         self._owner = owner
+        self._writers = sorted({*layout.ranks["trainer"], *layout.ranks.get("critic", ())})  # ranks with state to save
         self._saved_step = self.restored_step = -1
         self.counters: dict[str, float] = {"seconds": 0.0, "save_seconds": 0.0}
         self._started = time.time()
@@ -173,11 +174,11 @@ class Checkpoints:
             self.counters["seconds"] += time.time() - self._started
             self._started = time.time()
             content, holding = self._hold(step, folder)
-            self._controller.call(dict.fromkeys(self._layout.ranks["trainer"], SaveState(str(folder), copy)))
+            self._controller.call(dict.fromkeys(self._writers, SaveState(str(folder), copy)))
             while len(answers := self._controller.finish(holding)) < len(holding):  # a generator was lost
                 content, holding = self._hold(step, folder)
             held = [FileEntry(*file) for done in answers.values() for file in done.files]
-        writing = LongWork(self._controller, self._layout.ranks["trainer"], "writing")
+        writing = LongWork(self._controller, self._writers, "writing")
         self._snapshot = _Snapshot(step, folder, content, began, time.perf_counter() - began, writing, held)
 
     def _hold(self, step: int, folder: Path) -> tuple[bytes, Started]:
@@ -251,9 +252,8 @@ class Checkpoints:
             return 0
         assert latest.manifest is not None
         state = read_state(latest.path)
-        trainers = self._layout.ranks["trainer"]
         # Loading reads the same bytes again and cannot report progress, since its ranks wait for each other.
-        loads = dict.fromkeys(trainers, LoadState(str(latest.path)))
+        loads = dict.fromkeys(self._writers, LoadState(str(latest.path)))
         answers = self._controller.call(loads, more_s=LOAD_PER_CHECK * self._check_s)
         warnings = {text for answer in answers.values() for text in answer.texts}
         if moved := _moved(latest.manifest.facts.world, _world(self._config, self._layout)):
@@ -324,7 +324,8 @@ def _sharing(role: str) -> str:
 
 def _moved(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Differences from the layout that wrote a checkpoint, as text; empty without any."""
-    before = dict.fromkeys(map(_sharing, ROLES), 1) | before  # which earlier versions did not write
+    # What earlier versions did not write.
+    before = dict.fromkeys(map(_sharing, ROLES), 1) | {f"{role} ranks": [] for role in ROLES} | before
     keys = [key for key in now if before.get(key) != now[key]]
     return ", ".join(f"{key} {_shown(before.get(key))} (now {_shown(now[key])})" for key in keys)
 

@@ -54,12 +54,12 @@ def hand_overs(
 
 
 def token_transfers(
-    batch: int, group: str, field: str, moves: Sequence[Move], ranks: Collection[int]
+    batch: int, group: str, field: str, dest: str, moves: Sequence[Move], ranks: Collection[int]
 ) -> Iterator[dict[int, SendTokens]]:
-    """The commands that send a token field to the ranks that train on it, part by part, by rank; `ranks`: all ranks of
-    both sides."""
+    """The commands that send a token field to the ranks of the role `dest`, part by part, by rank; `ranks`: all ranks
+    of both sides."""
     for part in _parts(moves, ranks, PART_SAMPLES):
-        yield {rank: SendTokens(batch, group, field, own) for rank, own in part.items()}
+        yield {rank: SendTokens(batch, group, field, own, dest) for rank, own in part.items()}
 
 
 def _parts(moves: Sequence[Move], ranks: Collection[int], most: int) -> list[dict[int, list[Move]]]:

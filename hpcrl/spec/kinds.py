@@ -153,8 +153,15 @@ class TrainEngineSpec(Spec):
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.routes)."""
     lora: bool = False
     """Whether it can train adapters beside frozen weights (trainer.lora, hpcrl.engines.train.base.Adapts)."""
+    make_critic: str = ""
+    """`module:NAME` of make_critic(config, model_path, total_steps), called by all ranks of a critic with
+    Config.of_critic(): a ValueEngine (hpcrl.engines.train.base). Empty: it has no value head."""
     offered: bool = True
     """Whether trainer.engine may name it."""
+
+    def load_critic(self) -> Any:
+        """The object that `make_critic` names. SpecError if it cannot be imported."""
+        return load(self.make_critic, f"the critic of: {self.about}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +218,8 @@ class AlgorithmSpec(Spec):
     """The optional outputs of the engine that its objective needs or logs (hpcrl.algorithms.base.Outputs)."""
     uses_reference: Callable[[Any], bool] = lambda section: section.uses_reference
     """Whether it needs the reference policy's log-probs."""
+    uses_critic: Callable[[Any], bool] = lambda section: False
+    """Whether it needs a critic's values."""
     compares_siblings: Callable[[Any], bool] = lambda section: False
     """Whether the credit compares the responses to a prompt, so that a group needs at least two."""
 

@@ -24,6 +24,7 @@ ROLES = SpecTable(
         "trainer": "hpcrl.roles.specs:TRAINER",
         "generator": "hpcrl.roles.specs:GENERATOR",
         "reference": "hpcrl.roles.specs:REFERENCE",
+        "critic": "hpcrl.roles.specs:CRITIC",
         "reward": "hpcrl.roles.specs:REWARD",
         "env": "hpcrl.roles.specs:ENV",
     },
@@ -60,6 +61,7 @@ ALGORITHMS = SpecTable(
         "reinforce": "hpcrl.algorithms.specs:REINFORCE_SPEC",
         "rloo": "hpcrl.algorithms.specs:RLOO_SPEC",
         "raft_plus_plus": "hpcrl.algorithms.specs:RAFT_PLUS_PLUS_SPEC",
+        "gae": "hpcrl.algorithms.specs:GAE_SPEC",
     },
 )
 

@@ -109,6 +109,17 @@ class Adapts(Protocol):
         """TrainEngine.logprobs() of the frozen weights alone. Collective over the engine's ranks."""
 
 
+@runtime_checkable
+class ValueEngine(Protocol):
+    """A critic: a training engine whose model gives each token a value in place of log-probs. named_weights() and
+    logprobs() are not called."""
+
+    def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
+        """float32 [T] on the batch's device: at tokens of loss_mask in the rows of micro_batches the value of the state
+        before the token, 0 elsewhere. Ranks that hold no outputs may return None. Collective over the engine's ranks.
+        No gradients."""
+
+
 def check_objective(engine: TrainEngine, objective: Objective) -> None:
     """ValueError if the objective asks for something that the engine does not compute."""
     lacking = sorted((objective.outputs | objective.logged) - engine.computes)

@@ -39,6 +39,18 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
     )
 
 
+def make_critic(config: Config, model_path: Path, total_steps: int) -> FakeCritic:
+    """The critic of debug=fake."""
+    times = config.fake
+    return FakeCritic(
+        config.trainer,
+        vocab_size=VOCABULARY,
+        total_steps=total_steps,
+        logprobs_s=times.logprobs_s,
+        train_s=times.train_s,
+    )
+
+
 class FakeTrainEngine:
     """TrainEngine with the parameter `transitions` [V, V], replicated on every rank and updated by plain SGD. Token ids
     count modulo V. logprobs() and train_step() sleep logprobs_s and train_s seconds."""
@@ -77,10 +89,8 @@ class FakeTrainEngine:
     @torch.no_grad()
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
         """See TrainEngine."""
-        rows = torch.zeros(batch.num_sequences, dtype=torch.bool)
-        rows[[row for micro_batch in micro_batches for row in micro_batch]] = True
         time.sleep(self._logprobs_s)
-        return self._forward(batch, temperature)[0] * rows[batch.row_ids]
+        return self._forward(batch, temperature)[0] * _chosen(batch, micro_batches)
 
     def train_step(
         self,
@@ -155,3 +165,29 @@ class FakeTrainEngine:
     def config_summary(self) -> dict[str, Any]:
         """See TrainEngine."""
         return {"engine": "fake", "num_parameters": self.transitions.numel(), "num_ranks": self.data_parallel_size}
+
+
+class FakeCritic(FakeTrainEngine):
+    """ValueEngine: a token's value is the mean of the row of the token before it. values() sleeps logprobs_s."""
+
+    computes = frozenset({"values"})
+
+    def _values(self, batch: Batch) -> Tensor:
+        return self.transitions[batch.token_ids.roll(1) % len(self.transitions)].mean(-1) * batch.loss_mask
+
+    def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
+        values = self._values(batch)
+        return Outputs(torch.zeros_like(values), values=values)
+
+    @torch.no_grad()
+    def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor:
+        """See ValueEngine."""
+        time.sleep(self._logprobs_s)
+        return self._values(batch) * _chosen(batch, micro_batches)
+
+
+def _chosen(batch: Batch, micro_batches: MicroBatches) -> Tensor:
+    """bool [T]: tokens of the rows in the micro-batches."""
+    rows = torch.zeros(batch.num_sequences, dtype=torch.bool)
+    rows[[row for micro_batch in micro_batches for row in micro_batch]] = True
+    return rows[batch.row_ids]

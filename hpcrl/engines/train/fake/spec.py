@@ -8,5 +8,6 @@ SPEC = TrainEngineSpec(
     about="A trainer without a model, with configured durations, for debug=fake.",
     make="hpcrl.engines.train.fake.engine:make",
     computes=frozenset({"entropy"}),
+    make_critic="hpcrl.engines.train.fake.engine:make_critic",
     offered=False,
 )

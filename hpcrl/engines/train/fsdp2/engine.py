@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,15 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         replay=trainable and routes_of(config, model_path) is not None,
         seed=config.seed,
     )
+
+
+class _Inputs(NamedTuple):
+    """The first arguments of PackedCausalLM.forward."""
+
+    token_ids: Tensor
+    positions: Tensor
+    layout: PackedLayout | None
+    before: Tensor
 
 
 class FSDP2Engine:
@@ -107,10 +116,8 @@ class FSDP2Engine:
         kept = self.compute_dtype if self.lora else dtype  # with adapters, the optimizer changes nothing else
         self.sharded = self.grid.size > 1 or kept != self.compute_dtype or self.own.cpu_offload
         # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
-        hf = agreed(lambda: self._to_train(empty_model(self.model_path, kept), seed))
-        source = agreed(
-            lambda: self._to_train(read_model(self.model_path, kept), seed) if self.grid.rank == 0 else None
-        )
+        hf = agreed(lambda: self._to_train(self._empty_model(kept), seed))
+        source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.grid.rank == 0 else None)
         self.num_parameters = sum(p.numel() for p in hf.parameters())
         self.num_trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
         axis = self.grid.tokens.tensor
@@ -138,6 +145,12 @@ class FSDP2Engine:
         self._snapshots = checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self._base)
 
     # ---- building
+
+    def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        return empty_model(self.model_path, dtype)
+
+    def _read_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        return read_model(self.model_path, dtype)
 
     def _to_train(self, hf: PreTrainedModel, seed: int) -> PreTrainedModel:
         """The model with gradients for what is trained."""
@@ -210,7 +223,14 @@ class FSDP2Engine:
             self.model.reshard()
 
     def _forward(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """(log-probs, entropies or None), float32 [T], 0 outside loss_mask.
+        """(log-probs, entropies or None), float32 [T], 0 outside loss_mask."""
+        inputs, places = self._inputs(batch)
+        targets = batch.token_ids[places] if places.numel() else inputs.token_ids[:1]
+        logprobs, entropies = self.model(*inputs, targets, temperature, entropy)
+        return spread(logprobs, places, batch), None if entropies is None else spread(entropies, places, batch)
+
+    def _inputs(self, batch: Batch) -> tuple[_Inputs, Tensor]:
+        """What the model gets, and the tokens (int64 [N]) whose predecessors are in it.
 
         Without masked tokens or rows, one token with weight zero is predicted, so that every parameter is in the graph:
         its gradient is reduced over ranks.
@@ -220,7 +240,6 @@ class FSDP2Engine:
         positions = batch.position_ids if batch.num_tokens else batch.position_ids.new_zeros(1)
         places = batch.loss_mask.nonzero()[:, 0]
         before = places - 1 if places.numel() else places.new_zeros(1)
-        targets = token_ids[places] if places.numel() else token_ids[:1]
         layout = None
         if self.packing or self.grid.tokens.all.size > 1:
             prefixes = batch.prefix_lengths().tolist() or [0]
@@ -228,13 +247,7 @@ class FSDP2Engine:
             layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
         if self.replay is not None:
             self.replay.replay_of(batch, None if layout is None else layout.kept)
-        logprobs, entropies = self.model(token_ids, positions, layout, before, targets, temperature, entropy)
-
-        def spread(values: Tensor) -> Tensor:
-            zeros = values.new_zeros(batch.num_tokens)
-            return zeros.index_copy(0, places, values) if places.numel() else zeros + 0.0 * values.sum()
-
-        return spread(logprobs), None if entropies is None else spread(entropies)
+        return _Inputs(token_ids, positions, layout, before), places
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
         gradient = "entropy" in objective.outputs
@@ -256,10 +269,14 @@ class FSDP2Engine:
     @torch.no_grad()
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor:
         """See TrainEngine."""
+        return self._by_row(batch, micro_batches, lambda part: self._forward(part, temperature, False)[0])
+
+    def _by_row(self, batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """float32 [T] on the batch's device: what is computed for the tokens of each micro-batch, 0 for other rows."""
         pieces = [torch.zeros(n, device=batch.token_ids.device) for n in batch.lengths.tolist()]
         for rows in self._split(micro_batches, batch.num_sequences):
             micro_batch = batch.select(rows).to(self.device)
-            values = self._forward(micro_batch, temperature, False)[0].to(batch.token_ids.device)
+            values = compute(micro_batch).to(batch.token_ids.device)
             for row, piece in zip(rows, values.split(micro_batch.lengths.tolist()), strict=True):
                 pieces[row] = piece
         self._reshard()
@@ -310,9 +327,8 @@ class FSDP2Engine:
                 self._prepare_backward(is_last=number == len(split) - 1)
             micro_batch = batch.select(rows).to(self.device)
             outputs = self._outputs(micro_batch, objective)
-            loss = outputs.logprobs.sum()  # no rows: zero
-            if outputs.entropy is not None and outputs.entropy.requires_grad:
-                loss = loss + outputs.entropy.sum()  # every rank has the same backward pass
+            computed = (outputs.logprobs, outputs.entropy, outputs.values)  # every rank has the same backward pass
+            loss: Any = sum(some.sum() for some in computed if some is not None and some.requires_grad)  # no rows: zero
             if rows:
                 anchor = 0.0 * loss  # keeps the graph if the objective drops masked tokens
                 loss, stats = objective.loss(outputs, micro_batch, norms)
@@ -470,6 +486,12 @@ class FSDP2Engine:
             "context_parallel": self.own.context_parallel,
             "device": str(self.device),
         }
+
+
+def spread(values: Tensor, places: Tensor, batch: Batch) -> Tensor:
+    """[T]: values at these places of the batch, else 0."""
+    zeros = values.new_zeros(batch.num_tokens)
+    return zeros.index_copy(0, places, values) if places.numel() else zeros + 0.0 * values.sum()
 
 
 def _square(gradients: list[Tensor]) -> Tensor:

@@ -10,9 +10,10 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -61,8 +62,25 @@ def rope_types(config: Any) -> set[str]:
     return {str(section.get("rope_type", section.get("type", "default"))) for section in sections}
 
 
+class Kind(NamedTuple):
+    """What is made of a model's folder: a class of transformers, options of its config, and the tensors that the folder
+    may lack, which are then zero."""
+
+    auto: Any = AutoModelForCausalLM
+    what: str = "causal language model"
+    options: Mapping[str, Any] = MappingProxyType({})
+    may_lack: frozenset[str] = frozenset()
+
+
+CAUSAL = Kind()
+
+
 class PackedCausalLM(nn.Module):
-    """Wraps a transformers model so that its parameters are only used inside one forward, where FSDP gathers them."""
+    """Wraps a transformers model so that its parameters are only used inside one forward, where FSDP gathers them.
+
+    other_forwards: methods that use them as forward() does."""
+
+    other_forwards: tuple[str, ...] = ("own_logprobs",)
 
     def __init__(self, hf: PreTrainedModel, chunk_tokens: int, matrices: TensorParallel | None = None):
         """matrices: how those of hf are split over ranks."""
@@ -76,6 +94,10 @@ class PackedCausalLM(nn.Module):
         self.own_attention = (
             "eager" if getattr(hf.config, "attn_logit_softcapping", None) else hf.config._attn_implementation
         )
+
+    def in_float32(self) -> Iterator[nn.Module]:
+        """Modules that compute in float32 whatever the type of the others."""
+        return iter(())
 
     def set_packing(self, packing: bool) -> None:
         """Choose between the attention over packed sequences and the model's own over one sequence."""
@@ -130,21 +152,14 @@ class PackedCausalLM(nn.Module):
         token_ids and positions int64 [T] hold sequences back to back; without a layout, one sequence. Collective over
         the ranks of the layout, each of which computes its share and gets everything.
         """
-        packed: dict[str, Any] = {}
-        num_targets, mine = len(targets), None
-        self._forget_lengths()
-        if layout is not None:
-            token_ids = token_ids[layout.kept]
-            mine, before = layout.own(before)
-            targets = targets if mine is None else targets[mine]
-            packed = {"packed_layout": layout, "position_ids": positions[None, layout.rotated]}
-        hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
-        projection = self.hf.get_output_embeddings()
+        num_targets = len(targets)
+        states, mine = self._states(token_ids, positions, layout, before)
+        weight, bias = self._projection()
         logprobs, entropies = token_logprobs(
-            hidden.index_select(0, before),
-            projection.weight,
-            projection.bias,
-            targets,
+            states,
+            weight,
+            bias,
+            targets if mine is None else targets[mine],
             head=self.head,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
@@ -155,6 +170,26 @@ class PackedCausalLM(nn.Module):
         axis = layout.ranks.all
         logprobs = assemble(logprobs, mine, num_targets, axis)
         return logprobs, None if entropies is None else assemble(entropies, mine, num_targets, axis)
+
+    def _projection(self) -> tuple[Tensor, Tensor | None]:
+        """Matrix [V, h] and bias [V] of the vocabulary projection."""
+        projection = self.hf.get_output_embeddings()
+        return projection.weight, projection.bias
+
+    def _states(
+        self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states [n, h] after the tokens `before` that this rank has, and which ones these are (None:
+        all)."""
+        packed: dict[str, Any] = {}
+        mine = None
+        self._forget_lengths()
+        if layout is not None:
+            token_ids = token_ids[layout.kept]
+            mine, before = layout.own(before)
+            packed = {"packed_layout": layout, "position_ids": positions[None, layout.rotated]}
+        hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False, **packed).last_hidden_state[0]
+        return hidden.index_select(0, before), mine
 
     def _forget_lengths(self) -> None:
         """Undo what dynamic NTK keeps of earlier forwards: transformers goes on with the longest length so far."""
@@ -186,26 +221,31 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def empty_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrainedModel:
     """The model of a folder's config.json on the meta device; ValueError if the folder is not a causal LM's."""
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path {path}: no config.json; give a folder in Hugging Face layout")
     if not any((path / name).is_file() for name in WEIGHT_FILES):
         raise ValueError(f"model.path {path}: no weights; one of {', '.join(WEIGHT_FILES)} must be there")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, **kind.options)
         with torch.device("meta"), _quiet():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return kind.auto.from_config(config, dtype=dtype)
     except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"model.path {path}: config.json makes no causal language model: {_line(error)}") from error
+        raise ValueError(f"model.path {path}: config.json makes no {kind.what}: {_line(error)}") from error
 
 
-def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+def read_model(path: Path, dtype: torch.dtype, kind: Kind = CAUSAL) -> PreTrainedModel:
     """The model with its weights on the CPU; ValueError names the first tensor that is missing or has another shape."""
     try:
         with _quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+            loaded: Any = kind.auto.from_pretrained(
+                path,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **kind.options,
             )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"model.path {path}: weights cannot be read: {_line(error)}") from error
@@ -216,7 +256,9 @@ def read_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             f"model.path {path}: {name} has shape {list(found)}, config.json asks for {list(expected)}"
             f"{_more(len(mismatched) - 1)}"
         )
-    if missing := sorted(info["missing_keys"]):
+    for name in info["missing_keys"] & kind.may_lack:
+        model.get_parameter(name).data.zero_()
+    if missing := sorted(info["missing_keys"] - kind.may_lack):
         raise ValueError(f"model.path {path}: the weights lack {missing[0]}{_more(len(missing) - 1)}")
     return model
 

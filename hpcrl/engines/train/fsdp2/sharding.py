@@ -36,11 +36,13 @@ def shard(
 ) -> PackedCausalLM:
     """Shard an empty model, then fill it tensor by tensor from rank 0's copy: no other rank holds a full model.
     Collective. by_layer: each layer is gathered when it computes, instead of all at once."""
+
+    def computed_in(dtype: torch.dtype) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
     options: dict[str, Any] = {
         "mesh": grid.mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
+        "mp_policy": computed_in(compute_dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
     }
     names = [name for name, _ in model.named_parameters()]
@@ -48,8 +50,11 @@ def shard(
         for module in list(model.hf.modules()):
             if type(module).__name__ in (model.hf._no_split_modules or ()):
                 fully_shard(module, **options)
+    for module in model.in_float32():
+        fully_shard(module, reshard_after_forward=False, **options | {"mp_policy": computed_in(torch.float32)})
     fully_shard(model, reshard_after_forward=False, **options)  # the head's backward comes next
-    register_fsdp_forward_method(model, "own_logprobs")
+    for method in model.other_forwards:
+        register_fsdp_forward_method(model, method)
     # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no pre-multiplied sum.
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -125,5 +125,6 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     float32_head=True,
     lora=True,
+    make_critic="hpcrl.engines.train.fsdp2.critic:make",
     router_replay=True,
 )

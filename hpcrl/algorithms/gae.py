@@ -1,0 +1,60 @@
+"""The credit of PPO with a critic: generalised advantage estimation (GAE, arXiv 1506.02438).
+
+delta_t = x_t + gamma V_(t+1) - V_t      x: token rewards; V_t: the value before token t
+A_t     = delta_t + gamma lambd A_(t+1)  then whitened if asked, and clipped
+R_t     = A_t + V_t                      before that: what the critic learns
+
+A and V are 0 after the last model token of a row, also of one that the limit of tokens ended.
+Tokens that the model did not write are skipped: the next token of t is the next model token of its row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms import functional as F
+from hpcrl.algorithms.base import AllSum, RewardTable, is_last, model_tokens, required
+from hpcrl.algorithms.credit import ReturnsCredit
+from hpcrl.algorithms.specs import GAE
+from hpcrl.metrics.stats import Stats, scalar
+from hpcrl.rollout.batch import Batch
+
+
+class GAECredit(ReturnsCredit[GAE]):
+    """See the module's docstring."""
+
+    def __init__(self, config: GAE):
+        super().__init__(config)
+        self.reads |= {"values"}
+
+    def normalize(self, table: RewardTable) -> Tensor:
+        """See ReturnsCredit."""
+        return table.rewards
+
+    def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See ReturnsCredit."""
+        values = required(batch, "values", "algorithm.name=gae")[model_tokens(batch)]
+        advantages = gae(token_rewards, values, rows, self.config.gamma, self.config.lambd)
+        return advantages, advantages + values
+
+    def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
+        """See Credit. critic/explained_variance: 1 - Var(R - V) / Var(R) over the model tokens of all ranks."""
+        stats, index = super().assign(batch, table, all_sum), model_tokens(batch)
+        returns = batch.returns[index].double()
+        spread = _variance(returns, all_sum)
+        left = _variance(returns - batch.values[index].double(), all_sum)
+        return stats | ({"critic/explained_variance": scalar(1 - left / spread)} if spread > 0 else {})
+
+
+def gae(token_rewards: Tensor, values: Tensor, rows: Tensor, gamma: float, lambd: float) -> Tensor:
+    """float32 [M]: A_t, see the module's docstring. token_rewards and values [M], rows int64 [M], sorted."""
+    after = torch.where(is_last(rows), 0.0, values.roll(-1).double())
+    return F.discounted_returns(token_rewards.double() + gamma * after - values.double(), rows, gamma * lambd)
+
+
+def _variance(values: Tensor, all_sum: AllSum) -> float:
+    """Over the values of all ranks; 0 without any. Collective over them."""
+    count, total = all_sum(torch.stack([values.new_tensor(float(values.numel())), values.sum()])).tolist()
+    squares = all_sum((values - total / max(count, 1.0)).square().sum().reshape(1))
+    return float(squares) / max(count, 1.0)

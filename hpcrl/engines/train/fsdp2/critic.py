@@ -1,0 +1,117 @@
+"""The critic on FSDP2: the decoder of a causal language model, with a linear head that gives each token a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+
+from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.config import Config
+from hpcrl.engines.train.fsdp2.attention import PackedLayout
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, spread
+from hpcrl.engines.train.fsdp2.exchange import assemble
+from hpcrl.engines.train.fsdp2.logits import token_logprobs
+from hpcrl.engines.train.fsdp2.model import Kind, PackedCausalLM, empty_model, read_model
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.rollout.batch import Batch, MicroBatches
+
+HEAD = "score"
+"""The head's name in transformers' models for token classification, of which the critic is one with a single label."""
+CRITIC = Kind(
+    AutoModelForTokenClassification,
+    "critic (transformers' model for token classification)",
+    MappingProxyType({"num_labels": 1}),
+    frozenset({f"{HEAD}.weight", f"{HEAD}.bias"}),
+)
+
+
+def make(config: Config, model_path: Path, total_steps: int) -> FSDP2Critic:
+    """The critic's engine; config: Config.of_critic(). Collective over the ranks of the default group."""
+    return FSDP2Critic(
+        config.trainer,
+        model_path,
+        own=config.trainer.section(FSDP2Config),
+        dtype=getattr(torch, config.model.dtype),
+        total_steps=total_steps,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        deterministic=config.deterministic,
+    )
+
+
+class PackedCritic(PackedCausalLM):
+    """The probe of packing (hpcrl.engines.train.fsdp2.probe) sees a language model that projects by its embedding: the
+    values of a new head are all zero, and show nothing."""
+
+    other_forwards = ("own_logprobs", "values")
+
+    def in_float32(self) -> Iterator[nn.Module]:
+        """See PackedCausalLM."""
+        yield self.hf.get_submodule(HEAD)
+
+    def _projection(self) -> tuple[Tensor, Tensor | None]:
+        embedding: Any = self.hf.get_input_embeddings()
+        return embedding.weight, None
+
+    def own_logprobs(self, token_ids: Tensor) -> Tensor:
+        """See PackedCausalLM."""
+        self._forget_lengths()
+        hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state[0, :-1]
+        weight, bias = self._projection()
+        return token_logprobs(
+            hidden,
+            weight,
+            bias,
+            token_ids[1:],
+            head=self.head,
+            temperature=1.0,
+            chunk_tokens=self.chunk_tokens,
+            entropy=False,
+        )[0]
+
+    def values(self, token_ids: Tensor, positions: Tensor, layout: PackedLayout | None, before: Tensor) -> Tensor:
+        """float32 [N]: the values of the states after the tokens `before`; arguments and ranks as in forward()."""
+        states, mine = self._states(token_ids, positions, layout, before)
+        values: Tensor = self.hf.get_submodule(HEAD)(states.float()).sum(1)  # of one label; no view, for FSDP
+        return values if layout is None or mine is None else assemble(values, mine, len(before), layout.ranks.all)
+
+
+class FSDP2Critic(FSDP2Engine):
+    """TrainEngine and ValueEngine (hpcrl.engines.train.base) on the default process group.
+
+    The head is kept and computed in float32. It is zero at first, unless the folder has one: that of an exported
+    critic."""
+
+    computes = frozenset({"values"})
+    model_class = PackedCritic
+
+    def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        return self._with_head(empty_model(self.model_path, dtype, CRITIC))
+
+    def _read_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        return self._with_head(read_model(self.model_path, dtype, CRITIC))
+
+    def _with_head(self, hf: PreTrainedModel) -> PreTrainedModel:
+        if not isinstance(head := getattr(hf, HEAD, None), nn.Linear):
+            raise ValueError(f"critic: the head of {hf.config.model_type} is not supported; take another critic.path")
+        head.float()
+        return hf
+
+    def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
+        values = self._values(batch)
+        return Outputs(torch.zeros_like(values), values=values)
+
+    def _values(self, batch: Batch) -> Tensor:
+        """float32 [T], 0 outside loss_mask."""
+        inputs, places = self._inputs(batch)
+        return spread(self.model.values(*inputs), places, batch)
+
+    @torch.no_grad()
+    def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor:
+        """See ValueEngine."""
+        return self._by_row(batch, micro_batches, self._values)

@@ -1,0 +1,55 @@
+"""The critic's role: values of a batch, and learning them from its returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcrl.algorithms.making import make_value_loss
+from hpcrl.control.messages import Done, TrainCritic, Values, Weigh
+from hpcrl.engines.train.base import TrainEngine, ValueEngine, check_objective
+from hpcrl.roles.base import Rank
+from hpcrl.roles.trainer import EngineRole
+from hpcrl.rollout.batch import Norms
+from hpcrl.spec.tables import TRAIN_ENGINES
+
+
+class CriticRole(EngineRole):
+    """The critic, on the trainer's ranks or on its own."""
+
+    name, state_folder = "critic", "critic"
+
+    def __init__(self, worker: Rank):
+        self._objective = make_value_loss(worker.config)
+        super().__init__(worker)
+        check_objective(self.engine, self._objective)
+
+    def _make_engine(self, worker: Rank) -> TrainEngine:
+        config = worker.config
+        path = Path(config.critic.path) if config.critic.path else worker.model_path
+        make = TRAIN_ENGINES[config.critic_engine].load_critic()
+        engine: TrainEngine = make(config.of_critic(), path, config.max_steps * self._objective.optimizer_steps)
+        return engine
+
+    def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
+        return super().handlers() | {Values: self._values, TrainCritic: self._train, Weigh: self._weigh}
+
+    def _values(self, command: Values, seq: int) -> Done:
+        batch, engine = self._worker.batches[command.batch], self.engine
+        assert isinstance(engine, ValueEngine), "the specification says that it makes critics"
+        batch.values = self._ranks.outputs(engine.values(batch, command.micro_batches), batch.num_tokens)
+        return Done(seq)
+
+    def _weigh(self, command: Weigh, seq: int) -> Done:
+        batch, weights = self._worker.batches[command.batch], dict(command.weights)
+        given = [weights.get(sample, 1.0) for sample in batch.sample_ids.tolist()]
+        batch.weights = batch.weights.new_tensor(given)
+        return Done(seq)
+
+    def _train(self, command: TrainCritic, seq: int) -> Done:
+        norms = Norms(command.tokens, command.sequences)
+        batch = self._worker.batches[command.batch]
+        stats = self.engine.train_step(batch, command.micro_batches, self._objective, norms)
+        renamed = {name.replace("actor/", "critic/"): values for name, values in stats.items()}
+        return Done(seq, stats=renamed if self._ranks.holds_outputs else {})

@@ -1,0 +1,228 @@
+"""PPO with a critic: advantages and returns from values, and the value loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
+from hpcrl.algorithms.specs import GAE, Reinforce
+from hpcrl.algorithms.value_loss import ValueLoss
+from hpcrl.metrics.stats import flatten, merge
+from hpcrl.rollout.batch import Batch
+from tests.algorithms.pairs import make_pair
+from tests.algorithms.test_algorithms import advantages, make_batch, mixed_batch, norms_of
+
+
+def with_values(batch: Batch) -> Batch:
+    values = 1.5 * torch.cos(2.0 * batch.position_ids + batch.sample_ids[batch.row_ids])
+    batch.values = values * batch.loss_mask
+    return batch
+
+
+def test_by_hand_over_two_turns() -> None:
+    """One row: two prompt tokens, model tokens a, b, an observation, c, d; and a row of one model token."""
+    batch, table = make_batch([[0, 0, 1, 1, 0, 1, 1], [0, 1]], [2.0, 1.0], [0, 1])
+    batch.values = torch.tensor([0, 0, 1.0, 0.5, 9.0, 3.0, 2.0, 0, 0.25])  # of the observation: not read
+    stats = flatten(advantages(make_pair(GAE(gamma=0.5, lambd=0.5, whiten_advantages=False)), batch, table))
+    # delta: a .5 x .5 - 1 = -.75, b .5 x 3 - .5 = 1 (the observation is skipped), c .5 x 2 - 3 = -2, d 2 - 2 = 0
+    # A: d 0, c -2, b 1 + .25 x -2 = .5, a -.75 + .25 x .5 = -.625; the other row: 1 - .25 = .75
+    assert batch.advantages.tolist() == [0, 0, -0.625, 0.5, 0, -2.0, 0, 0, 0.75]
+    assert batch.returns.tolist() == [0, 0, 0.375, 1.0, 0, 1.0, 2.0, 0, 1.0]
+    returns, errors = torch.tensor([0.375, 1, 1, 2, 1]), torch.tensor([-0.625, 0.5, -2, 0, 0.75])
+    explained = 1 - errors.var().item() / returns.var().item()
+    assert stats["critic/explained_variance"] == pytest.approx(explained)
+    assert (stats["critic/values/mean"], stats["critic/values/max"]) == (6.75 / 5, 3.0)
+    assert (stats["critic/returns/max"], stats["critic/advantages/min"]) == (2.0, -2.0)
+
+
+def test_lambda_1_is_returns_minus_values_and_lambda_0_one_step() -> None:
+    batch, table = mixed_batch()
+    with_values(batch)
+    advantages(make_pair(GAE(gamma=0.9, lambd=1.0, whiten_advantages=False)), batch, table)
+    got = batch.returns
+    other, _ = mixed_batch()
+    advantages(make_pair(Reinforce(gamma=0.9)), other, table)
+    torch.testing.assert_close(got, other.returns)
+    learnt = batch.loss_mask & (batch.weights > 0)[batch.row_ids]
+    torch.testing.assert_close(batch.advantages, (other.returns - batch.values) * learnt)
+    advantages(make_pair(GAE(gamma=1.0, lambd=0.0, whiten_advantages=False)), batch, table)
+    last = batch.returns[2], batch.returns[1]  # row 0 has model tokens 1 and 2 and reward 1
+    assert last[0] == 1.0 and last[1] == batch.values[2]
+
+
+def naive(batch: Batch, config: GAE) -> tuple[Tensor, Tensor]:
+    """Token by token, backwards, as verl's loop: a token outside the mask keeps what came after it."""
+    result, returns = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
+    kl = config.kl_reward_coef * (batch.old_logprobs - batch.ref_logprobs)
+    for row in range(batch.num_sequences):
+        if batch.weights[row] == 0:
+            continue
+        next_value = next_advantage = 0.0
+        is_last = True
+        for t in reversed(range(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1]))):
+            if not batch.loss_mask[t]:
+                continue
+            reward = (batch.rewards[row].item() if is_last else 0.0) - kl[t].item()
+            delta = reward + config.gamma * next_value - batch.values[t].item()
+            next_advantage = delta + config.gamma * config.lambd * next_advantage
+            next_value, is_last = batch.values[t].item(), False
+            result[t], returns[t] = next_advantage, next_advantage + next_value
+    return result, returns
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("lambd", [1.0, 0.95, 0.0])
+def test_it_equals_a_naive_loop_with_kl_in_the_reward(gamma: float, lambd: float) -> None:
+    batch, table = mixed_batch()
+    config = GAE(gamma=gamma, lambd=lambd, kl_reward_coef=0.3, whiten_advantages=False)
+    algorithm = make_pair(config)
+    assert algorithm.credit is not None and algorithm.credit.reads == {"values", "old_logprobs", "ref_logprobs"}
+    advantages(algorithm, with_values(batch), table)
+    expected = naive(batch, config)
+    torch.testing.assert_close(batch.advantages, expected[0])
+    torch.testing.assert_close(batch.returns, expected[1])
+    wrong = naive(batch, config.model_copy(update={"gamma": 0.8}))
+    assert (wrong[0] - expected[0]).abs().max() > 0.1, "the test can fail"
+
+
+class Halves:
+    """The sum over two ranks, each with a part of the rows, run one after the other: what the first gives is taken from
+    a run before."""
+
+    def __init__(self, given: list[Tensor]):
+        self.given, self.own = list(given), list[Tensor]()
+
+    def __call__(self, own: Tensor) -> Tensor:
+        self.own.append(own)
+        return own + (self.given.pop(0) if self.given else torch.zeros_like(own))
+
+
+def on_two_ranks(algorithm: Algorithm, parts: list[Batch], table: RewardTable) -> list[dict[str, float]]:
+    """Credit of both parts as two ranks give it, found by repetition until the sums agree."""
+    assert algorithm.credit is not None
+    sums: list[list[Tensor]] = [[], []]
+    for _ in range(4):
+        stats, new = [], []
+        for number, part in enumerate(parts):
+            part.weights = torch.ones(part.num_sequences)
+            both = Halves(sums[1 - number])
+            stats.append(flatten(algorithm.credit.assign(part, table, both)))
+            new.append(both.own)
+        sums = new
+    return stats
+
+
+@pytest.mark.parametrize("split", [([0, 1, 2, 3, 4, 5, 6], []), ([6, 0, 3], [5, 1, 4, 2])], ids=["one empty", "mixed"])
+def test_order_and_ranks_do_not_matter(split: tuple[list[int], list[int]]) -> None:
+    batch, table = mixed_batch()
+    with_values(batch).weights = torch.ones(7)
+    algorithm = make_pair(GAE(gamma=0.9))
+    stats = flatten(algorithm.credit.assign(batch, table, lambda tensor: tensor))  # type: ignore[union-attr]
+    parts = [batch.select(rows) for rows in split]
+    for number, own in enumerate(on_two_ranks(algorithm, parts, table)):
+        whole = batch.select(split[number])
+        torch.testing.assert_close(parts[number].advantages, whole.advantages, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parts[number].returns, whole.returns, rtol=1e-5, atol=1e-6)
+        assert own["critic/explained_variance"] == pytest.approx(stats["critic/explained_variance"], abs=1e-9)
+
+
+def test_padding_prompts_and_neighbours_do_not_matter() -> None:
+    """The same response with a longer prompt, and beside other rows."""
+    short, _ = make_batch([[0, 1, 1, 1]], [1.0], [0])
+    longer, table = make_batch([[0, 1], [0, 0, 0, 1, 1, 1, 0, 0], [0, 1, 1]], [5.0, 1.0, 2.0], [0, 1, 2])
+    short.values = torch.tensor([0, 0.5, -0.5, 1.0])
+    longer.values = torch.tensor([0, 3.0, 7, 7, 7, 0.5, -0.5, 1.0, 7, 7, 0, 2.0, 2.0])
+    pair = make_pair(GAE(whiten_advantages=False))
+    advantages(pair, short, RewardTable.of(short))
+    advantages(pair, longer, table)
+    assert longer.advantages[5:8].tolist() == short.advantages[1:].tolist()
+    assert longer.returns.tolist()[2:5] == [0, 0, 0] and longer.returns.tolist()[8:10] == [0, 0]
+
+
+def test_advantages_are_whitened_and_returns_are_not() -> None:
+    batch, table = mixed_batch()
+    with_values(batch).weights = torch.ones(7)
+    advantages(make_pair(GAE(whiten_advantages=False)), batch, table)
+    returns = batch.returns
+    stats = advantages(make_pair(GAE(advantage_clip=1.0)), batch, table)
+    assert torch.equal(batch.returns, returns) and batch.advantages.abs().max() == 1.0
+    assert flatten(stats)["critic/returns/max"] == returns[batch.loss_mask].max().item()
+
+
+def test_without_values_it_says_what_is_missing() -> None:
+    batch, table = mixed_batch()
+    with pytest.raises(ValueError, match=r"batch\.values must be filled for algorithm\.name=gae"):
+        advantages(make_pair(GAE()), batch, table)
+
+
+# -- the value loss
+
+
+def loss_of(objective: ValueLoss, batch: Batch, parts: list[list[int]]) -> tuple[float, Tensor, dict[str, float]]:
+    """Loss, gradient of three parameters, and statistics over these micro-batches."""
+    theta, total, collected = torch.tensor([0.4, 0.1, 0.7], requires_grad=True), 0.0, []
+    norms = norms_of(batch)
+    for rows in parts:
+        part = batch.select(rows)
+        values = part.values + theta[0] * torch.sin(part.position_ids.float()) + theta[1] * theta[2]
+        loss, stats = objective.loss(Outputs(torch.zeros_like(values), values=values), part, norms)
+        (loss + 0.0 * theta.sum()).backward()
+        total += loss.item()
+        collected.append(stats)
+    assert theta.grad is not None
+    return total, theta.grad, flatten(merge(collected))
+
+
+def learnt_batch(seed: int = 0) -> Batch:
+    batch, table = mixed_batch(seed)
+    advantages(make_pair(GAE()), with_values(batch), table)
+    return batch
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 5.0])
+def test_the_value_loss_is_the_formula(clip: float | None) -> None:
+    batch = learnt_batch()
+    loss, gradient, stats = loss_of(ValueLoss(clip), batch, [list(range(7))])
+    theta = torch.tensor([0.4, 0.1, 0.7], requires_grad=True)
+    total, num_clipped, weight = torch.zeros(()), 0.0, 0.0
+    for t in batch.loss_mask.nonzero()[:, 0].tolist():
+        old, target, w = batch.values[t], batch.returns[t], batch.weights[batch.row_ids[t]].item()
+        value = old + theta[0] * math.sin(batch.position_ids[t]) + theta[1] * theta[2]
+        error, weight = (value - target) ** 2, weight + w
+        if clip is not None:
+            bounded = (min(max(value, old - clip), old + clip) - target) ** 2
+            num_clipped += w * float(bounded > error)
+            error = max(error, bounded)
+        total = total + 0.5 * w * error
+    (total / weight).backward()
+    assert loss == pytest.approx((total / weight).item(), rel=1e-5)
+    torch.testing.assert_close(gradient, theta.grad, rtol=1e-5, atol=1e-6)
+    assert stats["critic/loss"] == pytest.approx(loss, rel=1e-5)
+    assert stats["critic/clipfrac"] == pytest.approx(num_clipped / weight)
+    assert (num_clipped > 0) == (clip == 0.2)
+    assert stats["critic/error"] == pytest.approx(2 * loss_of(ValueLoss(None), batch, [list(range(7))])[0], rel=1e-5)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(homes=st.lists(st.integers(0, 3), min_size=7, max_size=7), seed=st.integers(0, 9))
+def test_no_split_of_the_value_loss_shows(homes: list[int], seed: int) -> None:
+    batch = learnt_batch(seed)
+    whole = loss_of(ValueLoss(0.2), batch, [list(range(7))])
+    split = loss_of(ValueLoss(0.2), batch, [[r for r in range(7) if homes[r] == part] for part in range(4)])
+    assert split[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(split[1], whole[1], rtol=1e-5, atol=1e-6)
+    assert split[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)
+
+
+def test_responses_of_weight_0_teach_the_critic_nothing() -> None:
+    batch = learnt_batch()
+    batch.weights = torch.tensor([0.0, 1, 1, 1, 1, 1, 1])
+    kept: Any = batch.select([1, 2, 3, 4, 5, 6])
+    assert loss_of(ValueLoss(0.2), batch, [list(range(7))])[0] == loss_of(ValueLoss(0.2), kept, [list(range(6))])[0]

@@ -1,0 +1,105 @@
+"""PPO with a critic, as whole runs: killed and resumed, with the critic on the trainer's ranks and on its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import step_name
+from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.store import RolloutReader
+from tests.e2e.program import Start
+from tests.e2e.test_resume import NUM_STEPS, WORDS, Runs, differences, remains, tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# Two turns, so that values skip the tokens of an environment; the reference has the critic's ranks where it can.
+PPO = [
+    *(word for word in WORDS if "kl_loss_coef" not in word),
+    *("algorithm=ppo", "algorithm.kl_reward_coef=0.1", "critic.lr=3e-3", "deterministic=true"),
+    *("env.default.name=scripted", "env.default.add_reward=true"),
+]
+OWN_RANKS = ["layout.critic.colocate_with=null", "layout.critic.num_ranks=2"]
+
+
+@pytest.fixture(scope="module")
+def inputs(digit_model: Path, digit_data: Path) -> list[str]:
+    return [f"model.path={digit_model}", f"data.train={digit_data}", f"data.val={digit_data}", *PPO]
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Of every step, without those that tell of time, memory or the machine."""
+    kept = ("critic/", "actor/", "val/", "token/", "group/", "prompts/")
+    return [{name: x for name, x in row.items() if name.startswith(kept)} for row in read_metrics(run_dir)]
+
+
+def everything(run_dir: Path) -> dict[str, Any]:
+    """What `remains` of the policy and of the critic."""
+    state = run_dir / "checkpoints" / step_name(NUM_STEPS) / "critic"
+    left = remains(run_dir) | {f"critic {name}": tensor for name, tensor in tensors(state).items()}
+    left |= {f"critic {path.name}": path.read_bytes() for path in sorted(state.glob("random_rank*.pt"))}
+    return left | {f"hf_critic/{p.name}": p.read_bytes() for p in sorted((run_dir / "hf_critic").iterdir())}
+
+
+@pytest.mark.parametrize("own_ranks", [False, True], ids=["with the trainer", "on its own ranks"])
+def test_kills_change_no_bit_of_policy_and_critic(tmp_path: Path, inputs: list[str], own_ranks: bool) -> None:
+    runs = Runs(tmp_path, [*inputs, *(OWN_RANKS if own_ranks else [])])
+    whole = everything(runs.finish("undisturbed"))
+    assert any("score" in name and "exp_avg" in name for name in whole) and "hf_critic/config.json" in whole
+    for step in (2, 4):
+        start = runs.start("killed")
+        start.wait_until(lambda start=start, step=step: start.step > step)
+        start.kill()
+    found = everything(runs.finish("killed"))
+    assert differences(found, whole) == []
+    name = next(name for name in whole if name.startswith("critic ") and "score.weight" in name)
+    assert differences({**found, name: found[name] + 1e-6}, whole) == [name], "the comparison notices"
+
+
+def test_a_critic_on_ranks_of_its_own_learns_what_it_learns_with_the_trainer(tmp_path: Path, inputs: list[str]) -> None:
+    """The same rows in the same mini-batches, in other micro-batches: equal up to rounding."""
+    places = {"with": [], "apart": OWN_RANKS, "one": [*OWN_RANKS[:1], "layout.critic.num_ranks=1"]}
+    places["one"].append("layout.reference.colocate_with=critic")
+    found = {}
+    for name, words in places.items():
+        start = Start(tmp_path / name, [*inputs, "max_steps=3", "algorithm.max_len_mask=true", *words])
+        assert start.wait() == ExitCode.DONE, start.text
+        found[name] = metrics(tmp_path / name)
+        assert [row.get("critic/clipfrac") is not None for row in found[name]] == [False, True, True, True]
+    for name in ("apart", "one"):
+        for here, there in zip(found[name], found["with"], strict=True):
+            assert here == pytest.approx(there, rel=2e-3, abs=2e-4)
+    last = found["with"][-1]
+    assert last["critic/values/max"] != 0 and last["critic/grad_norm"] > 0 and last["critic/lr"] == 3e-3
+    assert {"critic/values/mean", "critic/explained_variance", "critic/loss", "critic/error"} <= last.keys()
+    batch = RolloutReader(tmp_path / "apart").batch(3)
+    assert batch.values is not None and batch.returns is not None
+    assert bool((batch.values[~batch.loss_mask] == 0).all()) and batch.values[batch.loss_mask].std() > 0
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "apart" / "hf_critic")
+    assert model.config.num_labels == 1 and model.score.weight.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "words", [["layout=single"], ["layout=disaggregated", *OWN_RANKS, "rollout.max_lag=1"]], ids=str
+)
+def test_only_the_critic_learns_in_its_warm_up(
+    tmp_path: Path, digit_model: Path, inputs: list[str], words: list[str]
+) -> None:
+    more = ["critic.warmup_steps=2", "trainer.lr_schedule=linear", "deterministic=false", *words]
+    for last in (3, 4):
+        start = Start(tmp_path / "run", [*inputs, *more, f"max_steps={last}"])
+        assert start.wait() == ExitCode.DONE, start.text
+    rows = metrics(tmp_path / "run")
+    assert ["actor/lr" in row for row in rows] == [False, False, False, True, True]
+    assert ["critic/lr" in row for row in rows] == [False, True, True, True, True]
+    assert rows[-1]["actor/lr"] < rows[-2]["actor/lr"], "the schedule counts the steps in which the policy learns"
+    trained, base = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "hf", digit_model))
+    assert any(not torch.equal(trained[name], base[name]) for name in base)
+    assert json.loads((tmp_path / "run" / "hf_critic" / "config.json").read_text())["id2label"] == {"0": "LABEL_0"}
