@@ -104,8 +104,8 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
     )
     expected = [
         "algorithm=grop: no such algorithm; there are: cispo, dapo, dr_grpo, grpo, gspo, kimi, lite_ppo, "
-        "raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, sapo, topr; did you mean "
-        "grpo?",
+        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, sapo, topr; did you "
+        "mean grpo?",
         "a=1,2: several values; write a list as key=[a,b], or give -m to run each value",
         "what: expected key=value",
         "--dry-run: unknown option; settings are written key=value, --help shows them",

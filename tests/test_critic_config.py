@@ -55,7 +55,7 @@ def refused(*words: str) -> list[str]:
             "critic.engine: fsdp2 divides 2 ranks into 2 group(s) with the same rows, and the trainer on these ranks "
             "divides them otherwise; give the critic ranks of its own: layout.critic.colocate_with=null layout",
         ),
-        ([PPO, "algorithm.value_clip=0.2"], "algorithm.value_clip: unknown key; here critic.value_clip"),
+        ([PPO, "algorithm.cliprange_value=0.2"], "algorithm.cliprange_value: unknown key; here critic.value_clip"),
         (["algorithm=grpo", "algorithm.lam=0.9"], "algorithm.lam: unknown key; here algorithm.lambd"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -81,7 +81,7 @@ def test_a_run_without_a_critic_has_no_such_ranks() -> None:
     assert RoleLayout.from_config(load([PPO, *OWN])).ranks["critic"] == (3, 4)
     colocated = RoleLayout.from_config(load([PPO]))
     assert colocated.ranks["critic"] == colocated.ranks["trainer"] == (1, 2)
-    assert load(["critic.warmup_steps=0"]).policy_waits == 0
+    assert parse({"critic": {"warmup_steps": 3}}).policy_waits == 0
     assert parse({"algorithm": {"name": "gae"}, "critic": {"warmup_steps": 3}}).policy_waits == 3
 
 

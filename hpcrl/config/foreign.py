@@ -44,7 +44,6 @@ FOREIGN: dict[str, str] = {
     "lam": "algorithm.lambd",
     "gae_lambda": "algorithm.lambd",
     "cliprange_value": "critic.value_clip",
-    "value_clip": "critic.value_clip",
     "critic_warmup": "critic.warmup_steps",
     # Sizes
     "train_batch_size": "rollout.num_prompts",

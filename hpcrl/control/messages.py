@@ -329,10 +329,15 @@ class LoadState(Message):
 
 
 class Export(Message):
-    """Write the model of `role` in HF layout."""
+    """Write the policy in HF layout."""
 
     folder: str
-    role: str = "trainer"
+
+
+class ExportCritic(Message):
+    """Write the critic in HF layout."""
+
+    folder: str
 
 
 Command = (
@@ -371,6 +376,7 @@ Command = (
     | FinishCheck
     | LoadState
     | Export
+    | ExportCritic
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.algorithms.making import make_value_loss
-from hpcrl.control.messages import Done, TrainCritic, Values, Weigh
+from hpcrl.control.messages import Done, ExportCritic, TrainCritic, Values, Weigh
 from hpcrl.engines.train.base import TrainEngine, ValueEngine, check_objective
 from hpcrl.roles.base import Rank
 from hpcrl.roles.trainer import EngineRole
@@ -33,7 +33,12 @@ class CriticRole(EngineRole):
         return engine
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return super().handlers() | {Values: self._values, TrainCritic: self._train, Weigh: self._weigh}
+        return super().handlers() | {
+            Values: self._values,
+            Weigh: self._weigh,
+            TrainCritic: self._train,
+            ExportCritic: self.export,
+        }
 
     def _values(self, command: Values, seq: int) -> Done:
         batch, engine = self._worker.batches[command.batch], self.engine

@@ -1,4 +1,4 @@
-"""A rank's part of checkpoints: the state of all its engines that learn, in one set of files, and exports."""
+"""A rank's part of checkpoints: the state of all its engines that learn, in one set of files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from hpcrl.checkpoint.check import FileCheck
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.checkpoint.writer import Files, Writer
-from hpcrl.control.messages import CheckFiles, Done, Export, FinishCheck, FinishSave, LoadState, SaveState
+from hpcrl.control.messages import CheckFiles, Done, FinishCheck, FinishSave, LoadState, SaveState
 from hpcrl.engines.train.base import TrainEngine
 from hpcrl.metrics.stats import scalar
 from hpcrl.roles.base import Rank
@@ -38,7 +38,6 @@ class Saving:
             CheckFiles: self._check_files,
             FinishCheck: self._finish_check,
             LoadState: self._load,
-            Export: self._export,
         }
 
     def close(self) -> None:
@@ -83,7 +82,3 @@ class Saving:
     def _load(self, command: LoadState, seq: int) -> Done:
         warnings = [text for folder, engine in self._engines() for text in engine.load(Path(command.folder, folder))]
         return Done(seq, texts=warnings)
-
-    def _export(self, command: Export, seq: int) -> Done:
-        cast(Learns, self._worker.roles[command.role]).engine.export_hf(Path(command.folder))
-        return Done(seq)

@@ -17,6 +17,8 @@ from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.control.messages import (
     Advantages,
     Done,
+    Export,
+    ExportCritic,
     LoadRollouts,
     LoadRows,
     Logprobs,
@@ -82,6 +84,10 @@ class EngineRole:
         setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
         return Done(seq)
 
+    def export(self, command: Export | ExportCritic, seq: int) -> Done:
+        self.engine.export_hf(Path(command.folder))
+        return Done(seq)
+
     def _pass_on(self, command: PassOn, seq: int) -> Done:
         batches, field = self._worker.batches, command.field
         given: dict[str, Tensor] = {}
@@ -118,6 +124,7 @@ class TrainerRole(EngineRole):
             Advantages: self._advantages,
             TrainStep: self._train_step,
             WriteRollouts: self._write_rollouts,
+            Export: self.export,
         }
 
     def _load_rows(self, command: LoadRows, seq: int) -> Done:

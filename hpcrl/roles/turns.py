@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from hpcrl.control.messages import Admit, Burst, Export, Logprobs, Pull, TrainCritic, TrainStep, Values
+from hpcrl.control.messages import Admit, Burst, Export, ExportCritic, Logprobs, Pull, TrainCritic, TrainStep, Values
 from hpcrl.roles.base import Role
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import EngineRole
@@ -19,6 +19,7 @@ TURNS: dict[type, str] = {
     Values: "train",
     TrainCritic: "train",
     Export: "train",
+    ExportCritic: "train",
     Pull: "publish",
     Admit: "generate",
     Burst: "generate",

@@ -56,4 +56,4 @@ class Critic:
     def export(self, folder: Path) -> None:
         """Write the critic in HF layout, as transformers' model for token classification with one label."""
         if self.ranks:
-            self._controller.call({rank: messages.Export(str(folder), "critic") for rank in self.ranks})
+            self._controller.call({rank: messages.ExportCritic(str(folder)) for rank in self.ranks})

@@ -254,7 +254,7 @@ def send_tokens(
     (giver, given), (taker, taken) = source, dest
     homes = {sample: rank for rank, samples in batch.rows_of(giver).items() for sample in samples}
     between, heads = moves(homes, batch.rows_of(taker), batch.sizes), {*given.heads, *taken.heads}
-    for part in token_transfers(batch.id, RolloutFabric.NAME, field, taker, between, heads):
+    for part in token_transfers(batch.id, RolloutFabric.NAME, field, between, heads, taker):
         controller.call(part)
     _pass_on(controller, {taker: taken}, batch.id, field)
 

@@ -54,7 +54,7 @@ def hand_overs(
 
 
 def token_transfers(
-    batch: int, group: str, field: str, dest: str, moves: Sequence[Move], ranks: Collection[int]
+    batch: int, group: str, field: str, moves: Sequence[Move], ranks: Collection[int], dest: str = "trainer"
 ) -> Iterator[dict[int, SendTokens]]:
     """The commands that send a token field to the ranks of the role `dest`, part by part, by rank; `ranks`: all ranks
     of both sides."""

@@ -18,32 +18,33 @@ def layout(*words: str) -> RoleLayout:
 
 
 def test_single_is_one_rank_with_every_role() -> None:
-    made = layout("layout=single", "env=scripted", KL)
+    made = layout("layout=single", "env=scripted", "algorithm=ppo", KL)
     assert made.world_size == 1 and set(made.ranks.values()) == {(0,)}
     assert made.roles_of(0) == ("controller", *ROLES)
     assert made.replicas == ((0,),)
 
 
 def test_colocated_is_a_controller_and_two_workers() -> None:
-    made = layout("layout=colocated", "env=scripted", KL)
+    made = layout("layout=colocated", "env=scripted", "algorithm=ppo", KL)
     assert made.world_size == 3
     assert made.roles_of(0) == ("controller",)
     assert made.roles_of(1) == made.roles_of(2) == tuple(ROLES)
     assert made.replicas == ((1,), (2,))
 
 
-def test_disaggregated_is_eight_ranks() -> None:
-    made = layout("layout=disaggregated", "env=scripted", KL)
+def test_disaggregated_is_ten_ranks() -> None:
+    made = layout("layout=disaggregated", "env=scripted", "algorithm=ppo", KL)
     expected = {
         "controller": (0,),
         "trainer": (1, 2),
         "generator": (3, 4),
         "reference": (5,),
-        "reward": (6,),
-        "env": (7,),
+        "critic": (6, 7),
+        "reward": (8,),
+        "env": (9,),
     }
-    assert dict(made.ranks) == expected and made.world_size == 8
-    assert [made.roles_of(rank) for rank in (0, 4, 7)] == [("controller",), ("generator",), ("env",)]
+    assert dict(made.ranks) == expected and made.world_size == 10
+    assert [made.roles_of(rank) for rank in (0, 4, 9)] == [("controller",), ("generator",), ("env",)]
 
 
 def test_roles_that_nobody_needs_take_no_ranks() -> None:

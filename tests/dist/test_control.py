@@ -67,8 +67,12 @@ COMMANDS: list[Any] = [
     m.LoadHeld("runs/a/checkpoints/step_000002", ["held_rank0002.safetensors"], [7 << 24]),
     m.Logprobs(1, "reference", "ref_logprobs", [[0], [1, 2]]),
     m.SendTokens(1, "fabric", "ref_logprobs", [MOVE]),
+    m.SendTokens(1, "fabric", "returns", [MOVE], "critic"),
+    m.Values(1, [[0], [1, 2]]),
+    m.Weigh(1, [(7 << 24, 0.5)]),
     m.Advantages(1),
     m.TrainStep(1, [[0], []], 12.5, 2.0),
+    m.TrainCritic(1, [[0], []], 12.5, 2.0),
     m.DropBatch(1),
     m.Ask("witness", "likelihood", {"batch": 1}),
     m.PassOn(1, "trainer", "ref_logprobs"),
@@ -80,6 +84,7 @@ COMMANDS: list[Any] = [
     m.FinishCheck(10.0),
     m.LoadState("checkpoints/x"),
     m.Export("hf"),
+    m.ExportCritic("hf_critic"),
 ]
 EVENTS: list[Any] = [
     m.Joined("node1", 77),

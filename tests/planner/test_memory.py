@@ -224,7 +224,7 @@ def test_engines_that_take_turns_do_not_add_up() -> None:
     cluster = config.cluster.model_copy(update={"device": "cuda"})
     kind = kinds(config.model_copy(update={"cluster": cluster}), shape_of("Qwen3-235B-A22B"))["trainer+generator"]
     training, generating = kind.total("train"), kind.total("generate", least=True)
-    assert part(kind, "trainer", "optimizer").during == ("train", "update", "reference")
+    assert part(kind, "trainer", "optimizer").during == ("train", "update", "reference", "critic", "critic_update")
     assert generating < part(kind, "generator", "weights").num_bytes * 2
     assert kind.peak(least=True)[1] < training + generating
     assert kind.total("generate", on_host=True) >= part(kind, "trainer", "gradients").num_bytes

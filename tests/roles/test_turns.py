@@ -9,7 +9,18 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import parse
-from hpcrl.control.messages import Admit, Burst, Export, Forget, Logprobs, Pull, Sampling, TrainStep
+from hpcrl.control.messages import (
+    Admit,
+    Burst,
+    Export,
+    Forget,
+    Logprobs,
+    Pull,
+    Sampling,
+    TrainCritic,
+    TrainStep,
+    Values,
+)
 from hpcrl.planner.host import takes_turns
 from hpcrl.roles.turns import Turns
 
@@ -77,6 +88,17 @@ def test_a_generator_with_unfinished_responses_stays_awake() -> None:
     for command in STEP:
         turns.enter(command)
     assert engine.calls == ["offload state", "offload all", "onload", "offload state", "onload"]
+
+
+def test_a_critic_moves_with_the_trainer_and_away_while_weights_are_published() -> None:
+    trainer, critic, generator = Recorder(), Recorder(), Recorder()
+    engines = {"trainer": trainer, "critic": critic, "generator": generator}
+    turns = Turns({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
+    for command in [*STEP[:6], Values(1, []), TrainCritic(1, [], 1.0, 1.0), TrainStep(1, [], 1.0, 1.0), STEP[8]]:
+        turns.enter(command)
+    assert trainer.calls == ["offload state", "offload all", "onload", "offload state"]
+    assert critic.calls == ["offload all", "offload all", "onload", "offload all"]
+    assert generator.calls == ["sleep", "wake"]
 
 
 @pytest.mark.parametrize("role", ["trainer", "generator"])

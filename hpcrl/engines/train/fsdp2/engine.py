@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.grid import Grid
 from hpcrl.engines.train.fsdp2.lora import Adapters
-from hpcrl.engines.train.fsdp2.model import PackedCausalLM, empty_model, read_model, write_model
+from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.sharding import agreed, shard
@@ -58,15 +58,6 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         replay=trainable and routes_of(config, model_path) is not None,
         seed=config.seed,
     )
-
-
-class _Inputs(NamedTuple):
-    """The first arguments of PackedCausalLM.forward."""
-
-    token_ids: Tensor
-    positions: Tensor
-    layout: PackedLayout | None
-    before: Tensor
 
 
 class FSDP2Engine:
@@ -229,7 +220,7 @@ class FSDP2Engine:
         logprobs, entropies = self.model(*inputs, targets, temperature, entropy)
         return spread(logprobs, places, batch), None if entropies is None else spread(entropies, places, batch)
 
-    def _inputs(self, batch: Batch) -> tuple[_Inputs, Tensor]:
+    def _inputs(self, batch: Batch) -> tuple[Inputs, Tensor]:
         """What the model gets, and the tokens (int64 [N]) whose predecessors are in it.
 
         Without masked tokens or rows, one token with weight zero is predicted, so that every parameter is in the graph:
@@ -247,7 +238,7 @@ class FSDP2Engine:
             layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
         if self.replay is not None:
             self.replay.replay_of(batch, None if layout is None else layout.kept)
-        return _Inputs(token_ids, positions, layout, before), places
+        return Inputs(token_ids, positions, layout, before), places
 
     def _outputs(self, batch: Batch, objective: Objective) -> Outputs:
         gradient = "entropy" in objective.outputs

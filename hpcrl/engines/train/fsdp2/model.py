@@ -75,6 +75,15 @@ class Kind(NamedTuple):
 CAUSAL = Kind()
 
 
+class Inputs(NamedTuple):
+    """The first arguments of PackedCausalLM.forward."""
+
+    token_ids: Tensor
+    positions: Tensor
+    layout: PackedLayout | None
+    before: Tensor
+
+
 class PackedCausalLM(nn.Module):
     """Wraps a transformers model so that its parameters are only used inside one forward, where FSDP gathers them.
 
