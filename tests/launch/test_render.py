@@ -150,7 +150,10 @@ def made() -> dict[str, str]:
 
 
 def test_there_is_a_script_for_every_recipe() -> None:
-    rlvr = {f"rlvr_{name}" for name in ("tiny", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated", "vl_7b")}
+    rlvr = {
+        f"rlvr_{name}"
+        for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated", "vl_7b")
+    }
     assert rlvr | {"agentic_sokoban", "agentic_frozenlake", "agentic_webshop", "convert"} == RECIPES
 
 
