@@ -435,6 +435,7 @@ def _model(config: Config) -> Iterator[Problem]:
         )
         yield Problem((*at, "hidden_size"), text, ((*at, "num_heads"),))
     yield from check_family(config, tiny.architecture, (*at, "architecture"))
+    yield from check_trainable(config, {"model_type": tiny.architecture}, (*at, "architecture"))
     yield from check_length(config, tiny.max_position_embeddings, "model.tiny.max_position_embeddings")
 
 
@@ -467,6 +468,27 @@ def check_family(
     able = " or ".join(other for other, spec in GEN_ENGINES.items() if spec.offered and not spec.families)
     text = f"{dotted(path)}: the {name} generator {wrong}; generator.engine={able} runs what that library supports"
     yield Problem(path, text, (("generator", "engine"), ("model",)))
+
+
+def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+    """Whether the training engine, if the run needs one, can train the model of this config.json; `path`: the key of
+    the model."""
+    name = config.trainer.engine
+    pipeline, spec = config.pipeline_spec, TRAIN_ENGINES[name]
+    # A pipeline that is not built is planned, for models that no engine may train yet.
+    if not (pipeline.learns and pipeline.built) or config.debug == "fake":
+        return
+    own = None if spec.section is None else config.trainer.section(spec.section)
+    if lacking := list(spec.unsupported(own, model)):
+        default = {other: spec.section() if spec.section else None for other, spec in TRAIN_ENGINES.items()}
+        able = [
+            other
+            for other, spec in TRAIN_ENGINES.items()
+            if spec.offered and other != name and not list(spec.unsupported(default[other], model))
+        ]
+        way_out = f"; use trainer.engine={' or '.join(able)}" if able else ""
+        involved = (("trainer", "engine"), ("trainer", name), ("model",))
+        yield Problem(path, f"{dotted(path)}: the {name} trainer {' and '.join(lacking)}{way_out}", involved)
 
 
 def _abilities(config: Config) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
-from hpcrl.config.checks import check_built, check_family, check_length
+from hpcrl.config.checks import check_built, check_family, check_length, check_trainable
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
 from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, inspect_model
@@ -115,6 +115,7 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
+        reading.add(list(check_trainable(config, model.config, ("model", "path"))))
     if model.max_positions is not None:
         reading.add(list(check_length(config, model.max_positions, f"max_position_embeddings of {model.path}")))
     return model

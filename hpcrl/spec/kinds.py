@@ -138,6 +138,9 @@ class TrainEngineSpec(Spec):
     DivisionError if the configuration does not allow this number of ranks."""
     plan: str = ""
     """`module:NAME` of its TrainPlan (hpcrl.planner.trainer); empty: its memory is not known."""
+    unsupported: Callable[[Any, Mapping[str, Any]], Iterable[str]] = lambda section, model: ()
+    """`unsupported(section, config.json)`: why it cannot train this model with these keys of its own, each continuing
+    "the NAME trainer ...". Told before anything starts, with the engines that can."""
     whole: Callable[[Any, int], bool] = lambda config, num_ranks: False
     """Whether its engine on this many ranks has plain parameters that a generator in the same process can share
     (hpcrl.engines.train.base.LocalWeights)."""

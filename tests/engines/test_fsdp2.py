@@ -7,7 +7,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -257,20 +256,6 @@ def test_dynamic_rotary_embeddings_take_the_length_of_each_sequence(
     for _ in range(2):
         assert (trainer.logprobs(batch, ONE, TEMPERATURE) - want).abs().max() < 1e-5
         assert worst_difference(gradients_of(trainer, batch, ONE, batch), gradients) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("settings", "types"),
-    [
-        ({}, {"default"}),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"dynamic"}),
-        ({"rope_scaling": {"type": "longrope"}}, {"longrope"}),
-        ({"rope_parameters": None, "rope_scaling": None}, {"default"}),
-        ({"rope_parameters": {"full": {"rope_type": "yarn"}, "local": {"rope_type": "dynamic"}}}, {"yarn", "dynamic"}),
-    ],
-)
-def test_kinds_of_rotary_embedding(settings: dict[str, Any], types: set[str]) -> None:
-    assert model.rope_types(SimpleNamespace(**settings)) - {"default"} == types - {"default"}
 
 
 def test_an_objective_that_compares_rows_needs_packing(folders: dict[str, Path], world_of_one: None) -> None:

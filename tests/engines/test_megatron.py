@@ -70,9 +70,9 @@ def write(engine: MegatronEngine, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "changes", "error"),
     [
-        ("gemma2", {}, "trainer.engine=megatron trains qwen2, .*, mistral, not gemma2; fsdp2"),
-        ("llama", {"attention_bias": True}, "no biases of attention_bias or mlp_bias; fsdp2 has"),
-        ("llama", {"rope_parameters": ROPE}, r"no rope_type=dynamic \(default, linear, llama3 it has\)"),
+        ("gemma2", {}, "the megatron trainer trains qwen2, .*, mistral, not gemma2; use trainer.engine=fsdp2"),
+        ("llama", {"attention_bias": True}, "has no attention_bias=true"),
+        ("llama", {"rope_parameters": ROPE}, "has no rope_type=dynamic, only default, linear, llama3"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.spec.rope import rope_type, ropes
+
 
 @dataclass(frozen=True)
 class Family:
@@ -45,15 +47,15 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     """The features in a config.json of one of FAMILIES that the engine would compute wrongly. longest: tokens of the
     longest sequence, as far as it is known."""
     family = FAMILIES[model["model_type"]]
-    ropes = _ropes(model)
-    for rope in ropes:
-        kind = "longrope" if rope.get("long_factor") else rope.get("rope_type", rope.get("type", "default"))
+    sections = ropes(model)
+    for rope in sections:
+        kind = rope_type(rope)
         limit = rope.get("original_max_position_embeddings", model.get("original_max_position_embeddings"))
         if kind not in ("default", *FIXED_ROPE):
             yield f"rope type {kind!r}"
         if kind == "longrope" and isinstance(limit, int) and longest > limit:
             yield f"rope type {kind!r} in sequences of {longest} tokens, beyond the original {limit},"
-    factors = [section.get("partial_rotary_factor") for section in (*ropes, model)]
+    factors = [section.get("partial_rotary_factor") for section in (*sections, model)]
     if not family.partly_rotated:
         yield from (f"partial_rotary_factor {factor!r}" for factor in factors if factor not in (None, 1.0))
     kinds = model.get("layer_types")
@@ -66,11 +68,3 @@ def unsupported(model: Mapping[str, Any], longest: int = 0) -> Iterator[str]:
     for name in ("mlp_bias", "use_bidirectional_attention", "quantization_config"):
         if model.get(name):
             yield name
-
-
-def _ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parameters of each kind of rotary embedding, under the key of either version of transformers."""
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        return []
-    return [section for section in rope.values() if isinstance(section, Mapping)] or [rope]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
+from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.problems import Problem
@@ -86,6 +87,11 @@ def _check(config: Any) -> Iterator[Problem]:
     yield from _check_options(zero, GIVEN_OF_ZERO, "zero_optimization.")
 
 
+def _lacking(own: DeepSpeedConfig, model: Mapping[str, Any]) -> Iterator[str]:
+    if own.packing == "require" and (why := unpackable(model)):
+        yield f"cannot pack it ({why}), which trainer.deepspeed.packing=require needs"
+
+
 def _check_options(options: dict[str, Any], given: dict[str, str], section: str) -> Iterator[Problem]:
     for name in sorted(options.keys() & given.keys()):
         how = f"set {given[name]} instead" if given[name] else "leave it out"
@@ -97,6 +103,7 @@ SPEC = TrainEngineSpec(
     make="hpcrl.engines.train.deepspeed.engine:make",
     section=DeepSpeedConfig,
     check=_check,
+    unsupported=_lacking,
     plan="hpcrl.engines.train.deepspeed.memory:PLAN",
     needs={"deepspeed": "deepspeed"},
     tested={"deepspeed": "0.19"},

@@ -27,8 +27,10 @@ from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
 from hpcrl.engines.train.fsdp2.lora import Adapters
+from hpcrl.engines.train.fsdp2.spec import unpackable
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.files import new_folder
+from hpcrl.spec.rope import rope_types
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -48,18 +50,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Kinds of rotary embedding (rope_type) that change above some length: dynamic NTK, and LongRoPE of Phi-3 (arXiv
-2402.13753). transformers takes the length of the whole forward, so a short sequence packed with a long one is rotated
-like the long one. The probe's short sequences do not detect it. Both train exactly one sequence at a time."""
-
-
-def rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding in a transformers config, of all kinds of layers."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    sections = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {str(section.get("rope_type", section.get("type", "default"))) for section in sections}
 
 
 class Kind(NamedTuple):
@@ -97,7 +87,7 @@ class PackedCausalLM(nn.Module):
         self.hf, self.matrices = hf, matrices
         self.head = Head.from_config(hf.config)
         self.chunk_tokens = chunk_tokens
-        dynamic = "dynamic" in rope_types(hf.config)
+        dynamic = "dynamic" in rope_types(hf.config.to_dict())
         self._dynamic_rotary = [m for m in hf.modules() if dynamic and hasattr(m, "max_seq_len_cached")]
         # The model's own attention. SDPA has no soft-capping, and transformers' SDPA would silently omit it.
         self.own_attention = (
@@ -123,10 +113,7 @@ class PackedCausalLM(nn.Module):
         parameters = inspect.signature(self.hf.base_model.forward).parameters
         if "position_ids" not in parameters or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             return "its forward takes no position_ids or no layout of the sequences"
-        rope = rope_types(self.hf.config) & LENGTH_DEPENDENT_ROPE
-        if rope:
-            return f"rope_type={min(rope)} rotates by the length of the longest sequence in a forward"
-        return ""
+        return unpackable(self.hf.config.to_dict())
 
     def checkpoint_activations(self, engine: str) -> None:
         """Keep only the inputs of the layers and recompute the rest in the backward pass. ValueError for a model

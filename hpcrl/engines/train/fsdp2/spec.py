@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.problems import Problem
+from hpcrl.spec.rope import LENGTH_DEPENDENT, rope_types
 
 AT = ("trainer", "fsdp2")
 
@@ -85,6 +86,23 @@ def indivisible_heads(own: FSDP2Config, num_heads: int, num_kv_heads: int) -> It
         yield problem("context_parallel", text, "tensor_parallel")
 
 
+def unpackable(model: Mapping[str, Any]) -> str:
+    """Why sequences of the model of this config.json cannot be packed; empty if trying it must tell.
+
+    transformers rotates by the length of the whole forward, so that a short sequence packed with a long one would be
+    rotated like the long one, which the probe's short sequences do not detect."""
+    rope = rope_types(model).intersection(LENGTH_DEPENDENT)
+    return f"rope_type={min(rope)} rotates by the length of the longest sequence in a forward" if rope else ""
+
+
+def lacking(own: FSDP2Config, model: Mapping[str, Any]) -> Iterator[str]:
+    """See TrainEngineSpec.unsupported."""
+    wanted = [f"{key}={getattr(own, key)}" for key in ("tensor_parallel", "context_parallel") if getattr(own, key) > 1]
+    wanted += ["packing=require"] if own.packing == "require" else []
+    if wanted and (why := unpackable(model)):
+        yield f"cannot pack it ({why}), which trainer.fsdp2.{' '.join(wanted)} needs"
+
+
 def is_whole(config: Any, num_ranks: int) -> bool:
     """Whether a single rank has plain parameters (FSDP2Engine.sharded is False)."""
     own = config.trainer.section(FSDP2Config)
@@ -120,6 +138,7 @@ SPEC = TrainEngineSpec(
         "context_parallel",
     ),
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
+    unsupported=lacking,
     whole=is_whole,
     computes=frozenset({"entropy"}),
     deterministic=True,

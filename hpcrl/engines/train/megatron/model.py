@@ -26,15 +26,14 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hpcrl.engines.train.megatron.attention import PackedAttention, RMSNorm
+from hpcrl.engines.train.megatron.families import attention_kinds, lacking
 from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
-from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers, untrained
+from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
 
 _INITIALIZED: list[Any] = []
 """The default group and the sizes of Megatron's process groups in this process."""
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Kinds of rotary embedding whose frequencies do not depend on the sequence, and that scale nothing else."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,16 @@ def describe(folder: Path) -> Description:
         raise ValueError(
             f"model.path {folder}: config.json describes no model: {' '.join(str(error).split())}"
         ) from error
-    if text := untrained(shape):
-        raise ValueError(f"model.path {folder}: trainer.engine={text}")
+    if problems := list(lacking(None, content)):
+        raise ValueError(f"model.path {folder}: the megatron trainer {problems[0]}; use trainer.engine=fsdp2")
     rope = getattr(hf, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"model.path {folder}: trainer.engine=megatron has no rope_type={kind} ({', '.join(ROPE_TYPES)} it has); "
-            "use trainer.engine=fsdp2"
-        )
     if kind == "default":
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
         frequencies = 1.0 / (rope.get("rope_theta", 10000.0) ** exponents)
     else:
         frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
-    kinds = set(getattr(hf, "layer_types", None) or ())
-    window = getattr(hf, "sliding_window", None) if shape.family == "mistral" or "sliding_attention" in kinds else None
-    if len(kinds) > 1:
-        raise ValueError(
-            f"model.path {folder}: trainer.engine=megatron has no layers of {len(kinds)} kinds of attention "
-            f"({', '.join(sorted(kinds))}); use trainer.engine=fsdp2"
-        )
+    window = getattr(hf, "sliding_window", None) if attention_kinds(content) == {"sliding_attention"} else None
     normalised = bool(getattr(hf, "norm_topk_prob", True))
     return Description(content, shape, float(hf.rms_norm_eps), frequencies, window, normalised)
 

@@ -19,9 +19,6 @@ from hpcrl.planner.shapes import ModelShape
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this on each tensor parallel rank."""
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-"""The values of model_type that the engine trains."""
-
 StageLayers = tuple[tuple[int, ...], ...]
 """The layers of a stage, chunk by chunk."""
 
@@ -70,7 +67,7 @@ def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
     """Problems of the trainer's sizes with the model or the ranks."""
     megatron, ranks = own(config), len(layout.ranks["trainer"])
     # A layout refuses what does not divide, unless debug=fake replaces the engine.
-    problems = [*_model(shape), *indivisible(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
+    problems = [*indivisible(megatron, ranks), *_tensors(megatron, shape), *_experts(megatron, shape)]
     problems += _stages(megatron, shape)
     return problems or list(_samples(config, Degrees.of(megatron, ranks)))
 
@@ -78,21 +75,6 @@ def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[P
 def own(config: Config) -> MegatronConfig:
     """The section trainer.megatron."""
     return config.trainer.section(MegatronConfig)
-
-
-def untrained(shape: ModelShape) -> str:
-    """Why the engine does not train a model; empty if it does, as far as its sizes tell."""
-    if shape.family not in FAMILIES:
-        return f"megatron trains {', '.join(FAMILIES)}, not {shape.family}; fsdp2 trains any decoder of transformers"
-    if shape.out_bias or shape.mlp_bias:
-        return "megatron has no biases of attention_bias or mlp_bias; fsdp2 has"
-    return ""
-
-
-def _model(shape: ModelShape) -> Iterator[Problem]:
-    # A model with images is planned: its pipeline is refused by itself.
-    if shape.family != "qwen2_5_vl" and (text := untrained(shape)):
-        yield Problem(("trainer", "engine"), f"trainer.engine: {text}", (("model",),))
 
 
 def _tensors(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:

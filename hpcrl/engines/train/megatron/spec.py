@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from hpcrl.engines.train.megatron.families import lacking
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec
@@ -94,6 +95,7 @@ SPEC = TrainEngineSpec(
     section=MegatronConfig,
     division=divide,
     make="hpcrl.engines.train.megatron.engine:make",
+    unsupported=lacking,
     plan="hpcrl.engines.train.megatron.memory:PLAN",
     needs={"megatron.core": "megatron"},
     tested={"megatron.core": "0.16."},

@@ -1,0 +1,27 @@
+"""Kinds of rotary embedding (rope_type) that a config.json names, under the key of either version of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds that change above some length: dynamic NTK, and LongRoPE of Phi-3 (arXiv 2402.13753)."""
+
+
+def ropes(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parameters of each kind of layers' rotary embedding; empty: the default."""
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return []
+    return [section for section in rope.values() if isinstance(section, Mapping)] or [rope]
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """The kind of one of ropes()."""
+    return "longrope" if rope.get("long_factor") else str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def rope_types(model: Mapping[str, Any]) -> set[str]:
+    """The kinds of all layers."""
+    return {rope_type(rope) for rope in ropes(model)} or {"default"}
