@@ -24,7 +24,7 @@ from hpcrl.convert.checkpoints import METADATA
 from hpcrl.convert.sources import ModelWeights, TensorSource
 from hpcrl.convert.streaming import OutFile, Slot, copy_small_files
 from hpcrl.convert.weight_files import CODES, INDEX, SINGLE, header
-from hpcrl.engines.train.dcp import ALIGNMENT, frame
+from hpcrl.engines.train.dcp import ALIGNMENT, frame, shard_name
 from hpcrl.engines.train.megatron.names import Entry
 
 FORMAT = {
@@ -103,14 +103,14 @@ def megatron_files(source: ModelWeights, dtypes: Mapping[str, torch.dtype], most
         for first in range(0, entry.shape[0], count):
             shape = (min(count, entry.shape[0] - first), *entry.shape[1:])
             if slots and at + shape[0] * row_bytes > most_bytes:
-                files.append(OutFile(f"__{len(files)}_0.distcp", at, tuple(known), tuple(slots)))
+                files.append(OutFile(shard_name(len(files)), at, tuple(known), tuple(slots)))
                 known, slots, at = [], [], 0
             head, tail = frames((*leading, *shape), dtype)
             end = at + len(head) + shape[0] * row_bytes
             known += [(at, head), (end, tail)]
             slots.append(Slot(name, at + len(head), shape, _text(dtype), first))
             at = -(-(end + len(tail)) // ALIGNMENT) * ALIGNMENT
-    files.append(OutFile(f"__{len(files)}_0.distcp", at, tuple(known), tuple(slots)))
+    files.append(OutFile(shard_name(len(files)), at, tuple(known), tuple(slots)))
     return files
 
 

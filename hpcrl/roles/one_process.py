@@ -22,12 +22,12 @@ class OneProcess:
     """
 
     def __init__(self, generator: GenEngine, trainer: TrainEngine, shared: bool):
-        assert isinstance(trainer, LocalWeights) and not trainer.sharded, "the specification says that it is whole"
-        self._generator, self._trainer, self._local = generator, trainer, trainer
+        self._generator, self._trainer, self._local = generator, trainer, cast(LocalWeights, trainer)
+        assert not self._local.sharded, "the specification says that it is whole"
         self._shared, self._loaded_at = shared, -1
         if shared:
             assert isinstance(generator, SharesWeights), "the specification says that it shares"
-            trainer.adopt(generator.share_weights())
+            self._local.adopt(generator.share_weights())
 
     @classmethod
     def of(cls, rank: Rank, generator: GenEngine) -> OneProcess | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -78,8 +78,7 @@ class EngineRole:
         batch = self._worker.batches[command.batch]
         compute = self.engine.logprobs
         if command.role != self.name:  # the reference, which is the trainer's model without adapters
-            assert isinstance(self.engine, Adapts), "the specification says that it has adapters"
-            compute = self.engine.reference_logprobs
+            compute = cast(Adapts, self.engine).reference_logprobs  # its specification says that it has adapters
         values = compute(batch, command.micro_batches, self._algorithm.objective.temperature)
         setattr(batch, command.into, self._ranks.outputs(values, batch.num_tokens))
         return Done(seq)

@@ -86,7 +86,6 @@ class TrainEngine(Protocol):
         """Facts for the log: parameters, dtype, packing, ranks."""
 
 
-@runtime_checkable
 class LocalWeights(Protocol):
     """An engine whose only rank has every parameter as one plain tensor, which a generator in its process can read
     and even share. Other engines lack these methods or are `sharded`."""
@@ -101,7 +100,6 @@ class LocalWeights(Protocol):
         these are the parameters from now on."""
 
 
-@runtime_checkable
 class Adapts(Protocol):
     """A training engine with adapters beside frozen weights (trainer.lora), which are those of the reference policy."""
 
@@ -118,6 +116,14 @@ class ValueEngine(Protocol):
         """float32 [T] on the batch's device: at tokens of loss_mask in the rows of micro_batches the value of the state
         before the token, 0 elsewhere. Ranks that hold no outputs may return None. Collective over the engine's ranks.
         No gradients."""
+
+
+def check_micro_batches(micro_batches: MicroBatches, num_rows: int) -> list[int]:
+    """Their rows in order. ValueError if one of them is twice there, or none of num_rows."""
+    rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
+    if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
+        raise ValueError(f"micro-batches must hold rows below {num_rows}, each once, got {rows[:8]}...")
+    return rows
 
 
 def check_objective(engine: TrainEngine, objective: Objective) -> None:

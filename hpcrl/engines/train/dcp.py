@@ -1,20 +1,97 @@
-"""What all engines' checkpoints share: the frame of a tensor in a file of torch.distributed.checkpoint, and the random
-state of a rank."""
+"""What all engines' checkpoints share: how a folder is restored, the frame of a tensor in a file of
+torch.distributed.checkpoint, and the random state of a rank."""
 
 from __future__ import annotations
 
 import io
+import json
+import pickle
 import random
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import CheckpointException
 from torch.serialization import skip_data
+
+from hpcrl.engines.train.agreement import agreed
+
+T = TypeVar("T")
 
 FACTS = "trainer.json"
 ALIGNMENT = 64  # of slices in the file, as torch.save aligns tensors
+DAMAGE = (OSError, EOFError, RuntimeError, LookupError, TypeError, json.JSONDecodeError, pickle.UnpicklingError)
+"""What readers raise for a file that is missing, cut off or of another kind."""
+
+
+class Base(NamedTuple):
+    """The frozen weights to which saved adapters belong."""
+
+    path: str
+    fingerprint: str
+
+
+def shard_name(rank: int) -> str:
+    """The file of a rank's tensors."""
+    return f"__{rank}_0.distcp"
+
+
+def facts(optimizer_step: int, base: Base | None = None) -> bytes:
+    """The content of FACTS."""
+    found = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
+    return json.dumps(found | ({"base": base._asdict()} if base is not None else {})).encode() + b"\n"
+
+
+def restore(folder: Path, load_tensors: Callable[[], None], base: Base | None = None) -> tuple[int, list[str]]:
+    """(optimizer step, warnings) after load_tensors() has restored the tensors of a checkpoint, written by any number
+    of ranks. Collective. ValueError on every rank if the folder is not a trainer's checkpoint, is damaged, or has
+    adapters of another base than this one."""
+    stored = agreed(lambda: readable(folder, lambda: _facts(folder, base)))
+    agreed(lambda: readable(folder, load_tensors))
+    step, num_ranks = stored["optimizer_step"], stored["num_ranks"]
+    if num_ranks != dist.get_world_size():
+        return step, [
+            f"checkpoint {folder} was written by {num_ranks} trainer ranks, now there are {dist.get_world_size()}: "
+            "weights and optimizer are resharded, random state is not restored"
+        ]
+    file = folder / f"random_rank{dist.get_rank()}.pt"
+    agreed(lambda: readable(folder, lambda: set_random_state(torch.load(file, weights_only=True))))
+    return step, []
+
+
+def _facts(folder: Path, base: Base | None) -> dict[str, Any]:
+    if not (folder / FACTS).is_file():
+        raise ValueError(f"checkpoint {folder}: no {FACTS}; this is not a trainer's checkpoint")
+    stored = json.loads((folder / FACTS).read_text())
+    saved = Base(**stored["base"]) if "base" in stored else None
+    if (saved and saved.fingerprint) != (base and base.fingerprint):
+        raise ValueError(f"checkpoint {folder} has {_contents(saved)}, and this run trains {_contents(base)}")
+    return {"optimizer_step": int(stored["optimizer_step"]), "num_ranks": int(stored["num_ranks"])}
+
+
+def _contents(base: Base | None) -> str:
+    if base is None:
+        return "whole models (trainer.lora.rank=0)"
+    return f"adapters of {base.path} with the weights {base.fingerprint}"
+
+
+def readable(folder: Path, read: Callable[[], T]) -> T:
+    """What read() returns; ValueError in one line if a file of the folder cannot be read."""
+    try:
+        return read()
+    except CheckpointException as error:  # no Exception, and its text is a traceback of each rank
+        cause, _ = next(iter(error.failures.values()))
+        raise ValueError(f"checkpoint {folder} cannot be read: {_line(cause)}") from error
+    except DAMAGE as error:
+        raise ValueError(f"checkpoint {folder} cannot be read: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def random_state() -> dict[str, Any]:

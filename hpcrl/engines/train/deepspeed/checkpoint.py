@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 
 from hpcrl.checkpoint.writer import Files
+from hpcrl.engines.train.agreement import agreed
+from hpcrl.engines.train.dcp import readable, restore
 from hpcrl.engines.train.deepspeed.zero import MOMENTS, set_state, shape_of, state_of
-from hpcrl.engines.train.fsdp2.checkpoint import Layout, restore
-from hpcrl.engines.train.fsdp2.sharding import agreed
+from hpcrl.engines.train.fsdp2.checkpoint import Layout
 
 
 class ZeroCheckpoints:
@@ -27,8 +27,9 @@ class ZeroCheckpoints:
         self._optimizer = optimizer
         self._layout: Layout | None = None
 
-    def take(self, optimizer_step: int) -> Files:
-        """The files of this rank, valid until the next call. Collective."""
+    def take(self, optimizer_step: int, copy: bool = True) -> Files:
+        """The files of this rank, copies in any case, valid until the next call. Collective. OSError on every rank if
+        any rank lacks memory for the first one."""
         if self._layout is None:
             self._layout = Layout(copies=True)
             self._layout.lay_out({name: torch.empty(shape) for name, shape in self._mine()})
@@ -43,22 +44,14 @@ class ZeroCheckpoints:
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """(optimizer step, warnings). Collective. Each rank reads the tensors that it would write and sends them to the
         others. ValueError on every rank if one cannot."""
-        step, warned = restore(folder, lambda: self._load(folder))
+        step, warned = restore(folder, lambda: self._load_tensors(folder))
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
         return step, warned
 
-    def _load(self, folder: Path) -> None:
+    def _load_tensors(self, folder: Path) -> None:
         mine = {name: torch.empty(shape) for name, shape in self._mine()}
-
-        def read() -> None:
-            try:
-                dcp.load(mine, checkpoint_id=folder, no_dist=True)
-            except CheckpointException as error:
-                cause, _ = next(iter(error.failures.values()))
-                raise ValueError(f"checkpoint {folder} cannot be read: {cause}") from error
-
-        agreed(read)
+        agreed(lambda: readable(folder, lambda: dcp.load(mine, checkpoint_id=folder, no_dist=True)))
         owners = self._owners()
         for name, parameter in self._parameters.items():
             for key in ("", *MOMENTS):

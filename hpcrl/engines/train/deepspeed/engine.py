@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.train.deepspeed import zero
 from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
@@ -52,7 +51,6 @@ class ZeroEngine(FSDP2Engine):
         self.zero = zero or DeepSpeedConfig()
         shared = {key: getattr(self.zero, key) for key in ("packing", "attention", "activation_checkpointing")}
         super().__init__(config, model_path, own=FSDP2Config(**shared), **others)
-        self._checkpoints = ZeroCheckpoints(self.module, self.optimizer) if self.optimizer is not None else None
 
     # ---- building
 
@@ -93,6 +91,9 @@ class ZeroEngine(FSDP2Engine):
     def _make_optimizer(self) -> torch.optim.AdamW:
         assert self._adamw is not None
         return self._adamw
+
+    def _make_snapshots(self) -> ZeroCheckpoints | None:
+        return ZeroCheckpoints(self.module, self.optimizer) if self.optimizer is not None else None
 
     def _reshard(self) -> None:
         """DeepSpeed frees gathered parameters itself."""
@@ -146,19 +147,6 @@ class ZeroEngine(FSDP2Engine):
     def _move(self, device: torch.device, weights: bool) -> None:
         """Nothing moves: see the specification."""
 
-    def snapshot(self, copy: bool = True) -> Files:
-        """See TrainEngine. The files are copies in any case. OSError on every rank if any rank lacks memory for the
-        first one."""
-        assert self._checkpoints is not None, "the engine was built with trainable=False"
-        return self._checkpoints.take(self.optimizer_step)
-
-    def load(self, folder: Path) -> list[str]:
-        """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""
-        assert self._checkpoints is not None, "the engine was built with trainable=False"
-        self.optimizer_step, warned = self._checkpoints.load(Path(folder))
-        return warned
-
-    def config_summary(self) -> dict[str, Any]:
-        """See TrainEngine."""
+    def _split_summary(self) -> dict[str, Any]:
         offloaded = [what for what in ("optimizer", "parameters") if getattr(self.zero, f"offload_{what}") != "none"]
-        return super().config_summary() | {"zero_stage": self.zero.zero_stage, "on_host": ", ".join(offloaded)}
+        return {"zero_stage": self.zero.zero_stage, "on_host": ", ".join(offloaded)}

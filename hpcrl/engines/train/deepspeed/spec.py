@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hpcrl.engines.train.fsdp2.spec import unpackable
+from hpcrl.engines.train.fsdp2.spec import check_attention, unpackable
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.problems import Problem
@@ -65,7 +65,7 @@ def _problem(key: str, text: str) -> Problem:
 
 
 def _check(config: Any) -> Iterator[Problem]:
-    own, trainer = config.trainer.section(DeepSpeedConfig), config.trainer
+    own = config.trainer.section(DeepSpeedConfig)
     if own.offload_parameters != "none" and own.zero_stage < 3:
         yield _problem(
             "offload_parameters", f"ZeRO-{own.zero_stage} does not divide parameters; set zero_stage=3 or none"
@@ -73,9 +73,7 @@ def _check(config: Any) -> Iterator[Problem]:
     if config.layout.offload == "always":
         text = "the state of the deepspeed trainer stays where it is; use auto, and trainer.deepspeed.offload_optimizer"
         yield Problem(("layout", "offload"), f"layout.offload: {text}", (AT,))
-    fits = trainer.param_dtype != "float32" and own.packing != "off" and config.cluster.device != "cpu"
-    if own.attention == "flash" and not fits:
-        yield _problem("attention", "flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto")
+    yield from check_attention(config, own, AT)
     yield from _check_options(own.options, GIVEN, "")
     zero = own.options.get("zero_optimization", {})
     if not isinstance(zero, dict):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
-from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, frame, random_state, set_random_state
+from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, Base, facts, frame, random_state, restore, shard_name
 from hpcrl.engines.train.fsdp2.weights import local
 from hpcrl.spec.lora import is_adapter
 
@@ -54,13 +53,6 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: W
         for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
             tensors[f"optimizer.state.{name}.{key}"] = whole(name, value)
     return tensors
-
-
-class Base(NamedTuple):
-    """The frozen weights to which saved adapters belong."""
-
-    path: str
-    fingerprint: str
 
 
 class Snapshots:
@@ -90,6 +82,17 @@ class Snapshots:
             place.copy_(local(tensors[name]))
         pieces = None if copy else Pieces(self._layout.size, self._layout.pieces(tensors))
         return self._layout.files(optimizer_step, pieces, self._base)
+
+    def load(self, folder: Path) -> tuple[int, list[str]]:
+        """(optimizer step, warnings) after restoring a checkpoint in place, on any number of ranks. Collective.
+
+        ValueError on every rank if the folder holds no trainer checkpoint, or adapters of another base than this one.
+        """
+
+        def load_tensors() -> None:
+            dcp.load(_tensors(self._model, self._optimizer, self._whole), checkpoint_id=folder)
+
+        return restore(folder, load_tensors, self._base)
 
     def _lay_out(self, tensors: dict[str, Tensor], copies: bool) -> None:
         self._layout = Layout(copies)
@@ -126,12 +129,9 @@ class Layout(StorageWriter):
         if self.size:
             shard = pieces or self.shard
             assert shard is not None, "a layout for copies has their memory"
-            files[_shard_name()] = shard
+            files[shard_name(dist.get_rank())] = shard
         if dist.get_rank() == 0:
-            facts: dict[str, Any] = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
-            if base is not None:
-                facts["base"] = base._asdict()
-            files |= {".metadata": self.metadata, FACTS: json.dumps(facts).encode() + b"\n"}
+            files |= {".metadata": self.metadata, FACTS: facts(optimizer_step, base)}
         return files
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
@@ -179,7 +179,7 @@ class Layout(StorageWriter):
                 whole = torch.frombuffer(self.shard.buffer, dtype=torch.uint8)
                 self.places[index.fqn] = whole[start:end].view(value.dtype).view(value.shape)
             length = end + len(tail) - offset
-            results.append(WriteResult(index, length, _StorageInfo(_shard_name(), offset, length)))
+            results.append(WriteResult(index, length, _StorageInfo(shard_name(dist.get_rank()), offset, length)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -188,41 +188,3 @@ class Layout(StorageWriter):
         """Keep the metadata of every slice of every rank's file. Called on rank 0."""
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         self.metadata = pickle.dumps(metadata)
-
-
-def _shard_name() -> str:
-    return f"__{dist.get_rank()}_0.distcp"
-
-
-def load(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: Whole, base: Base | None = None
-) -> tuple[int, list[str]]:
-    """(optimizer step, warnings) after restoring a checkpoint, on any number of ranks. Collective.
-
-    ValueError if the folder holds no trainer checkpoint, or adapters of another base than this one.
-    """
-    return restore(folder, lambda: dcp.load(_tensors(model, optimizer, whole), checkpoint_id=folder), base)  # in place
-
-
-def restore(folder: Path, load_tensors: Callable[[], None], base: Base | None = None) -> tuple[int, list[str]]:
-    """The same with the function that loads the tensors."""
-    if not (folder / FACTS).is_file():
-        raise ValueError(f"checkpoint {folder}: no {FACTS}; this is not a trainer's checkpoint")
-    facts = json.loads((folder / FACTS).read_text())
-    saved = Base(**facts["base"]) if "base" in facts else None
-    if (saved and saved.fingerprint) != (base and base.fingerprint):
-        raise ValueError(f"checkpoint {folder} has {_contents(saved)}, and this run trains {_contents(base)}")
-    load_tensors()
-    if facts["num_ranks"] != dist.get_world_size():
-        return facts["optimizer_step"], [
-            f"checkpoint {folder} was written by {facts['num_ranks']} trainer ranks, now there are "
-            f"{dist.get_world_size()}: weights and optimizer are resharded, random state is not restored"
-        ]
-    set_random_state(torch.load(folder / f"random_rank{dist.get_rank()}.pt", weights_only=True))
-    return facts["optimizer_step"], []
-
-
-def _contents(base: Base | None) -> str:
-    if base is None:
-        return "whole models (trainer.lora.rank=0)"
-    return f"adapters of {base.path} with the weights {base.fingerprint}"

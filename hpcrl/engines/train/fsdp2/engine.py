@@ -23,6 +23,9 @@ from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.routes import routes_of
+from hpcrl.engines.train.agreement import agreed
+from hpcrl.engines.train.base import check_micro_batches
+from hpcrl.engines.train.dcp import Base
 from hpcrl.engines.train.fsdp2 import checkpoint
 from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.grid import Grid
@@ -30,7 +33,7 @@ from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
-from hpcrl.engines.train.fsdp2.sharding import agreed, shard
+from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config, indivisible_heads
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
@@ -132,8 +135,8 @@ class FSDP2Engine:
         dims = self.matrices.dims if self.matrices is not None else {}
         self.weights = NamedWeights(self.model.hf, self.grid, dims, adapters=self.lora is not None)
         self.optimizer = self._make_optimizer() if trainable else None
-        self._base = checkpoint.Base(str(model_path), self.weights.fingerprint()) if self.lora is not None else None
-        self._snapshots = checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self._base)
+        self._base = Base(str(model_path), self.weights.fingerprint()) if self.lora is not None else None
+        self._snapshots = self._make_snapshots()
 
     # ---- building
 
@@ -203,6 +206,9 @@ class FSDP2Engine:
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
+    def _make_snapshots(self) -> Any:
+        return checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self._base)
+
     def _is_matrix(self, parameter: Tensor) -> bool:
         return parameter.ndim >= 2
 
@@ -248,9 +254,7 @@ class FSDP2Engine:
     def _split(self, micro_batches: MicroBatches, num_rows: int) -> MicroBatches:
         """The micro-batches to run: as given or, without packing, one per row, equally many on every rank
         (collective)."""
-        rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
-        if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < num_rows):
-            raise ValueError(f"micro-batches must hold rows below {num_rows}, each once, got {rows[:8]}...")
+        rows = check_micro_batches(micro_batches, num_rows)
         if self.packing:
             return micro_batches
         count = torch.tensor([len(rows)], device=self.device)
@@ -441,14 +445,13 @@ class FSDP2Engine:
 
     def snapshot(self, copy: bool = True) -> Files:
         """See TrainEngine. OSError on every rank if any rank lacks memory for the first copy."""
-        return self._snapshots.take(self.optimizer_step, copy)
+        files: Files = self._snapshots.take(self.optimizer_step, copy)
+        return files
 
     def load(self, folder: Path) -> list[str]:
         """See TrainEngine. ValueError if the folder is not a trainer's checkpoint."""
-        self.optimizer_step, warned = checkpoint.load(
-            Path(folder), self.model, self.optimizer, self._as_part_of_whole, self._base
-        )
-        return warned
+        self.optimizer_step, warned = self._snapshots.load(Path(folder))
+        return list(warned)
 
     def export_hf(self, folder: Path) -> None:
         """See TrainEngine. Rank 0 holds the whole model in host memory during the call."""
@@ -470,13 +473,14 @@ class FSDP2Engine:
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "head_dtype": self.config.head_dtype or str(self.compute_dtype).removeprefix("torch."),
             "packing": self.packing,
-            "gathered_for_a_step": self.sharded and self.keep_gathered,
             "num_ranks": self.grid.size,
-            "replicas": self.own.replicas,
-            "tensor_parallel": self.own.tensor_parallel,
-            "context_parallel": self.own.context_parallel,
             "device": str(self.device),
+            **self._split_summary(),
         }
+
+    def _split_summary(self) -> dict[str, Any]:
+        split = {key: getattr(self.own, key) for key in ("replicas", "tensor_parallel", "context_parallel")}
+        return {"gathered_for_a_step": self.sharded and self.keep_gathered, **split}
 
 
 def spread(values: Tensor, places: Tensor, batch: Batch) -> Tensor:

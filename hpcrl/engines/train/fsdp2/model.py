@@ -7,9 +7,7 @@ import dataclasses
 import errno
 import functools
 import inspect
-import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from hpcrl.engines.hf_folder import copy_beside_weights, write_config
 from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
@@ -37,18 +36,6 @@ WEIGHT_FILES = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
-)
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
 )
 
 
@@ -273,15 +260,11 @@ def write_model(
             dtype = next(iter(weights.values())).dtype  # not that of `hf`
             with _quiet():
                 hf.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
-            content = json.loads((partial / "config.json").read_text())
-            content["dtype"] = str(dtype).removeprefix("torch.")
-            (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+            write_config(partial, partial, dtype)
         except SafetensorError as error:  # raised on a full disk
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, _line(error), str(folder)) from error
-        for file in sorted(origin.iterdir()):
-            if file.is_file() and (file.name in TOKENIZER_FILES or file.name == "generation_config.json"):
-                shutil.copyfile(file, partial / file.name)
+        copy_beside_weights(origin, partial)
 
 
 def _line(error: Exception) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ from transformers import PreTrainedModel
 
 from hpcrl.engines.train.fsdp2.grid import Grid
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
-
-T = TypeVar("T")
 
 
 def shard(
@@ -88,17 +85,3 @@ def fill_buffers(model: PackedCausalLM, source: PreTrainedModel | None, device: 
         dist.broadcast(whole, 0)
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, whole)
-
-
-def agreed(work: Callable[[], T]) -> T:
-    """The result of work(); a ValueError of any rank is raised on every rank. Collective."""
-    result, message = None, None
-    try:
-        result = work()
-    except ValueError as error:
-        message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    if failed := [m for m in messages if m is not None]:
-        raise ValueError(failed[0])
-    return result  # type: ignore[return-value]

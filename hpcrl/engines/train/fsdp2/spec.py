@@ -109,12 +109,17 @@ def is_whole(config: Any, num_ranks: int) -> bool:
     return num_ranks == 1 and config.base_dtype == config.trainer.param_dtype and not own.cpu_offload
 
 
-def _check(config: Any) -> Iterator[Problem]:
-    own, trainer = config.trainer.section(FSDP2Config), config.trainer
-    fits = trainer.param_dtype != "float32" and own.packing != "off" and config.cluster.device != "cpu"
+def check_attention(config: Any, own: Any, at: tuple[str, str]) -> Iterator[Problem]:
+    """Whether the flash kernels that `own`, the section `at`, asks for can run."""
+    fits = config.trainer.param_dtype != "float32" and own.packing != "off" and config.cluster.device != "cpu"
     if own.attention == "flash" and not fits:
         text = "flash needs GPUs, trainer.param_dtype=bfloat16 and packing; use auto"
-        yield Problem(("trainer", "fsdp2", "attention"), f"trainer.fsdp2.attention: {text}")
+        yield Problem((*at, "attention"), f"{'.'.join(at)}.attention: {text}")
+
+
+def _check(config: Any) -> Iterator[Problem]:
+    own = config.trainer.section(FSDP2Config)
+    yield from check_attention(config, own, AT)
     if config.lora is not None and own.tensor_parallel > 1:
         text = (
             f"{own.tensor_parallel}, but matrices with adapters are not split; use 1, and context_parallel or replicas"

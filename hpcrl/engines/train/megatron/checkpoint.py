@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
-from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, frame, random_state, set_random_state
+from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, shard_name
 from hpcrl.engines.train.megatron.optimizer import Optimizer
 
 BACKEND = {
@@ -169,16 +169,15 @@ class TorchDistSnapshots:
         torch.save(random_state(), state)
         files: Files = {f"random_rank{rank}.pt": state.getvalue()}
         if self._size:
-            files[_shard_name(rank)] = self._copied(mine) if copy else Pieces(self._size, self._parts(mine))
+            files[shard_name(rank)] = self._copied(mine) if copy else Pieces(self._size, self._parts(mine))
         if rank == 0:
             common = io.BytesIO()
             torch.save({"iteration": optimizer_step, "checkpoint_version": 3.0}, common)
-            facts = {"optimizer_step": optimizer_step, "num_ranks": dist.get_world_size()}
             files |= {
                 ".metadata": self._metadata,
                 "common.pt": common.getvalue(),
                 "metadata.json": json.dumps(BACKEND).encode(),
-                FACTS: json.dumps(facts).encode() + b"\n",
+                FACTS: facts(optimizer_step),
             }
         return files
 
@@ -227,19 +226,15 @@ def _metadata(gathered: Sequence[tuple[list[Any], list[Any]]]) -> Metadata:
     for rank, (entries, objects) in enumerate(gathered):
         for key, at, length in objects:
             others[key] = BytesStorageMetadata()
-            places[MetadataIndex(key)] = _StorageInfo(_shard_name(rank), at, length)
+            places[MetadataIndex(key)] = _StorageInfo(shard_name(rank), at, length)
         for key, shape, offset, size, dtype, at, length in entries:
             found = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), []))
             found.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
-            places[MetadataIndex(key, torch.Size(offset))] = _StorageInfo(_shard_name(rank), at, length)
+            places[MetadataIndex(key, torch.Size(offset))] = _StorageInfo(shard_name(rank), at, length)
     for key, found in tensors.items():
         held = sum(math.prod(chunk.sizes) for chunk in found.chunks)
         assert held == math.prod(found.size), f"{key} has {math.prod(found.size)} numbers, the ranks write {held}"
     return Metadata({**tensors, **others}, storage_data=places)
-
-
-def _shard_name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
 
 
 class _Planner(DefaultLoadPlanner):
@@ -260,32 +255,19 @@ class _Planner(DefaultLoadPlanner):
 
 
 @torch.no_grad()
-def load(folder: Path, chunks: Sequence[Any], optimizer: Optimizer) -> tuple[int, list[str]]:
-    """(optimizer step, warnings) after restoring a checkpoint of any split. Each rank reads what it holds.
-
-    ValueError if the folder holds no Megatron trainer's checkpoint, or that of another model.
-    """
-    if not (folder / FACTS).is_file():
-        raise ValueError(f"checkpoint {folder}: no {FACTS}; this is not a trainer's checkpoint")
+def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer) -> None:
+    """Restore the tensors of a checkpoint of any split. Each rank reads what it holds. ValueError if Megatron-Core's
+    trainer has not written it, or for another model."""
     if not (folder / "metadata.json").is_file():
         raise ValueError(
             f"checkpoint {folder}: no metadata.json; another engine wrote it: convert it with hpcrl.convert"
         )
-    facts = json.loads((folder / FACTS).read_text())
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     wanted = list(pieces(chunks, optimizer))
     plan = reader.prepare_local_plan(LoadPlan(_items(folder, wanted, metadata)))
     reader.read_data(plan, _Planner(wanted)).wait()
-    optimizer.set_step(facts["optimizer_step"])
-    if facts["num_ranks"] != dist.get_world_size():
-        return facts["optimizer_step"], [
-            f"checkpoint {folder} was written by {facts['num_ranks']} trainer ranks, now there are "
-            f"{dist.get_world_size()}: weights and optimizer are resharded, random state is not restored"
-        ]
-    set_random_state(torch.load(folder / f"random_rank{dist.get_rank()}.pt", weights_only=True))
-    return facts["optimizer_step"], []
 
 
 def _items(folder: Path, wanted: Sequence[StatePiece], metadata: Metadata) -> list[ReadItem]:

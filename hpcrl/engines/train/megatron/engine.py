@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.routes import routes_of
+from hpcrl.engines.train import dcp
+from hpcrl.engines.train.agreement import agreed
+from hpcrl.engines.train.base import check_micro_batches
 from hpcrl.engines.train.megatron import checkpoint, cpu
 from hpcrl.engines.train.megatron.export import export
 from hpcrl.engines.train.megatron.model import Prediction, build, describe, initialize_parallel, transformer_config
@@ -31,8 +34,6 @@ from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.spec.weights import Held
-
-T = TypeVar("T")
 
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> MegatronEngine:
@@ -83,14 +84,14 @@ class MegatronEngine:
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
             torch.use_deterministic_algorithms(True)
         self.dtype = getattr(torch, config.param_dtype)
-        self.description = _agreed(lambda: describe(self.model_path))
+        self.description = agreed(lambda: describe(self.model_path))
         initialize_parallel(self.own)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         core = transformer_config(self.description, self.own, self.dtype, deterministic=deterministic)
         chunks = build(self.description, self.own, core)
         self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size())
-        _agreed(lambda: self.weights.read(self.model_path))
+        agreed(lambda: self.weights.read(self.model_path))
         for chunk in chunks:
             chunk.requires_grad_(trainable)
         experts = sorted(self.description.shape.expert_layers)
@@ -118,9 +119,7 @@ class MegatronEngine:
     ) -> list[Any]:
         """What `use` returned for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch,
         its log-probs and its entropies (float32 [T], 0 outside loss_mask). Collective over the engine's ranks."""
-        rows = sorted(row for micro_batch in micro_batches for row in micro_batch)
-        if len(set(rows)) < len(rows) or (rows and not 0 <= rows[0] <= rows[-1] < batch.num_sequences):
-            raise ValueError(f"micro-batches must hold rows below {batch.num_sequences}, each once, got {rows[:8]}...")
+        check_micro_batches(micro_batches, batch.num_sequences)
         plan = [*micro_batches] or [[]]
         while self.own.virtual_pipeline > 1 and len(plan) % self.own.pipeline_parallel:
             plan.append([])  # the interleaved schedule takes them in groups
@@ -307,9 +306,10 @@ class MegatronEngine:
 
     def load(self, folder: Path) -> list[str]:
         """See TrainEngine. ValueError on every rank if the folder is no Megatron trainer's checkpoint."""
-        optimizer = self.optimizer
+        optimizer, path = self.optimizer, Path(folder)
         assert optimizer is not None, "the engine was built with trainable=False"
-        self.optimizer_step, warned = _agreed(lambda: checkpoint.load(Path(folder), self.chunks, optimizer))
+        self.optimizer_step, warned = dcp.restore(path, lambda: checkpoint.read(path, self.chunks, optimizer))
+        optimizer.set_step(self.optimizer_step)
         return warned
 
     def export_hf(self, folder: Path) -> None:
@@ -345,17 +345,3 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _agreed(work: Callable[[], T]) -> T:
-    """The result of work(); a ValueError of any rank is raised on every rank. Collective."""
-    result, message = None, None
-    try:
-        result = work()
-    except ValueError as error:
-        message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    if failed := [m for m in messages if m is not None]:
-        raise ValueError(failed[0])
-    return result  # type: ignore[return-value]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcrl.engines.train.fsdp2.model import TOKENIZER_FILES
+from hpcrl.engines.hf_folder import copy_beside_weights, write_config
 from hpcrl.engines.train.megatron.weights import INDEX, SINGLE, HFWeights
 from hpcrl.files import new_folder
 
@@ -27,13 +25,8 @@ def export(weights: HFWeights, origin: Path, folder: Path, dtype: torch.dtype) -
     if dist.get_rank() == 0:
         with new_folder(folder) as partial:
             _write_tensors(named, partial)
-            content: dict[str, Any] = json.loads((origin / "config.json").read_text())
-            content.pop("torch_dtype", None)  # the name that transformers gave it before version 5
-            content["dtype"] = str(dtype).removeprefix("torch.")
-            (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-            for file in sorted(origin.iterdir()):
-                if file.is_file() and (file.name in TOKENIZER_FILES or file.name == "generation_config.json"):
-                    shutil.copyfile(file, partial / file.name)
+            write_config(origin, partial, dtype)
+            copy_beside_weights(origin, partial)
     else:
         for _ in named:
             pass
