@@ -1,0 +1,96 @@
+"""GRPO with every trainer and generator: the steps of a run are those of FSDP2 with the native generator.
+
+tests/e2e/test_vllm.py has FSDP2 with vLLM.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.store import RolloutReader
+from tests.e2e.program import Start
+from tests.e2e.test_parity import GRADIENTS, LOGPROBS, WORDS
+
+pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(400)]
+
+STEPS = (1, 2, 3)
+EQUAL = ("critic/score/mean", "token/response_length/mean", "actor/lr", "actor/skipped_update")
+CLOSE = ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/clipfrac", "actor/ratio_mean")
+# Without the KL term in rewards: in the first step it is rounding, and whether a token's advantage is zero decides
+# whether it counts as clipped.
+COMMON = """
+layout=colocated algorithm.kl_reward_coef=0 algorithm.num_mini_batches=2 algorithm.pg_clip_low=0.01
+algorithm.pg_clip_high=0.01
+""".split()  # noqa: SIM905
+TRAINERS = {
+    "deepspeed": ["trainer.engine=deepspeed"],
+    "megatron": ["trainer.engine=megatron", "trainer.megatron.tensor_parallel=2"],
+}
+
+
+class Runs:
+    """Two trainer ranks, on which the reference and the generators are, too."""
+
+    def __init__(self, folder: Path, model: Path, data: Path):
+        self.folder, self._words = folder, [f"model.path={model}", f"data.train={data}", *WORDS, *COMMON]
+
+    def start(self, name: str, *words: str) -> str:
+        """One start to its good end; what it printed."""
+        start = Start(self.folder / name, [*self._words, "max_steps=3", *words])
+        assert start.wait(150) == 0, start.text
+        return start.text
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, wide_digit_model: Path, digit_data: Path) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("trainers"), wide_digit_model, digit_data)
+    runs.start("fsdp2")
+    return runs
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
+    return {row["step"]: row for row in read_metrics(run_dir)}
+
+
+def check_same(runs: Runs, name: str) -> None:
+    """The same responses, log-probs within the contract's tolerance, and losses, clip fractions and norms within
+    rounding, which grows with the steps: Adam multiplies it."""
+    ours, theirs = metrics(runs.folder / name), metrics(runs.folder / "fsdp2")
+    stored, wanted = (RolloutReader(runs.folder / run) for run in (name, "fsdp2"))
+    for step in STEPS:
+        one, other = stored.batch(step), wanted.batch(step)
+        assert torch.equal(one.token_ids, other.token_ids) and torch.equal(one.rewards, other.rewards), step
+        for field in ("old_logprobs", "ref_logprobs"):
+            assert torch.allclose(getattr(one, field), getattr(other, field), rtol=0, atol=LOGPROBS), (step, field)
+        for metric in EQUAL:
+            assert ours[step][metric] == theirs[step][metric], (step, metric)
+        for metric in CLOSE:
+            tolerance = GRADIENTS if step == 1 else 1e-3
+            assert ours[step][metric] == pytest.approx(theirs[step][metric], rel=tolerance, abs=1e-6), (step, metric)
+
+
+def test_there_is_something_to_compare(runs: Runs) -> None:
+    rows = metrics(runs.folder / "fsdp2")
+    for metric in ("actor/grad_norm", "actor/clipfrac", "critic/score/mean"):
+        assert len({rows[step][metric] for step in STEPS}) == len(STEPS), metric
+    assert all(0 < rows[step]["actor/clipfrac"] < 1 for step in STEPS)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_three_steps_equal_those_of_fsdp2(runs: Runs, trainer: str) -> None:
+    """The third after a resume."""
+    runs.start(trainer, *TRAINERS[trainer], "max_steps=2")
+    assert "resumed from" in runs.start(trainer, *TRAINERS[trainer])
+    check_same(runs, trainer)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> None:
+    pytest.importorskip("vllm")
+    runs.start(f"{trainer}_vllm", *TRAINERS[trainer], "generator.engine=vllm")
+    check_same(runs, f"{trainer}_vllm")
