@@ -106,6 +106,8 @@ def test_sizes_that_fit(model: str, ranks: int, change: dict[str, Any]) -> None:
         ("Qwen2.5-7B", 2, {"sequence_parallel": True}, "tensor_parallel is 1"),
         ("Qwen2.5-7B", 8, {"expert_parallel": 2}, "qwen2 has no experts"),
         ("Qwen2.5-7B", 8, {"expert_tensor_parallel": 2}, "qwen2 has no experts"),
+        ("Qwen2.5-7B", 8, {"aux_loss": 0.01}, "aux_loss: 0.01, but qwen2 has no experts; use 0"),
+        ("Qwen2.5-7B", 8, {"z_loss": 0.01}, "z_loss: 0.01, but qwen2 has no experts; use 0"),
         ("Qwen3-30B-A3B", 8, {"tensor_parallel": 4}, "only with sequence_parallel=true"),
         ("Qwen3-30B-A3B", 24, {"expert_parallel": 24}, "24 does not divide the 128 experts"),
         ("Qwen3-30B-A3B", 5, {"expert_tensor_parallel": 5}, "5 does not divide the experts' width 768"),
@@ -122,6 +124,13 @@ def test_sizes_that_do_not_fit(model: str, ranks: int, change: dict[str, Any], s
     else:
         assert any(said in text for text in found), found
         assert all(text.startswith("trainer.megatron.") for text in found)
+
+
+def test_parameters_are_gathered_later_only_with_what_that_needs() -> None:
+    for lacking in ({}, {"overlap_gradients": True, "distributed_optimizer": False}):
+        with pytest.raises(ConfigError, match="overlap_parameters: true needs overlap_gradients=true and distributed"):
+            run_of(8, overlap_parameters=True, **lacking)
+    assert run_of(8, overlap_parameters=True, overlap_gradients=True)
 
 
 @pytest.mark.parametrize(("layers", "embedding", "loss"), [(30, True, True), (31, True, False), (32, False, False)])

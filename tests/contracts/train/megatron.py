@@ -25,10 +25,12 @@ def gradients(
     return {name: tensor.clone() for name, tensor in engine.weights.whole(of_parameters, {})}
 
 
+OVERLAPPED = {"overlap_gradients": True, "overlap_parameters": True}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 SPLITS = {
     "dp2": Split(2, {}),
     "dp2, optimizer on every rank": Split(2, {"distributed_optimizer": False}, family="llama"),
+    "dp2, overlapped": Split(2, OVERLAPPED),
     "tp2": Split(2, {"tensor_parallel": 2}),
     "tp2, one key head": Split(2, {"tensor_parallel": 2}, family="qwen3", model={"num_key_value_heads": 1}),
     "tp2 sp": Split(2, {"tensor_parallel": 2, "sequence_parallel": True}, family="qwen3"),
@@ -42,6 +44,7 @@ SPLITS = {
     ),
     "cp2": Split(2, {"context_parallel": 2}, family="mistral", model={"sliding_window": 6}),
     "ep2": Split(2, {"expert_parallel": 2}, family="qwen3_moe"),
+    "ep2, overlapped": Split(2, OVERLAPPED | {"expert_parallel": 2}, family="qwen3_moe"),
     "etp2": Split(2, {"expert_tensor_parallel": 2}, family="qwen3_moe", model={"norm_topk_prob": True}),
     "tp2 ep2": Split(2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, family="qwen3_moe"),
     "tp2 sp pp2": Split(

@@ -28,6 +28,7 @@ from hpcrl.engines.train.megatron.model import Prediction, build, describe, init
 from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
 from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
 from hpcrl.engines.train.megatron.replay import ChosenExperts
+from hpcrl.engines.train.megatron.router_losses import RouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
 from hpcrl.engines.train.schedule import learning_rate
@@ -94,9 +95,15 @@ class MegatronEngine:
         agreed(lambda: self.weights.read(self.model_path))
         for chunk in chunks:
             chunk.requires_grad_(trainable)
-        experts = sorted(self.description.shape.expert_layers)
         part = parallel_state.get_tensor_model_parallel_rank() if self.own.sequence_parallel else 0
-        self.replay = ChosenExperts(chunks, experts, self._split()[2], part) if replay else None
+        self.routing: list[ChosenExperts | RouterLosses] = []
+        if replay:
+            layers = sorted(self.description.shape.expert_layers)
+            self.routing.append(ChosenExperts(chunks, layers, self._split()[2], part))
+        self.router_losses = None
+        if trainable and (self.own.aux_loss or self.own.z_loss):
+            self.router_losses = RouterLosses(chunks, self.own, self._split()[2], part)
+            self.routing.append(self.router_losses)
         # The buffers of gradients take the parameters' memory over, so the optimizer comes after the weights.
         self.chunks: list[Any] = distribute(chunks, core, self.own) if trainable else list(chunks)
         self.optimizer = Optimizer(self.chunks, config, self.own, self.dtype) if trainable else None
@@ -136,8 +143,8 @@ class MegatronEngine:
 
         def step(batches: Iterator[tuple[Batch, Packed]], chunk: Any) -> Any:
             micro_batch, tokens = next(batches)
-            if self.replay is not None:
-                self.replay.replay_of(micro_batch, tokens)
+            for routers in self.routing:
+                routers.see(micro_batch, tokens)
             prediction = Prediction(tokens.before, tokens.targets, temperature, self.config.logits_chunk_tokens)
             output = chunk(
                 tokens.token_ids[None],
@@ -153,8 +160,8 @@ class MegatronEngine:
 
             return output, finish
 
-        if self.replay is not None:
-            self.replay.expect_recomputation(self.own.recompute == "full" and not forward_only)
+        for routers in self.routing:
+            routers.expect_recomputation(self.own.recompute == "full" and not forward_only)
         data = [packed() for _ in self.chunks]
         results = get_forward_backward_func()(
             forward_step_func=step,
@@ -223,6 +230,9 @@ class MegatronEngine:
         assert self.optimizer is not None, "the engine was built with trainable=False"
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            chunk.force_all_reduce = everywhere
+        if self.router_losses is not None:
+            self.router_losses.norms = norms
         gradient = "entropy" in objective.outputs
         wanted = gradient or "entropy" in objective.logged
 
@@ -254,6 +264,7 @@ class MegatronEngine:
 
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine. The tensors are on the engine's device."""
+        self._gather()
         yield from self.weights.whole(self.weights.parameters, dtypes)
 
     def weight_layout(self) -> list[Held]:
@@ -261,11 +272,18 @@ class MegatronEngine:
         return self.weights.layout(self.dtype)
 
     def held_weights(self) -> Iterator[Tensor]:
-        """See TrainEngine."""
+        """See TrainEngine. Collective."""
+        self._gather()
         yield from self.weights.held()
+
+    def _gather(self) -> None:
+        """Gather the parameters that the optimizer has updated, if the next forward pass would. Collective."""
+        for chunk in self.chunks if self.trainable and self.own.overlap_parameters else ():
+            chunk.start_param_sync(force_sync=True)
 
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host."""
+        self._gather()
         if self.device.type == "cpu":
             return
         if self.optimizer is not None:
@@ -302,6 +320,7 @@ class MegatronEngine:
         assert self._snapshots is not None, "the engine was built with trainable=False"
         for buffer in self._buffers():  # offloaded parameters have no memory on the device
             buffer.reload_from_cpu(move_params=True, move_grads=False)
+        self._gather()
         return self._snapshots.take(self.optimizer_step, copy)
 
     def load(self, folder: Path) -> list[str]:
@@ -314,6 +333,7 @@ class MegatronEngine:
 
     def export_hf(self, folder: Path) -> None:
         """See TrainEngine. Rank 0 holds one file's tensors at a time."""
+        self._gather()
         export(self.weights, self.model_path, Path(folder), self.dtype)
 
     def config_summary(self) -> dict[str, Any]:

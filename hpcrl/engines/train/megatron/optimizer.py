@@ -35,12 +35,16 @@ def distribute(chunks: Sequence[torch.nn.Module], config: TransformerConfig, meg
     config.finalize_model_grads_func = finalize
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=megatron.overlap_gradients,
+        overlap_param_gather=megatron.overlap_parameters,
         use_distributed_optimizer=megatron.distributed_optimizer,
     )
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
+    if megatron.overlap_gradients:  # the schedules leave the last micro-batch's backward pass out of it
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
 
 
 class Optimizer:
@@ -58,6 +62,7 @@ class Optimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=megatron.distributed_optimizer,
+            overlap_param_gather=megatron.overlap_parameters,
             clip_grad=0.0,
         )
         self.has_masters = dtype != torch.float32

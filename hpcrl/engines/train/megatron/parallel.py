@@ -100,6 +100,9 @@ def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
         for key, value in (("expert_parallel", expert), ("expert_tensor_parallel", within)):
             if value > 1:
                 yield problem(key, f"{value}, but {shape.family} has no experts; use 1")
+        for key in ("aux_loss", "z_loss"):
+            if value := getattr(megatron, key):
+                yield problem(key, f"{value:g}, but {shape.family} has no experts; use 0")
         return
     if shape.num_experts % expert:
         yield problem("expert_parallel", f"{expert} does not divide the {shape.num_experts} experts of a layer")

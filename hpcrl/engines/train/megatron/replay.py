@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,37 @@ from hpcrl.engines.train.megatron.packing import Packed
 from hpcrl.rollout.batch import Batch
 from hpcrl.trajectory import FIELDS
 
+T = TypeVar("T")
+
+
+class OfMicroBatch(Generic[T]):
+    """What one router is to know of a micro-batch in its forward pass, and again if the pass is computed once more in
+    the backward pass."""
+
+    def __init__(self) -> None:
+        self.value: T | None = None  # of the next forward pass
+        self._recomputed: list[T | None] | None = None  # of micro-batches whose backward pass is to come
+
+    def expect_recomputation(self, recomputes: bool) -> None:
+        """Whether the next forward passes, which are without gradients, are computed again in the backward passes."""
+        self._recomputed = [] if recomputes else None
+
+    def take(self) -> T | None:
+        """The value of the micro-batch that the router computes now."""
+        if self._recomputed is None:
+            return self.value
+        if torch.is_grad_enabled():
+            return self._recomputed.pop(0)
+        self._recomputed.append(self.value)
+        return self.value
+
+
+def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """(number of the layer, router) of the layers of a rank that have experts."""
+    for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+        if hasattr(layer.mlp, "router"):
+            yield layer.layer_number - 1, layer.mlp.router
+
 
 class _Choice:
     """Takes the place of the choice in one router. The weights of the chosen experts are computed, and get gradients,
@@ -19,8 +50,7 @@ class _Choice:
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
-        self.chosen: Tensor | None = None  # int64 [tokens, experts per token], -1: the router's own choice
-        self.recomputed: list[Tensor | None] | None = None  # of micro-batches whose backward pass is to come
+        self.chosen = OfMicroBatch[Tensor]()  # int64 [tokens, experts per token], -1: the router's own choice
 
     def get_replay_topk(
         self,
@@ -33,11 +63,7 @@ class _Choice:
         """Called by the router, as of megatron.core's RouterReplay."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        chosen = self.chosen
-        if self.recomputed is not None and not torch.is_grad_enabled():
-            self.recomputed.append(chosen)
-        elif self.recomputed is not None:
-            chosen = self.recomputed.pop(0)
+        chosen = self.chosen.take()
         if chosen is None:
             return values, own
         chosen = torch.where(chosen < 0, own, chosen)
@@ -54,21 +80,20 @@ class ChosenExperts:
     def __init__(self, chunks: Sequence[Any], expert_layers: Sequence[int], num_parts: int, part: int):
         self._num_layers, self._num_parts, self._part = len(expert_layers), num_parts, part
         self._choices = []
-        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
-            if hasattr(layer.mlp, "router"):
-                layer.mlp.router.router_replay = choice = _Choice(expert_layers.index(layer.layer_number - 1))
-                self._choices.append(choice)
+        for layer, router in routers_of(chunks):
+            router.router_replay = choice = _Choice(expert_layers.index(layer))
+            self._choices.append(choice)
 
     def expect_recomputation(self, recomputes: bool) -> None:
         """Whether the next forward passes, which are without gradients, are computed again in the backward passes."""
         for choice in self._choices:
-            choice.recomputed = [] if recomputes else None
+            choice.chosen.expect_recomputation(recomputes)
 
-    def replay_of(self, batch: Batch, packed: Packed) -> None:
+    def see(self, batch: Batch, packed: Packed) -> None:
         """Choose in the next forward pass for the tokens of this micro-batch as the generator did. ValueError if the
         rollouts have no routes."""
         for choice in self._choices:
-            choice.chosen = None
+            choice.chosen.value = None
         if not batch.num_tokens:
             return
         if batch.routes is None:
@@ -83,4 +108,4 @@ class ChosenExperts:
         mine = routes[packed.sources].masked_fill((packed.sources < 0)[:, None, None], -1)
         mine = mine.chunk(self._num_parts)[self._part]
         for choice in self._choices:
-            choice.chosen = mine[:, choice.layer]
+            choice.chosen.value = mine[:, choice.layer]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hpcrl.engines.train.megatron.families import lacking
 from hpcrl.spec.division import Division, DivisionError
-from hpcrl.spec.fields import Positive, Section
+from hpcrl.spec.fields import NonNegative, Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec
 from hpcrl.spec.problems import Problem
 
@@ -39,6 +39,17 @@ class MegatronConfig(Section):
     """Activations recomputed in the backward pass: none, those of attention, or all except each layer's input."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    overlap_gradients: bool = False
+    """Sum gradients over data-parallel ranks while the backward pass goes on."""
+    overlap_parameters: bool = False
+    """Gather the parameters that the distributed optimizer has updated during the next forward pass; with
+    overlap_gradients."""
+    aux_loss: NonNegative = 0.0
+    """Mixture of experts: coefficient of the load-balancing loss of each sequence and layer, averaged over sequences
+    (arXiv 2101.03961; per sequence: arXiv 2412.19437)."""
+    z_loss: NonNegative = 0.0
+    """Mixture of experts: coefficient of the mean square of the log-sum-exp of router logits (arXiv 2202.08906), of
+    each sequence and layer, averaged over sequences."""
 
     @property
     def ranks_of_a_copy(self) -> int:
@@ -90,9 +101,17 @@ def indivisible(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
         yield problem("expert_parallel", text, "expert_tensor_parallel", "pipeline_parallel")
 
 
+def _check(config: Any) -> Iterator[Problem]:
+    own = config.trainer.section(MegatronConfig)
+    if own.overlap_parameters and not (own.overlap_gradients and own.distributed_optimizer):
+        text = "true needs overlap_gradients=true and distributed_optimizer=true"
+        yield problem("overlap_parameters", text, "overlap_gradients", "distributed_optimizer")
+
+
 SPEC = TrainEngineSpec(
     about="Megatron-Core: tensor, pipeline, context and expert parallelism.",
     section=MegatronConfig,
+    check=_check,
     division=divide,
     make="hpcrl.engines.train.megatron.engine:make",
     unsupported=lacking,
@@ -101,6 +120,6 @@ SPEC = TrainEngineSpec(
     tested={"megatron.core": "0.16."},
     deterministic=True,
     router_replay=True,
-    resume_keys=tuple(MegatronConfig.model_fields),
+    resume_keys=tuple(key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss")),
     computes=frozenset({"entropy"}),
 )

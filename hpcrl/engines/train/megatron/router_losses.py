@@ -1,0 +1,115 @@
+"""Losses of the routers of a mixture of experts: of the balance of load, and of the size of their logits.
+
+Megatron's own are means over a micro-batch, so that its split would change them. These are of single sequences: the
+loss of a row is the same in any micro-batch, on any rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from hpcrl.engines.train.megatron.packing import Packed
+from hpcrl.engines.train.megatron.replay import OfMicroBatch, routers_of
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.rollout.batch import Batch, Norms
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A rank's tokens. rows: int64 [t], of the micro-batch, 0 for padding. shares: float32 [t], the part of each in the
+    mean over the mini-batch's sequences of means over their tokens; 0 for padding. lengths: float32 [B], of the rows on
+    all ranks."""
+
+    rows: Tensor
+    shares: Tensor
+    lengths: Tensor
+
+
+class RouterLosses:
+    """The losses of all routers of a rank, each added to that of the mini-batch.
+
+    With the softmax p [E] of a token's logits, and the share f [E] of the choices in its sequence that fell on each of
+    E experts, a token has aux_loss * E * sum(f * p) + z_loss * logsumexp(logits)^2; f has no gradient. A router sees
+    one of num_parts parts of the tokens of its context parallel rank, `part` (sequence parallelism; otherwise 1 and 0).
+    """
+
+    def __init__(self, chunks: Sequence[Any], own: MegatronConfig, num_parts: int, part: int):
+        self._own, self._num_parts, self._part = own, num_parts, part
+        self.norms = Norms(1.0, 1.0)
+        self._group = parallel_state.get_tensor_and_context_parallel_group()
+        self._tokens: list[OfMicroBatch[_Tokens]] = []
+        for _, router in routers_of(chunks):
+            tokens = OfMicroBatch[_Tokens]()
+            self._tokens.append(tokens)
+            router.gating = functools.partial(self._gating, router.gating, router.topk, tokens)
+
+    def expect_recomputation(self, recomputes: bool) -> None:
+        """See OfMicroBatch."""
+        for tokens in self._tokens:
+            tokens.expect_recomputation(recomputes)
+
+    def see(self, batch: Batch, packed: Packed) -> None:
+        """The micro-batch of the next forward pass. Rows without a token to be learned have no losses."""
+        lengths = batch.lengths
+        shares = packed.sources.new_zeros(len(packed.sources), dtype=torch.float32)
+        rows = torch.zeros_like(packed.sources)
+        if batch.num_sequences:
+            real = packed.sources >= 0
+            of_token = batch.row_ids[packed.sources.clamp(min=0)]
+            learned = torch.zeros(batch.num_sequences, device=rows.device)
+            learned[batch.row_ids[batch.loss_mask]] = 1.0
+            weights = learned if batch.weights is None else learned * batch.weights
+            rows = torch.where(real, of_token, 0)
+            of_row = torch.where(weights > 0, weights / (lengths * self.norms.sequences), 0.0)
+            shares = of_row[rows] * real
+        rows, shares = (values.chunk(self._num_parts)[self._part] for values in (rows, shares))
+        for tokens in self._tokens:
+            tokens.value = _Tokens(rows, shares, lengths.float())
+
+    def _gating(
+        self, gating: Callable[[Tensor], Tensor], topk: int, of_micro_batch: OfMicroBatch[_Tokens], states: Tensor
+    ) -> Tensor:
+        """The router's logits, whose backward pass adds the losses' gradient. Collective over the ranks that share
+        sequences."""
+        logits, tokens = gating(states), of_micro_batch.take()
+        if tokens is None or not torch.is_grad_enabled() or not len(tokens.lengths):
+            return logits
+        flat = logits.view(-1, logits.shape[-1]).float()
+        loss = flat.new_zeros(())
+        if self._own.aux_loss:
+            probs = flat.softmax(-1)
+            shares = self._chosen(flat.detach(), topk, tokens) / (topk * tokens.lengths[:, None])
+            balance = flat.shape[-1] * (shares[tokens.rows] * probs).sum(-1)
+            loss = loss + self._own.aux_loss * (tokens.shares * balance).sum()
+        if self._own.z_loss:
+            loss = loss + self._own.z_loss * (tokens.shares * flat.logsumexp(-1).square()).sum()
+        return _WithLoss.apply(logits, loss)  # type: ignore[no-any-return]
+
+    def _chosen(self, logits: Tensor, topk: int, tokens: _Tokens) -> Tensor:
+        """float32 [B, E]: the choices of the tokens of each row, on all ranks that share it."""
+        real = (tokens.shares > 0).float()
+        chosen = torch.zeros_like(logits).scatter_(1, logits.topk(topk, dim=-1).indices, 1.0) * real[:, None]
+        counts = logits.new_zeros(len(tokens.lengths), logits.shape[-1]).index_add_(0, tokens.rows, chosen)
+        if self._group.size() > 1:
+            dist.all_reduce(counts, group=self._group)
+        return counts
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor whose backward pass is also that of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_ones((), dtype=torch.float32)

@@ -1,0 +1,105 @@
+"""The losses of Megatron's routers, against the formulas on transformers' router logits, whatever the split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.megatron.engine import MegatronEngine
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.rollout.batch import Batch, Norms
+from tests.contracts.train import megatron
+from tests.engines.worlds import (
+    Weighted,
+    make_batch,
+    make_model_folder,
+    process_group,
+    run_ranks,
+    worst_difference,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
+
+EXPERTS, TOPK, AUX, Z = 4, 2, 0.3, 0.02
+LOSSES = {"aux_loss": AUX, "z_loss": Z}
+ON_ONE: list[dict[str, Any]] = [{}, {"recompute": "full"}]
+ON_TWO: list[dict[str, Any]] = [
+    {"expert_parallel": 2},
+    {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    {"context_parallel": 2},
+    {"pipeline_parallel": 2},
+    {"overlap_gradients": True, "overlap_parameters": True, "expert_parallel": 2},
+]
+
+
+def weighted_batch() -> Batch:
+    """Rows of different weights, and one without a token to be learned."""
+    batch = make_batch((9, 12, 5, 14, 7))
+    batch.weights = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0])
+    batch.loss_mask[batch.row_ids == 4] = False
+    return batch.check()
+
+
+def norms_of(batch: Batch) -> Norms:
+    assert batch.weights is not None
+    return Norms(float(batch.loss_mask.sum()), float(batch.weights[:4].sum()))
+
+
+def plain(folder: Path, batch: Batch, aux: float, z: float) -> dict[str, Tensor]:
+    """Gradients of Weighted and of the routers' losses, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    norms, rows = norms_of(batch), batch.token_ids.split(batch.lengths.tolist())
+    total = torch.zeros(())
+    for row, tokens in enumerate(rows):
+        found = model(tokens[None], output_router_logits=True)
+        one = batch.select([row])
+        log_p = found.logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs = torch.cat([log_p.new_zeros(1), log_p]) * one.loss_mask
+        weights = torch.cos(one.token_ids.float() + one.position_ids) + 0.5
+        total = total - (logprobs * weights).sum() / norms.tokens
+        if not one.loss_mask.any():
+            continue
+        assert one.weights is not None
+        for logits in found.router_logits:  # [tokens, experts] of a layer
+            chosen = torch.nn.functional.one_hot(logits.topk(TOPK, dim=-1).indices, EXPERTS).sum(1).float()
+            balance = EXPERTS * (chosen.mean(0) / TOPK * logits.softmax(-1).mean(0)).sum()
+            size = logits.logsumexp(-1).square().mean()
+            total = total + one.weights[0] / norms.sequences * (aux * balance + z * size)
+    total.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def check(folder: Path, wanted: dict[str, Tensor], splits: list[dict[str, Any]]) -> None:
+    whole, objective = weighted_batch(), Weighted()
+    for own in splits:
+        config = TrainerConfig(engine="megatron", logits_chunk_tokens=8)
+        engine = MegatronEngine(config, folder, own=MegatronConfig(**own, **LOSSES), total_steps=8)
+        number, count = engine.data_parallel_rank, engine.data_parallel_size
+        batch = whole.select(list(range(number, whole.num_sequences, count)))
+        plan = [[0], list(range(1, batch.num_sequences)), []]
+        engine.logprobs(batch, plan, 1.0)  # changes nothing
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, megatron.gradients(engine, batch, plan, objective, norms_of(whole)))
+        found = {name: gradient for share in shares for name, gradient in share.items()}
+        difference = worst_difference(found, wanted)
+        assert difference < 1e-5, f"{own}: gradients differ by {difference:.2g}"
+
+
+def test_gradients_are_those_of_the_formulas_on_every_split(tmp_path: Path) -> None:
+    """In any micro-batches; rows without tokens to be learned, and padding, have no part. Without the losses the
+    routers' gradients are others."""
+    folder = make_model_folder("qwen3_moe", tmp_path / "model", norm_topk_prob=True)
+    wanted = plain(folder, weighted_batch(), AUX, Z)
+    for without in (plain(folder, weighted_batch(), 0.0, Z), plain(folder, weighted_batch(), AUX, 0.0)):
+        router = "model.layers.0.mlp.gate.weight"
+        assert worst_difference({router: without[router]}, {router: wanted[router]}) > 1e-3
+    with process_group(0, 1, str(tmp_path / "world")):
+        check(folder, wanted, ON_ONE)
+    run_ranks(2, check, folder, wanted, ON_TWO)
