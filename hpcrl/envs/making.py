@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,13 +12,17 @@ from hpcrl.config import Config, EnvConfig
 from hpcrl.data.rows import RowSet
 from hpcrl.data.tasks import Split
 from hpcrl.envs.base import Env
+from hpcrl.spec.fields import Section
+from hpcrl.spec.options import read_options
 from hpcrl.spec.tables import ENVS
 
 
 def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]:
     """The constructor of this section's environment. ValueError names a wrong path or wrong options."""
     spec = ENVS[config.name]
-    found = _imported(config, section) if spec.imports_code else spec.load()
+    found: Callable[..., Env] = _imported(config, section) if spec.imports_code else spec.load()
+    if spec.section is not None:
+        return functools.partial(found, _options(spec.section, config, section))
     try:
         inspect.signature(found).bind_partial(**config.options)
     except TypeError as error:
@@ -25,6 +30,13 @@ def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]
             f"env.{section}.options: {found.__name__} cannot be created with these options: {error}"
         ) from error
     return found
+
+
+def _options(schema: type[Section], config: EnvConfig, section: str) -> Section:
+    try:
+        return read_options(schema, config.options)
+    except ValueError as error:
+        raise ValueError(f"env.{section}.options: {error}") from error
 
 
 def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
@@ -47,15 +59,23 @@ def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
         known = {name: value for name, value in known.items() if name in names}
-    return made(**(known | config.options))
+    return made(**(known if ENVS[config.name].section is not None else known | config.options))
 
 
 def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """One line for every environment whose domain has no prompts, by the rows that could be read."""
+    """One line for every environment whose options are wrong, as far as a section types them, or whose domain has no
+    prompts, by the rows that could be read."""
+    problems = []
+    for name, env in config.envs.items():
+        if (schema := ENVS[env.name].section) is not None:
+            try:
+                _options(schema, env, name)
+            except ValueError as error:
+                problems.append(str(error))
     named = [name for name in config.env if name != "default"]
     domains = dict.fromkeys(name for split in rows.values() for name in split.domain_names)
     there = ", ".join(domains)
-    return [
+    return problems + [
         f"env.{name}: no prompt has this domain; there are: {there}"
         for name in named
         if domains and name not in domains

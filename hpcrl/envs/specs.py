@@ -1,14 +1,167 @@
-"""The specifications of the built-in environments."""
+"""The specifications of the built-in environments, with their options."""
 
 from __future__ import annotations
 
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from hpcrl.spec.fields import NUMBER, Natural, Section, Share
 from hpcrl.spec.kinds import EnvSpec
+
+FIELDS = ("observation", "actions", "answer", "symbols")
+
+
+def _template(text: str) -> str:
+    """A text with fields. ValueError if it has an unknown one, or does not show the observation."""
+    named = re.findall(r"\{(\w+)\}", text)
+    if unknown := [name for name in named if name not in FIELDS]:
+        raise ValueError(f"there is no field {{{unknown[0]}}} (there are: {', '.join(FIELDS)})")
+    if "observation" not in named:
+        raise ValueError("the text must contain {observation}")
+    return text
+
+
+def _tag(name: str) -> str:
+    if re.search(r"[<>/\s]", name):
+        raise ValueError(f"{name!r} is no name of a tag; give one such as answer, or an empty text")
+    return name
+
+
+def _symbols(text: str) -> str:
+    """Different visible characters; the field's own limits say how many."""
+    if len(set(text)) < len(text) or not text.isprintable() or " " in text:
+        raise ValueError(f"{text!r} must be different visible characters")
+    return text
+
+
+Template = Annotated[str, AfterValidator(_template)]
+Penalty = Annotated[float, Field(le=0), NUMBER]
+
+
+class GameOptions(Section):
+    """Options of every built-in game. Texts may contain the fields {observation}, {actions} (their names), {answer} (an
+    example of an action in its tag) and {symbols} (their meanings)."""
+
+    prompt: Template = "{observation}"
+    """First prompt; system_prompt of the data stays before it."""
+    turn: Template = "{observation}"
+    """Text after a valid action."""
+    invalid: Template = "This is no action. Answer with one of: {actions}, as in {answer}.\n{observation}"
+    """Text after a response without a valid action."""
+    tag: Annotated[str, AfterValidator(_tag)] = "answer"
+    """The action stands between the first `<tag>` and `</tag>` of the response; empty: it is the whole response."""
+    invalid_reward: Penalty = -0.05
+    """Reward of a response without a valid action, which changes nothing."""
+
+
+class FrozenLakeOptions(GameOptions):
+    """Options of the environment frozen_lake."""
+
+    prompt: Template = (
+        "You are on a frozen lake. Go to the goal, and not into a hole. The lake, row by row, with {symbols}:\n"
+        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+    )
+    """First prompt."""
+    size: Annotated[int, Field(ge=2, le=32), NUMBER] = 4
+    """Rows and columns of the lake."""
+    frozen: Share = 0.8
+    """Probability that a place is ice and no hole. Maps whose goal cannot be reached are drawn again."""
+    slippery: bool = False
+    """A step goes to either side of its direction with a probability of a third each."""
+    symbols: Annotated[str, Field(min_length=6, max_length=6), AfterValidator(_symbols)] = "P_OGX√"
+    """The characters for you, ice, hole, goal, you in a hole and you at the goal."""
+
+
+class SokobanOptions(GameOptions):
+    """Options of the environment sokoban."""
+
+    prompt: Template = (
+        "You are in a room. Push every box onto a target; you cannot pull. The room, row by row, with {symbols}:\n"
+        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+    )
+    """First prompt."""
+    size: Annotated[int, Field(ge=5, le=16), NUMBER] = 6
+    """Rows and columns of the room, with its outer walls."""
+    num_boxes: Annotated[int, Field(ge=1, le=8), NUMBER] = 1
+    """Boxes and targets."""
+    floor: Annotated[float, Field(ge=0.3, le=1), NUMBER] = 0.7
+    """Share of the places within the outer walls that is floor."""
+    steps_back: Annotated[int, Field(ge=10, le=10000), NUMBER] = 100
+    """Random steps from the solved room back to the start."""
+    symbols: Annotated[str, Field(min_length=7, max_length=7), AfterValidator(_symbols)] = "#_O√XPS"
+    """The characters for wall, floor, target, box on a target, box, you, and you on a target."""
+
+    @model_validator(mode="after")
+    def _room_for_boxes(self) -> Self:
+        places = round(self.floor * (self.size - 2) ** 2)
+        if places < 5 * self.num_boxes:
+            raise ValueError(
+                f"num_boxes={self.num_boxes} need {5 * self.num_boxes} places of floor, and size={self.size} with "
+                f"floor={self.floor:g} has {places}"
+            )
+        return self
+
+
+class GuessOptions(GameOptions):
+    """Options of the environment guess."""
+
+    prompt: Template = "Find the number, which is {observation}. Give {actions} in each answer, as in {answer}."
+    """First prompt."""
+    turn: Template = "The number is {observation}."
+    """Text after a valid action."""
+    low: Natural = 1
+    """Smallest number."""
+    high: Annotated[int, Field(ge=1, le=100000), NUMBER] = 100
+    """Largest number."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low} must be below high={self.high}")
+        return self
+
+
+class TicTacToeOptions(GameOptions):
+    """Options of the environment tic_tac_toe."""
+
+    prompt: Template = (
+        "Play tic-tac-toe: three X in a row win. You are X, the opponent is O, free cells have a number.\n"
+        "{observation}\nGive the number of a free cell in each answer, as in {answer}."
+    )
+    """First prompt."""
+    opponent: Literal["random", "perfect"] = "random"
+    """How the opponent plays."""
+    begins: bool = True
+    """The model has the first move."""
+    draw_reward: Share = 0.5
+    """Reward of a draw."""
+
 
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.scripted:ScriptedEnv",
 )
-SOKOBAN = EnvSpec(about="Sokoban: push boxes to their targets.")
-FROZEN_LAKE = EnvSpec(about="FrozenLake: find a path across the ice.")
+FROZEN_LAKE = EnvSpec(
+    about="FrozenLake: find a way over the ice to the goal.",
+    make="hpcrl.envs.frozen_lake:FrozenLake",
+    section=FrozenLakeOptions,
+)
+SOKOBAN = EnvSpec(
+    about="Sokoban: push every box onto a target.",
+    make="hpcrl.envs.sokoban:Sokoban",
+    section=SokobanOptions,
+)
+GUESS = EnvSpec(
+    about="Find a number that is said to be higher or lower than each guess.",
+    make="hpcrl.envs.guess:Guess",
+    section=GuessOptions,
+)
+TIC_TAC_TOE = EnvSpec(
+    about="Tic-tac-toe against a random or a perfect opponent.",
+    make="hpcrl.envs.tic_tac_toe:TicTacToe",
+    section=TicTacToeOptions,
+)
 WEBSHOP = EnvSpec(about="WebShop: search for a product and buy it.")
 CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

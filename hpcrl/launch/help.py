@@ -200,7 +200,8 @@ def _show(default: Any) -> str:
         return "(required)"
     if default is None or isinstance(default, bool):
         return "null" if default is None else str(default).lower()
-    return f"[{', '.join(map(str, default))}]" if isinstance(default, tuple) else str(default)
+    text = f"[{', '.join(map(str, default))}]" if isinstance(default, tuple) else str(default)
+    return text.replace("\n", "\\n")  # a row of a table is one line
 
 
 def _first_comment(group: str, option: str) -> str:

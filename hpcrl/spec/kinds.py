@@ -242,7 +242,8 @@ class RewardSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec(Spec):
-    """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.base)."""
+    """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.base). With a section,
+    which types the options, they are one argument, an object of the section."""
 
     imports_code: str = ""
     """The key of EnvConfig that names a user-defined class."""

@@ -94,8 +94,10 @@ ENVS = SpecTable(
     EnvSpec,
     {
         "scripted": "hpcrl.envs.specs:SCRIPTED",
-        "sokoban": "hpcrl.envs.specs:SOKOBAN",
         "frozen_lake": "hpcrl.envs.specs:FROZEN_LAKE",
+        "sokoban": "hpcrl.envs.specs:SOKOBAN",
+        "guess": "hpcrl.envs.specs:GUESS",
+        "tic_tac_toe": "hpcrl.envs.specs:TIC_TAC_TOE",
         "webshop": "hpcrl.envs.specs:WEBSHOP",
         "class": "hpcrl.envs.specs:CLASS",
     },

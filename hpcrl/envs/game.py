@@ -1,0 +1,116 @@
+"""The common part of the built-in games: one action per turn, named in the model's text, and texts from options."""
+
+from __future__ import annotations
+
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from hpcrl.envs.specs import GameOptions
+
+Options = TypeVar("Options", bound=GameOptions)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a valid action led to. effective: whether it changed anything."""
+
+    reward: float
+    effective: bool = True
+    ended: bool = False
+    success: bool = False
+
+
+class TextGame(ABC, Generic[Options]):
+    """A game that is an Env (hpcrl.envs.base). The episode is a function of the seed and the actions alone.
+
+    The action is the text between the first <tag> and </tag> of the response. One that the game does not know changes
+    nothing and gains options.invalid_reward. Metrics, all of the episode so far: success, and the shares of valid and
+    of effective actions (action_is_valid, action_is_effective).
+    """
+
+    words: Sequence[str]
+    """The names of all actions."""
+    symbols: ClassVar[tuple[str, ...]] = ()
+    """What each character of options.symbols means, for the field {symbols}."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self._by_name = {word.lower(): word for word in self.words}
+        self._running = False
+
+    @property
+    def named(self) -> str:
+        """The actions in words, for the field {actions}."""
+        return ", ".join(self.words)
+
+    @abstractmethod
+    def begin(self, rng: random.Random) -> None:
+        """Draw a new start. The game may keep rng for what chance decides later."""
+
+    @abstractmethod
+    def show(self) -> str:
+        """The state as text, never empty."""
+
+    @abstractmethod
+    def act(self, word: str) -> Outcome:
+        """Carry out one of `words`."""
+
+    @abstractmethod
+    def best(self) -> str:
+        """The word that an expert would choose now."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """The first prompt of the episode of this seed."""
+        self.begin(random.Random(seed))
+        self._running, self._turns, self._valid, self._effective = True, 0, 0, 0
+        return self._fill(self.options.prompt), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Carry out the action that a response names. RuntimeError before reset() and after the end."""
+        if not self._running:
+            raise RuntimeError("step() needs a running episode: call reset() first")
+        word = self._word(action)
+        outcome = Outcome(self.options.invalid_reward, effective=False) if word is None else self.act(word)
+        self._running = not outcome.ended
+        self._turns += 1
+        self._valid += word is not None
+        self._effective += outcome.effective
+        metrics = {
+            "success": float(outcome.success),
+            "action_is_valid": self._valid / self._turns,
+            "action_is_effective": self._effective / self._turns,
+        }
+        text = self._fill(self.options.invalid if word is None else self.options.turn)
+        return text, outcome.reward, outcome.ended, False, {"metrics": metrics}
+
+    def expert(self, rng: random.Random, noise: float) -> str:
+        """A response of an expert that chooses any action with the probability `noise`."""
+        return self._written(rng.choice(self.words) if rng.random() < noise else self.best())
+
+    def _word(self, response: str) -> str | None:
+        """The action of a response as `words` spells it; None if it names none."""
+        if self.options.tag:
+            _, _, after = response.partition(f"<{self.options.tag}>")
+            response, end, _ = after.partition(f"</{self.options.tag}>")
+            if not end:
+                return None
+        return self._by_name.get(response.strip().lower())
+
+    def _written(self, word: str) -> str:
+        """The response that names this action."""
+        return f"<{self.options.tag}>{word}</{self.options.tag}>" if self.options.tag else word
+
+    def _fill(self, template: str) -> str:
+        """The template with its fields. One pass, so that braces in a state stay."""
+        said = zip(getattr(self.options, "symbols", ""), self.symbols, strict=True)
+        fields = {
+            "observation": self.show(),
+            "actions": self.named,
+            "answer": self._written(self.words[0]),
+            "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
+        }
+        return re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], template)

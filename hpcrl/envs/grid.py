@@ -1,0 +1,44 @@
+"""Places and ways on a grid."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
+
+Place = tuple[int, int]
+"""(row, column), from the upper left corner."""
+MOVES: dict[str, Place] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+
+State = TypeVar("State", bound=Hashable)
+
+
+def moved(place: Place, move: Place, steps: int = 1) -> Place:
+    """The place after this many steps in one direction."""
+    return place[0] + steps * move[0], place[1] + steps * move[1]
+
+
+def shortest(
+    start: State, following: Callable[[State], Iterable[tuple[str, State]]], arrived: Callable[[State], bool]
+) -> list[str] | None:
+    """The shortest sequence of actions from a state to one that has arrived, by breadth-first search; None if there is
+    none. following: the actions of a state, and where each leads."""
+    before: dict[State, tuple[str, State] | None] = {start: None}
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        if arrived(state):
+            return _way(before, state)
+        for action, reached in following(state):
+            if reached not in before:
+                before[reached] = action, state
+                waiting.append(reached)
+    return None
+
+
+def _way(before: Mapping[State, tuple[str, State] | None], state: State) -> list[str]:
+    way = []
+    while (step := before[state]) is not None:
+        way.append(step[0])
+        state = step[1]
+    return way[::-1]
