@@ -13,10 +13,11 @@ MOST_ROWS = 1 << 24
 
 
 class DataSource(Section):
-    """One source of prompts: a jsonl or parquet file, `task:NAME` (built in) or `reasoning_gym:NAME`."""
+    """One source of prompts: a jsonl or parquet file, or generated: `task:NAME` (built in), `reasoning_gym:NAME`,
+    `env:DOMAIN` (starts of episodes) or `expert:NAME` (episodes of a built-in environment's expert)."""
 
     path: str
-    """File, task:NAME or reasoning_gym:NAME."""
+    """File, task:NAME, reasoning_gym:NAME, env:DOMAIN or expert:NAME."""
     tag: str | None = None
     """Domain of all rows of this source; null: each row's own tag."""
     size: Annotated[int, Field(ge=1, lt=MOST_ROWS), NUMBER] | None = None
@@ -48,7 +49,8 @@ class DataConfig(Section):
     """Where prompts come from and how a row is read."""
 
     train: Sources = "task:sort_digits"
-    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, or a list of these or of {path, tag, size, options}."""
+    """jsonl or parquet file, task:NAME, reasoning_gym:NAME, env:DOMAIN, expert:NAME, or a list of these or of
+    {path, tag, size, options}."""
     val: Sources | None = None
     """Held-out prompts, in the same forms; null: no evaluation."""
     prompt_key: str | None = None

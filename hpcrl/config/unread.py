@@ -45,7 +45,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
             if key not in (*KEYS_OF_ALL, config.pipeline):
                 yield (key,), ("pipeline",), f"the {config.pipeline} pipeline neither trains nor generates"
     if not config.reinforces:
-        for section in ("algorithm", "env"):
+        for section in ("algorithm",) if config.evaluates else ("algorithm", "env"):
             yield (section,), ("pipeline",), f"the {config.pipeline} pipeline has none"
         for key in type(config.rollout).model_fields:
             if key not in SAMPLING_KEYS:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from hpcrl.config import DataConfig, DataSource
+from hpcrl.data.episodes import STARTS
 from hpcrl.data.files import NO_IMAGES, BadRow, Table, open_table
 from hpcrl.data.tasks import Split
 
@@ -183,6 +184,12 @@ def sources(config: DataConfig, split: Split) -> list[DataSource]:
         return []
     entries = [given] if isinstance(given, str) else given
     return [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+def start_domains(config: DataConfig, split: Split) -> dict[str, str]:
+    """Domain -> path of the sources whose rows are starts of an environment."""
+    given = (source for source in sources(config, split) if source.path.startswith(STARTS))
+    return {source.tag or source.path.removeprefix(STARTS): source.path for source in given}
 
 
 class RowSet:

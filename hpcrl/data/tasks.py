@@ -1,4 +1,5 @@
-"""Built-in prompt sources that generate their rows: `task:sort_digits`, `task:add` and `reasoning_gym:NAME`.
+"""Built-in prompt sources that generate their rows: `task:sort_digits`, `task:add`, `reasoning_gym:NAME`, and those of
+environments (hpcrl.data.episodes), `env:DOMAIN` and `expert:NAME`.
 
 A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
 """
@@ -14,6 +15,7 @@ from typing import Any, Literal, Protocol
 from pydantic import model_validator
 
 from hpcrl.config import Positive, Section
+from hpcrl.data.episodes import ExpertTask, StartTask
 from hpcrl.spec.options import read_options
 
 Split = Literal["train", "val"]
@@ -82,6 +84,9 @@ TASKS: dict[str, tuple[Make, type[Section], str]] = {
     "add": (_add, AddOptions, "exact_match"),
 }
 
+EPISODES: dict[str, Callable[..., Task]] = {"env": StartTask, "expert": ExpertTask}
+GENERATED = ("task:", "reasoning_gym:", *(f"{kind}:" for kind in EPISODES))
+
 
 class GeneratedTask:
     """A task of `TASKS`. Its content alone decides whether a row is held out, so that train and val are disjoint under
@@ -135,10 +140,12 @@ def make_reasoning_gym(name: str, size: int, seed: int, options: dict[str, Any])
 
 
 def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, split: Split) -> Task:
-    """The task `task:NAME` or `reasoning_gym:NAME`, with epochs of `size` rows (null: 65536, val 1024). ValueError
-    describes an error of name, options or size."""
+    """The task of a generated source, with epochs of `size` rows (null: 65536, val 1024). ValueError describes an error
+    of name, options or size."""
     kind, _, name = path.partition(":")
     rows = size or DEFAULT_SIZE[split]
+    if kind in EPISODES:
+        return EPISODES[kind](name, options, rows, seed, split)
     if kind == "reasoning_gym":
         if name in BROKEN_REASONING_GYM:
             raise ValueError(f"{path} is left out: {BROKEN_REASONING_GYM[name]}")
@@ -153,15 +160,17 @@ def make_task(path: str, options: dict[str, Any], size: int | None, seed: int, s
         raise ValueError(f"{path}: {error}") from error
 
 
-def built_in_reward(path: str) -> tuple[str, str]:
-    """(domain, name of the reward) of a generated source."""
+def built_in_reward(path: str) -> tuple[str, str | None]:
+    """(domain, name of the reward) of a generated source; no reward if an environment gives them."""
     kind, _, name = path.partition(":")
+    if kind in EPISODES:
+        return name, None
     return name, "reasoning_gym" if kind == "reasoning_gym" or name not in TASKS else TASKS[name][2]
 
 
 def is_generated(path: str) -> bool:
     """Whether a data path names a generated source rather than a file."""
-    return path.startswith(("task:", "reasoning_gym:"))
+    return path.startswith(GENERATED)
 
 
 def _hash(text: str) -> int:

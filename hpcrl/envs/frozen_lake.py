@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from hpcrl.envs.game import Outcome, TextGame
-from hpcrl.envs.grid import MOVES, Place, moved, shortest
+from hpcrl.envs.grid import MOVES, Cell, moved, shortest
 from hpcrl.envs.specs import FrozenLakeOptions
 
 SIDEWAYS = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
@@ -55,25 +55,25 @@ class FrozenLake(TextGame[FrozenLakeOptions]):
         """The shortest way to the goal if no step slips; None if there is none."""
         return shortest(self.player, self._following, lambda place: place == self.goal)
 
-    def _following(self, place: Place) -> Iterator[tuple[str, Place]]:
+    def _following(self, place: Cell) -> Iterator[tuple[str, Cell]]:
         for word in MOVES:
             if (reached := self._after(place, word)) not in self.holes:
                 yield word, reached
 
-    def _after(self, place: Place, word: str) -> Place:
+    def _after(self, place: Cell, word: str) -> Cell:
         """Where a step leads; a step over the edge leads nowhere."""
         row, column = moved(place, MOVES[word])
         size = self.options.size
         return (row, column) if 0 <= row < size and 0 <= column < size else place
 
-    def _symbol(self, place: Place) -> str:
+    def _symbol(self, place: Cell) -> str:
         you, ice, hole, goal, fallen, arrived = list(self.options.symbols)
         if place == self.player:
             return fallen if place in self.holes else arrived if place == self.goal else you
         return hole if place in self.holes else goal if place == self.goal else ice
 
 
-def _line(start: Place, end: Place) -> list[Place]:
+def _line(start: Cell, end: Cell) -> list[Cell]:
     """All places between two of one row or column, with both."""
     (first_row, last_row), (first, last) = sorted((start[0], end[0])), sorted((start[1], end[1]))
     return [(row, column) for row in range(first_row, last_row + 1) for column in range(first, last + 1)]

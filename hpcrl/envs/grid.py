@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
-Place = tuple[int, int]
+Cell = tuple[int, int]
 """(row, column), from the upper left corner."""
-MOVES: dict[str, Place] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 
 State = TypeVar("State", bound=Hashable)
 
 
-def moved(place: Place, move: Place, steps: int = 1) -> Place:
+def moved(place: Cell, move: Cell, steps: int = 1) -> Cell:
     """The place after this many steps in one direction."""
     return place[0] + steps * move[0], place[1] + steps * move[1]
 

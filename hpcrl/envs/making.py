@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcrl.config import Config, EnvConfig
-from hpcrl.data.rows import RowSet
+from hpcrl.data.rows import RowSet, start_domains
 from hpcrl.data.tasks import Split
 from hpcrl.envs.base import Env
 from hpcrl.spec.fields import Section
@@ -64,8 +64,13 @@ def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
 
 def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     """One line for every environment whose options are wrong, as far as a section types them, or whose domain has no
-    prompts, by the rows that could be read."""
-    problems = []
+    prompts, by the rows that could be read; and for starts of episodes without an environment."""
+    problems = [
+        f"data.{split}: {path} gives starts of an environment; set env.{domain}.name or env.default.name"
+        for split in rows
+        for domain, path in start_domains(config.data, split).items()
+        if config.env_of(domain) is None
+    ]
     for name, env in config.envs.items():
         if (schema := ENVS[env.name].section) is not None:
             try:

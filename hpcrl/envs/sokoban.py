@@ -6,13 +6,13 @@ import random
 from collections.abc import Iterator
 
 from hpcrl.envs.game import Outcome, TextGame
-from hpcrl.envs.grid import MOVES, Place, moved, shortest
+from hpcrl.envs.grid import MOVES, Cell, moved, shortest
 from hpcrl.envs.specs import SokobanOptions
 
 STEP, ON_TARGET, SOLVED = -0.1, 1.0, 10.0
 NUM_DRAWS = 1000
 
-Position = tuple[Place, frozenset[Place]]
+Position = tuple[Cell, frozenset[Cell]]
 """(player, boxes)."""
 
 
@@ -85,7 +85,7 @@ class Sokoban(TextGame[SokobanOptions]):
             self.boxes = self.boxes - {behind} | {self.player}
         self.player = to
 
-    def _symbol(self, place: Place) -> str:
+    def _symbol(self, place: Cell) -> str:
         wall, floor, target, placed, box, you, you_on_target = list(self.options.symbols)
         if place not in self.floor:
             return wall
@@ -96,7 +96,7 @@ class Sokoban(TextGame[SokobanOptions]):
         return target if place in self.targets else floor
 
 
-def _room(rng: random.Random, size: int, share: float) -> set[Place]:
+def _room(rng: random.Random, size: int, share: float) -> set[Cell]:
     """The floor of a room: connected, and about `share` of what the outer walls leave."""
     inside = range(1, size - 1)
     place = (rng.choice(inside), rng.choice(inside))

@@ -147,21 +147,25 @@ FROZEN_LAKE = EnvSpec(
     about="FrozenLake: find a way over the ice to the goal.",
     make="hpcrl.envs.frozen_lake:FrozenLake",
     section=FrozenLakeOptions,
+    has_expert=True,
 )
 SOKOBAN = EnvSpec(
     about="Sokoban: push every box onto a target.",
     make="hpcrl.envs.sokoban:Sokoban",
     section=SokobanOptions,
+    has_expert=True,
 )
 GUESS = EnvSpec(
     about="Find a number that is said to be higher or lower than each guess.",
     make="hpcrl.envs.guess:Guess",
     section=GuessOptions,
+    has_expert=True,
 )
 TIC_TAC_TOE = EnvSpec(
     about="Tic-tac-toe against a random or a perfect opponent.",
     make="hpcrl.envs.tic_tac_toe:TicTacToe",
     section=TicTacToeOptions,
+    has_expert=True,
 )
 WEBSHOP = EnvSpec(about="WebShop: search for a product and buy it.")
 CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
-from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources
+from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources, start_domains
 from hpcrl.data.tasks import Split, built_in_reward, is_generated
 from hpcrl.rewards.base import Reward, make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
@@ -57,7 +57,8 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
         for source in sources(config.data, split):
             if is_generated(source.path):
                 domain, name = built_in_reward(source.path)
-                found.setdefault(source.tag or domain, RewardConfig.model_validate({"name": name}))
+                if name is not None:
+                    found.setdefault(source.tag or domain, RewardConfig.model_validate({"name": name}))
                 continue
             try:
                 table = open_table(source, config.seed, split)
@@ -95,8 +96,8 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
     for split, found in rows.items():
         for domain in found.domain_names:
             env = config.env_of(domain)
-            if env is not None and not env.add_reward:
-                continue
+            if not env.add_reward if env is not None else domain in start_domains(config.data, split):
+                continue  # an environment rewards it, or is missing, of which hpcrl.envs.making tells
             try:
                 scored_by = router.of(domain)
             except ValueError as error:

@@ -17,6 +17,7 @@ from hpcrl.clock import AwakeClock
 from hpcrl.config import EnvConfig
 from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
+from hpcrl.data.episodes import MAX_SEED, SEED_COLUMN
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import env_class, make_env
 from hpcrl.roles.base import Rank
@@ -214,7 +215,7 @@ class EnvRole:
         if turn.begins:
             episode.row = json.loads(turn.meta)
             episode.env = make_env(config, episode.row)
-            observation, _ = episode.env.reset(episode_seed(self._config.seed, split_sample_id(turn.sample)[0]))
+            observation, _ = episode.env.reset(self._seed(turn, episode.row))
             return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
         assert episode.env is not None, "an episode begins with its first turn"
         observation, gained, terminated, truncated, info = episode.env.step(turn.text)
@@ -223,9 +224,19 @@ class EnvRole:
         metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
         total = sum(episode.rewards)
         score = metrics.get("success", total)
+        metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics
         result = ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards))
         over = bool(terminated or truncated) or len(episode.rewards) >= config.max_turns
         return _Played(observation, result, over or turn.reason == FinishReason.LENGTH)
+
+    def _seed(self, turn: Turn, row: dict[str, Any]) -> int:
+        """The seed of the row, else one of the prompt. ValueError if the row has no valid one."""
+        given = row["extra"].get(SEED_COLUMN)
+        if given is None:
+            return episode_seed(self._config.seed, split_sample_id(turn.sample)[0])
+        if type(given) is not int or not 0 <= given < MAX_SEED:
+            raise ValueError(f"column {SEED_COLUMN}: {given!r} is no whole number from 0 to {MAX_SEED - 1}")
+        return given
 
     def _drop(self, sample: int) -> None:
         """End an episode, if there is one, after its turn at work."""

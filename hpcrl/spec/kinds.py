@@ -247,3 +247,5 @@ class EnvSpec(Spec):
 
     imports_code: str = ""
     """The key of EnvConfig that names a user-defined class."""
+    has_expert: bool = False
+    """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.game), for expert:NAME."""

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,9 +23,15 @@ SETTINGS = {"env": {"default": ODD}}
 UIDS = iter(range(1, 1000))
 
 
-def turn(sample: int, how: str = "", room: int = 100, reason: str = "stop", domain: str = "maths") -> Turn:
+def turn(
+    sample: int,
+    how: str = "",
+    room: int = 100,
+    reason: str = "stop",
+    domain: str = "maths",
+    columns: dict[str, Any] = {"hint": "left"},  # noqa: B006
+) -> Turn:
     """A turn of the model; with `how` the beginning of an episode."""
-    columns = {"hint": "left"}
     row = {"prompt": "?", "answer": how, "messages": [{"role": "user", "content": "?"}], "tools": None}
     meta = json.dumps(row | {"extra": columns}).encode()
     return Turn(sample, domain, "" if how else "4", meta, reason, 2, 2, room, bool(how))
@@ -78,6 +85,17 @@ def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: S
     assert len(stage.mail(2, TurnDelta)) == 10
 
 
+def test_a_row_can_give_the_seed_of_its_episodes(stage: Stage, role: EnvRole) -> None:
+    odd_env.SEEDS.clear()
+    for uid, start in ((5, 77), (6, 77), (8, 0), (held_out_uid(2, 3), 1 << 30)):
+        sent = turn(make_sample_id(uid, 0, 0), "plain", columns={"hint": "left", "env_seed": start})
+        assert not play(stage, role, sent).result.error
+    expected = [int(np.random.RandomState(start).randint(1 << 30)) for start in (77, 77, 0, 1 << 30)]
+    assert [*odd_env.SEEDS] == expected
+    wrong = turn(make_sample_id(7, 0, 0), "plain", columns={"hint": "left", "env_seed": "x"})
+    assert "column env_seed: 'x' is no whole number from 0 to 2147483647" in play(stage, role, wrong).result.error
+
+
 def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     sample = make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "plain"))
@@ -88,7 +106,8 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     assert delta.sample == sample and len(delta.token_ids) > 4
     second = play(stage, role, turn(sample))
     assert (second.ended, second.result.reward, second.result.score) == (True, 0.5, 1.0)
-    assert second.result.metrics == {"success": 1.0, "n": 1.0} and second.result.turn_rewards == [0.25, 0.25]
+    assert second.result.metrics == {"return": 0.5, "turns": 2.0, "success": 1.0, "n": 1.0}
+    assert second.result.turn_rewards == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Rows of environments: `env:DOMAIN` gives starts, `expert:NAME` what the expert of a built-in environment does there.
+
+The start of an episode follows from the row's column env_seed, so that siblings start alike. Numbers below 2**30 belong
+to train, the others to val.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+from hpcrl.config import Positive, Section
+from hpcrl.spec.fields import Share
+from hpcrl.spec.options import read_options
+from hpcrl.spec.tables import ENVS
+
+STARTS = "env:"
+SEED_COLUMN = "env_seed"
+MAX_SEED = 1 << 31
+HALF = MAX_SEED // 2
+
+
+def episode_start(name: str, seed: int, split: str, index: int) -> int:
+    """The 31-bit seed of the environment of a row, a function of the arguments alone."""
+    digest = hashlib.blake2b(f"{name}/{seed}/{split}/{index}/start".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % HALF + (HALF if split == "val" else 0)
+
+
+class StartTask:
+    """Starts for the environment of a domain. ValueError if options are given, which belong to the environment."""
+
+    def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: str):
+        if options:
+            raise ValueError(f"env:{name}: the options of an environment are those of env.{name}.options")
+        self.name, self.size = name, size
+        self._seed, self._split = seed, split
+
+    def row(self, index: int) -> dict[str, Any]:
+        start = episode_start(self.name, self._seed, self._split, index)
+        return {"prompt": f"{self.name} {start}", SEED_COLUMN: start}
+
+
+class ExpertOptions(Section):
+    """Options of expert:NAME."""
+
+    env: dict[str, Any] = {}
+    """Options of the environment."""
+    noise: Share = 0.0
+    """Probability that a turn is any action instead of the expert's."""
+    max_turns: Positive = 10
+    """Maximum turns of an episode."""
+
+
+class ExpertTask:
+    """Episodes of an environment's own expert as dialogues, for supervised training. ValueError names an environment
+    without an expert, or wrong options."""
+
+    def __init__(self, name: str, options: dict[str, Any], size: int, seed: int, split: str):
+        able = [known for known, spec in ENVS.items() if spec.has_expert]
+        if name not in able:
+            raise ValueError(f"expert:{name}: no such environment has an expert; there are {', '.join(able)}")
+        self.name, self.size = name, size
+        self._seed, self._split = seed, split
+        spec = ENVS[name]
+        assert spec.section is not None, "an expert is of an environment with typed options"
+        try:
+            self._options = read_options(ExpertOptions, options)
+            self._env_options = read_options(spec.section, self._options.env)
+        except ValueError as error:
+            raise ValueError(f"expert:{name}: {error}") from error
+        self._make = spec.load()
+
+    def row(self, index: int) -> dict[str, Any]:
+        start = episode_start(self.name, self._seed, self._split, index)
+        env, rng = self._make(self._env_options), random.Random(f"{start}/expert")
+        observation, _ = env.reset(start)
+        messages: list[dict[str, str]] = []
+        for _ in range(self._options.max_turns):
+            response = env.expert(rng, self._options.noise)
+            messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": response}]
+            observation, _, ended, _, _ = env.step(response)
+            if ended:
+                break
+        return {"messages": messages}

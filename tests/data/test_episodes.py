@@ -1,0 +1,86 @@
+"""Rows of environments: the same start for siblings, other starts elsewhere, experts that play by the rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvConfig, parse
+from hpcrl.data import read_splits
+from hpcrl.data.episodes import HALF, SEED_COLUMN
+from hpcrl.data.tasks import make_task
+from hpcrl.envs.making import make_env, validate_envs
+from hpcrl.rewards.router import validate_rewards
+
+
+def rows(path: str, split: str = "train", seed: int = 0, count: int = 50, **options: Any) -> list[dict[str, Any]]:
+    task = make_task(path, options, None, seed, split)  # type: ignore[arg-type]
+    return [task.row(index) for index in range(count)]
+
+
+def test_starts_of_the_splits_are_apart_under_any_seeds() -> None:
+    train = {row[SEED_COLUMN] for seed in range(3) for row in rows("env:maze", "train", seed, 500)}
+    val = {row[SEED_COLUMN] for seed in range(3) for row in rows("env:maze", "val", seed, 500)}
+    assert len(train) == len(val) == 1500, "no start comes twice"
+    assert max(train) < HALF <= min(val) and max(val) < 1 << 31
+    assert rows("env:maze") == rows("env:maze") != rows("env:other")
+    assert rows("env:maze")[0] == {"prompt": "maze 265210728", SEED_COLUMN: 265210728}, "starts never change"
+
+
+@pytest.mark.parametrize(
+    ("name", "env"),
+    [("frozen_lake", {"size": 5}), ("sokoban", {}), ("guess", {"high": 20}), ("tic_tac_toe", {"tag": ""})],
+)
+def test_an_expert_plays_the_episode_of_its_row(name: str, env: dict[str, Any]) -> None:
+    """Its dialogue is what the environment says to its answers, from the start that env:NAME has in this place."""
+    won = 0
+    for traced, started in zip(rows(f"expert:{name}", env=env), rows(f"env:{name}"), strict=True):
+        game = make_env(EnvConfig(name=name, options=env), {"extra": {}})
+        said, *others = [turn["content"] for turn in traced["messages"]]
+        assert game.reset(started[SEED_COLUMN])[0] == said
+        for answer, following in zip(others[::2], [*others[1::2], None], strict=True):
+            observation, _, _, _, info = game.step(answer)
+            assert following is None or observation == following
+        won += info["metrics"]["success"]
+        assert info["metrics"]["action_is_valid"] == 1.0 and len(traced["messages"]) <= 20
+    assert won > 35, "a few rooms take more than ten turns"
+
+
+def test_noise_and_turns_are_as_asked() -> None:
+    best = rows("expert:frozen_lake", count=200)
+    noisy = rows("expert:frozen_lake", count=200, noise=0.6, max_turns=3)
+    agreeing = [a["messages"][:2] == b["messages"][:2] for a, b in zip(best, noisy, strict=True)]
+    assert 0.45 < sum(agreeing) / 200 < 0.65  # 0.4 + 0.6 / 4, and often two ways are equally short
+    assert max(len(row["messages"]) for row in noisy) == 6
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "problem"),
+    [
+        ("env:maze", {"size": 4}, "env:maze: the options of an environment are those of env.maze.options"),
+        ("expert:maze", {}, "expert:maze: no such environment has an expert; there are frozen_lake, sokoban"),
+        ("expert:scripted", {}, "expert:scripted: no such environment has an expert"),
+        (
+            "expert:sokoban",
+            {"noize": 1},
+            "there is no option 'noize' (there are: env, noise, max_turns)",
+        ),
+        ("expert:sokoban", {"env": {"size": 2}}, "expert:sokoban: size: Input should be greater than or equal to 5"),
+    ],
+)
+def test_a_wrong_source_is_named_before_the_start(path: str, options: dict[str, Any], problem: str) -> None:
+    config = parse({"data": {"train": [{"path": path, "options": options}]}})
+    _, (line,) = read_splits(config.data, 0)
+    assert line.startswith("data.train: ") and problem in line
+
+
+def test_starts_without_an_environment_say_what_they_lack() -> None:
+    data = {"train": [{"path": "env:frozen_lake", "tag": "lake"}]}
+    config = parse({"data": data, "env": {"frozen_lake": None}})
+    found, problems = read_splits(config.data, 0)
+    assert problems == validate_rewards(config, found) == []
+    lines = validate_envs(config, found)
+    assert "data.train: env:frozen_lake gives starts of an environment; set env.lake.name or env.default.name" in lines
+    played = parse({"data": data, "env": {"lake": {"name": "frozen_lake"}}})
+    assert validate_rewards(played, found) == validate_envs(played, found) == []
