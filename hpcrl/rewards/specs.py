@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, Float, NonNegative, Positive, Section, Share
+from hpcrl.spec.fields import NUMBER, Float, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
 from hpcrl.spec.kinds import RewardSpec
 
 
@@ -177,6 +177,65 @@ class SortDigitsOptions(Section):
     """Maximum reward of a wrong answer, scaled by the share of digits in the right place."""
 
 
+class JudgeSection(Section):
+    """A judge of the reward judge."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
+    """Address of an OpenAI-compatible endpoint, up to and with /v1."""
+    model: str
+    """Model that it serves."""
+    key_env: str | None = None
+    """Environment variable with its key; null: none."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature."""
+    max_tokens: Positive = 512
+    """Maximum tokens of its answer."""
+    per_s: PositiveFloat | None = None
+    """Maximum requests per second of one worker process; null: no limit."""
+    body: dict[str, Any] = {}
+    """More fields of the request."""
+
+
+class JudgeOptions(Section):
+    """Options of the reward judge."""
+
+    judges: Annotated[dict[str, JudgeSection], Field(min_length=1)]
+    """Name -> url, model, key_env, temperature, max_tokens, per_s and body of each judge."""
+    vote: Literal["mean", "median", "majority"] = "mean"
+    """How several verdicts become one; majority: 1 if more than half of them reach the threshold, else 0."""
+    min_votes: Positive = 1
+    """Verdicts without which a response has an error."""
+    threshold: Share = 0.5
+    """The score is 1 from this verdict on, and a vote counts for the majority; verdicts are scaled to 0..1."""
+    verdict: Literal["number", "yes_no"] = "number"
+    """What the judges are asked for."""
+    scale: tuple[Float, Float] = (0.0, 10.0)
+    """Lowest and highest number."""
+    rubric_file: str | None = None
+    """File with the rubric; null: correct, complete and helpful."""
+    template_file: str | None = None
+    """File with the question, with the places {rubric}, {prompt}, {answer} and {response}; null: a built-in one."""
+    with_thinking: bool = False
+    """Show the thinking of the response too."""
+    max_chars: Annotated[int, Field(ge=100, le=1_000_000), NUMBER] = 20_000
+    """Maximum length of each text that a judge sees, characters; the middle of a longer one is left out."""
+    request_timeout_s: Seconds = 60.0
+    """Time for one request, seconds; requests are repeated until 90 % of the reward's timeout_s have passed."""
+    backoff_s: Seconds = 1.0
+    """Pause before the first repetition, seconds; it doubles with each, to 30 at most."""
+    cache: str | None = None
+    """Folder in which verdicts are kept for equal questions; null: none."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        low, high = self.scale
+        if low >= high:
+            raise ValueError(f"scale: the lowest number, {low:g}, must be below the highest, {high:g}")
+        if self.min_votes > len(self.judges):
+            raise ValueError(f"min_votes={self.min_votes} is above the number of judges, {len(self.judges)}")
+        return self
+
+
 class FakeOptions(Section):
     """Options of the reward fake."""
 
@@ -281,6 +340,12 @@ SORT_DIGITS = RewardSpec(
     make="hpcrl.rewards.sort_digits:SortDigits",
     section=SortDigitsOptions,
     compares_answer=True,
+)
+
+JUDGE = RewardSpec(
+    about="The vote of language models behind OpenAI-compatible endpoints, by a rubric.",
+    make="hpcrl.rewards.judge:Judge",
+    section=JudgeOptions,
 )
 
 FAKE = RewardSpec(

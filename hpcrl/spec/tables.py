@@ -83,6 +83,7 @@ REWARDS = SpecTable(
         "language": "hpcrl.rewards.specs:LANGUAGE",
         "composed": "hpcrl.rewards.specs:COMPOSED",
         "reasoning_gym": "hpcrl.rewards.specs:REASONING_GYM",
+        "judge": "hpcrl.rewards.specs:JUDGE",
         "sort_digits": "hpcrl.rewards.specs:SORT_DIGITS",
         "fake": "hpcrl.rewards.specs:FAKE",
         "function": "hpcrl.rewards.specs:FUNCTION",

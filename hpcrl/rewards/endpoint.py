@@ -1,0 +1,162 @@
+"""A client of an OpenAI-compatible endpoint for threads: retries with back-off until a deadline, a rate limit, a cache.
+
+Standard library alone. A request is repeated after a broken connection, a timeout, and the status codes of a busy or
+starting server; any other refusal (a wrong key, an unknown model) is an error at once. Redirects are not
+followed, since the key would go with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 20
+"""Longest answer that is read."""
+MOST_WAIT_S = 30.0
+"""Longest pause between two attempts, also if the server asks for more."""
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+
+
+class EndpointError(RuntimeError):
+    """The endpoint refused, or did not answer before the deadline."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+class Endpoint:
+    """One model behind a URL. Every method may be called by many threads at once."""
+
+    def __init__(
+        self, url: str, model: str, key_env: str | None, timeout_s: float, backoff_s: float, per_s: float | None
+    ):
+        """url: up to and with /v1. key_env: environment variable with the key. per_s: most requests per second."""
+        self.url, self.model = url.rstrip("/") + "/chat/completions", model
+        self._key_env, self._timeout_s, self._backoff_s = key_env, timeout_s, backoff_s
+        self._interval_s = 1.0 / per_s if per_s else 0.0
+        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._lock = threading.Lock()
+        self._free_at = 0.0  # monotonic time from which the next request may start
+
+    def ask(self, body: Mapping[str, Any], deadline: float, counts: Counter[str]) -> str:
+        """The content of the first choice. deadline: monotonic time after which no attempt begins and none goes on.
+        counts: requests and retries are added. EndpointError says why there is no answer, ValueError that the answer is
+        none of such an endpoint."""
+        data, pause_s, problem = json.dumps({"model": self.model, **body}).encode(), self._backoff_s, "no time left"
+        while self._take_turn(deadline):
+            counts["requests"] += 1
+            try:
+                return _content(self._post(data, deadline))
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}: {_excerpt(error)}"
+                if error.code not in TRANSIENT:
+                    raise EndpointError(f"{self.url}: {problem}") from None
+                wait_s = _retry_after_s(error)
+            except (OSError, http.client.HTTPException) as error:
+                problem, wait_s = f"{type(error).__name__}: {error}", 0.0
+            counts["retries"] += 1
+            # Jitter, so that the threads that failed together do not return together.
+            wait_s = min(max(wait_s, pause_s * random.uniform(0.5, 1.0)), MOST_WAIT_S)
+            pause_s = min(2 * pause_s, MOST_WAIT_S)
+            if wait_s >= deadline - time.monotonic():
+                break
+            time.sleep(wait_s)
+        raise EndpointError(f"{self.url}: no answer in time; the last attempt: {problem}")
+
+    def _take_turn(self, deadline: float) -> bool:
+        """Wait for the rate limit; False if the turn would come after the deadline."""
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            if start >= deadline:
+                return False
+            self._free_at = start + self._interval_s
+        time.sleep(start - now)
+        return True
+
+    def _post(self, data: bytes, deadline: float) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._key_env is not None:
+            if not (key := os.environ.get(self._key_env)):
+                raise EndpointError(f"the environment variable {self._key_env} with the key of {self.url} is not set")
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url, data, headers)
+        end = min(deadline, time.monotonic() + self._timeout_s)
+        with self._opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
+            body = bytearray()
+            while block := response.read1(1 << 16):
+                body += block
+                if len(body) > MOST_BYTES:
+                    raise ValueError(f"the answer has more than {MOST_BYTES} bytes")
+                if time.monotonic() > end:  # it drips: the timeout of the socket is of one read
+                    raise TimeoutError("the answer did not end in time")
+            if response.length:  # of what the headers promised
+                raise http.client.IncompleteRead(bytes(body), response.length)
+        return bytes(body)
+
+
+class Cache:
+    """Verdicts in a folder, one small file each, shared by all processes. A file that is damaged is none."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def path(self, asked: Any) -> Path:
+        """The file of what is asked: everything that decides the verdict, as plain data."""
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        return self._folder / digest[:2] / f"{digest}.json"
+
+    def read(self, path: Path) -> float | None:
+        """The verdict; None if it is not there."""
+        try:
+            return float(json.loads(path.read_bytes())["verdict"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path, verdict: float) -> None:
+        """Keep a verdict; a full disk costs the cache, not the sample."""
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+            temporary.write_text(json.dumps({"verdict": verdict}))
+            temporary.replace(path)
+
+
+def _content(body: bytes) -> str:
+    """The text of the first choice. ValueError for anything else."""
+    try:
+        content = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"the answer is no chat completion: {type(error).__name__}") from error
+    if not isinstance(content, str):
+        raise ValueError("the answer has no text")
+    return content
+
+
+def _retry_after_s(error: urllib.error.HTTPError) -> float:
+    """Seconds that the server asks to wait; 0 if it does not say, or says a date."""
+    try:
+        return max(0.0, float(error.headers.get("Retry-After", "")))
+    except ValueError:
+        return 0.0
+
+
+def _excerpt(error: urllib.error.HTTPError) -> str:
+    try:
+        return " ".join(error.read(400).decode(errors="replace").split())[:200]
+    except OSError as reading:
+        return f"({type(reading).__name__})"
