@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = _parser().parse_args(argv)
         reward = _reward(words)
         rows = _rows_of(words)
+        reward.start()
     except (ValueError, OSError) as error:
         print(f"hpcrl.score: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
         return ExitCode.BAD_INPUT

@@ -79,6 +79,10 @@ class Reward(Protocol):
     pool: Literal["process", "async"] = "process"
     """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
 
+    def start(self) -> None:
+        """Called once in the process that scores, before the first response. ValueError if nothing can be scored
+        there."""
+
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:

@@ -43,6 +43,14 @@ class Composed(Reward):
                 raise ValueError(f"parts.{unread[0]}.{key}: not read with rule={self.options.rule}, only with {rule}")
         self.inline = all(reward.inline for reward in self._parts.values())
 
+    def start(self) -> None:
+        """Start the parts."""
+        for name, reward in self._parts.items():
+            try:
+                reward.start()
+            except ValueError as error:
+                raise ValueError(f"parts.{name}: {error}") from error
+
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         by_part = {name: reward.score(items) for name, reward in self._parts.items()}
         return [

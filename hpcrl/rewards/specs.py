@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, Float, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
+from hpcrl.spec.fields import NUMBER, Count, Float, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
 from hpcrl.spec.kinds import RewardSpec
 
 
@@ -163,6 +163,27 @@ class IFEvalOptions(Section):
     """The reward is the share of the instructions that are followed; false: 1 for all of them, else 0."""
 
 
+class CodeOptions(Section):
+    """Options of the reward code."""
+
+    language: Literal["python", "cpp", "bash"] = "python"
+    """Language of the code; cpp and bash with cases of standard input and output only."""
+    partial: bool = False
+    """The reward is the share of the cases that pass; false: 1 for all of them, else 0."""
+    case_timeout_s: Seconds = 4.0
+    """Timeout of a case, seconds; all cases of a response together have 0.8 x reward.*.timeout_s."""
+    min_level: Literal["L0", "L1", "L2", "L3"] = "L1"
+    """Least isolation with which code is run (docs/security.md); L0 is unsafe."""
+    memory_mb: Annotated[int, Field(ge=64), NUMBER] = 1024
+    """Memory of all processes of a case, and address space of each, MiB."""
+    max_processes: Count = 16
+    """Processes and threads of a case; 1: threads only, 16 of them at most."""
+    max_file_mb: Positive = 16
+    """Maximum size of a file, MiB; of all files of a case four times this."""
+    max_output_kb: Positive = 1024
+    """Maximum output of a case, KiB."""
+
+
 class ReasoningGymOptions(Section):
     """Options of the reward reasoning_gym."""
 
@@ -296,6 +317,12 @@ IFEVAL = RewardSpec(
     about="The 25 verifiable instructions of IFEval.",
     make="hpcrl.rewards.ifeval:IFEval",
     section=IFEvalOptions,
+)
+
+CODE = RewardSpec(
+    about="Runs the code of a response in a sandbox: the test cases of the row.",
+    make="hpcrl.rewards.code:CodeReward",
+    section=CodeOptions,
 )
 
 LENGTH = RewardSpec(

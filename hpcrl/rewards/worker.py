@@ -35,6 +35,7 @@ def main() -> None:
     config = RewardConfig.model_validate_json(_read(source) or b"")
     try:
         reward = make_reward(config)
+        reward.start()
     except ValueError as error:
         _write(sink, Ready(error=" ".join(str(error).split())))
         return

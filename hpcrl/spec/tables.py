@@ -77,6 +77,7 @@ REWARDS = SpecTable(
         "regex": "hpcrl.rewards.specs:REGEX",
         "json_schema": "hpcrl.rewards.specs:JSON_SCHEMA",
         "ifeval": "hpcrl.rewards.specs:IFEVAL",
+        "code": "hpcrl.rewards.specs:CODE",
         "length": "hpcrl.rewards.specs:LENGTH",
         "repetition": "hpcrl.rewards.specs:REPETITION",
         "tags": "hpcrl.rewards.specs:TAGS",

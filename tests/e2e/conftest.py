@@ -37,7 +37,13 @@ def wide_digit_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _make_digit_model(tmp_path_factory.mktemp("model") / "wide_digits", hidden_size=64)
 
 
-def _make_digit_model(folder: Path, hidden_size: int) -> Path:
+@pytest.fixture(scope="session")
+def program_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """HF folder of a tiny model that answers every prompt with a program that prints some digit of DIGITS."""
+    return _make_digit_model(tmp_path_factory.mktemp("model") / "programs", hidden_size=32, answer="print({})")
+
+
+def _make_digit_model(folder: Path, hidden_size: int, answer: str = "{}") -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_tiny_model(TinyModel(hidden_size=hidden_size, num_heads=2, num_kv_heads=1, intermediate_size=64), folder)
@@ -46,9 +52,9 @@ def _make_digit_model(folder: Path, hidden_size: int) -> Path:
 
     def dialogue() -> str:
         turns = [{"role": "user", "content": f"digit {rng.randrange(64)}"}]
-        turns += [{"role": "assistant", "content": rng.choice(DIGITS)}]
+        turns += [{"role": "assistant", "content": answer.format(rng.choice(DIGITS))}]
         turns += [{"role": "user", "content": "check it and answer again"}]
-        turns += [{"role": "assistant", "content": rng.choice(DIGITS)}]
+        turns += [{"role": "assistant", "content": answer.format(rng.choice(DIGITS))}]
         return tokenizer.apply_chat_template(turns, tokenize=False)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

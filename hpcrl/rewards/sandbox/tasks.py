@@ -1,0 +1,323 @@
+"""What a sandboxed child does: run a program, call a function, serve functions to tests, run tests, execute a command.
+
+A child gets its task as JSON from a pipe that only the client writes, after it is confined. File descriptors: 0 to 2 as
+usual, RESULT for the result of a call and the verdict of tests, CHANNEL between tests and the code they test.
+
+Tests and the code they test are two processes: values that tests compare with never enter the process of the code, and
+what this sends back are built-in values (hpcrl.rewards.sandbox.wire).
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import functools
+import importlib.util
+import io
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from hpcrl.rewards.sandbox.wire import decode, encode
+
+RESULT, CHANNEL = 3, 4
+MAX_LINE = 16 << 20
+SOLUTION = "solution"
+SPECIAL = ("__len__", "__iter__", "__next__", "__getitem__", "__contains__", "__str__", "__repr__", "__eq__", "__lt__")
+IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that an interpreter ignores, so that they become exceptions."""
+MISSING = "there is no "
+
+
+def perform(task: Mapping[str, Any]) -> int:
+    """Do the task; returns the exit code, unless the task ends or replaces the process."""
+    kind = task["kind"]
+    if kind == "execute":
+        for name, text in task["files"].items():
+            with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_DFL)
+        os.execve(task["command"][0], task["command"], dict(os.environ))
+    sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
+    if kind == "tests":
+        return _test(task)
+    return _ended(lambda: _PYTHON[kind](task))
+
+
+def _stream(number: int) -> io.TextIOWrapper:
+    raw = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
+    buffered = io.BufferedReader(raw) if number == 0 else io.BufferedWriter(raw)
+    errors = "backslashreplace" if number == 2 else "surrogateescape"
+    return io.TextIOWrapper(buffered, "utf-8", errors=errors, line_buffering=number == 2)
+
+
+def _ended(work: Any) -> int:
+    """Do the work and end as an interpreter does; returns its exit code."""
+    code = 0
+    try:
+        work()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 1
+    return code & 0xFF
+
+
+def _load(code: str, name: str) -> ModuleType:
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(code, f"{SOLUTION}.py", "exec"), module.__dict__)
+    return module
+
+
+def _program(task: Mapping[str, Any]) -> None:
+    sys.argv = [f"{SOLUTION}.py"]
+    _load(task["code"], "__main__")
+
+
+def _call(task: Mapping[str, Any]) -> None:
+    """Call a function, or a method of the class Solution, and write its result."""
+    module = _load(task["code"], SOLUTION)
+    place = module if hasattr(module, task["name"]) or not hasattr(module, "Solution") else module.Solution()
+    arguments, named = decode(task["arguments"].encode())
+    _write(RESULT, encode(getattr(place, task["name"])(*arguments, **named), _as_list))
+
+
+def _as_list(value: Any) -> Any:
+    """Iterators, ranges and views of dictionaries as lists."""
+    if hasattr(value, "__next__") or isinstance(value, range) or type(value).__name__.startswith("dict_"):
+        return json.loads(encode(list(itertools.islice(value, MAX_LINE)), _as_list))
+    raise TypeError(f"{type(value).__name__} is no built-in value")
+
+
+def _serve(task: Mapping[str, Any]) -> None:
+    """Answer the tests' requests about the code's names and about objects that are no built-in values."""
+    module = _load(task["code"], SOLUTION)
+    objects: list[Any] = [module]
+
+    def known(value: Any) -> Any:
+        objects.append(value)
+        return {"object": len(objects) - 1}
+
+    def object_of(found: Any) -> Any:
+        return objects[found["object"]]
+
+    with open(CHANNEL, "rb", closefd=False) as requests:
+        for line in requests:
+            name, number, arguments, named = decode(line, object_of)
+            try:
+                value = objects[number]
+                if name is not None:
+                    value = _attribute(value, name)
+                if arguments is not None:
+                    value = value(*arguments, **named)
+                answer = encode([True, value, arguments], known)
+            except Exception as error:
+                answer = encode([False, type(error).__name__, str(error)[:1000]])
+            _write(CHANNEL, answer)
+
+
+def _attribute(value: Any, name: str) -> Any:
+    if isinstance(value, ModuleType) and not hasattr(value, name):
+        raise NameError(MISSING + name)
+    return getattr(value, name)
+
+
+def _write(place: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(place, data) :]
+
+
+class RemoteError(Exception):
+    """An exception of the code under test whose type is not built in."""
+
+
+class ChannelEnded(BaseException):
+    """The code has ended, or sent what is no answer. No `except Exception` of a test catches it."""
+
+
+class _Link:
+    """The requests of tests."""
+
+    def __init__(self) -> None:
+        self._answers = io.BufferedReader(io.FileIO(CHANNEL, "r", closefd=False))
+
+    def ask(self, number: int, name: str | None, arguments: tuple[Any, ...] | None, named: Mapping[str, Any]) -> Any:
+        """An attribute, if `name` is given, of an object, called, if arguments are given. Lists, dictionaries and sets
+        among the arguments get the changes that the call makes to them."""
+        _write(CHANNEL, encode([name, number, None if arguments is None else list(arguments), dict(named)], _reference))
+        try:
+            done, value, more = decode(self._answers.readline(MAX_LINE), self._object)
+        except Exception as error:
+            raise ChannelEnded from error
+        if not done:
+            kind = getattr(builtins, str(value), None)
+            known = isinstance(kind, type) and issubclass(kind, Exception)
+            raise (kind if known else RemoteError)(more)  # type: ignore[misc]
+        for given, changed in zip(arguments or (), more or (), strict=False):
+            if type(given) is type(changed) and isinstance(given, list | dict | set):
+                given.clear()
+                (given.extend if isinstance(given, list) else given.update)(changed)
+        return value
+
+    def _object(self, found: Any) -> Any:
+        return Remote(self, int(found["object"]))
+
+
+def _reference(value: Any) -> Any:
+    if isinstance(value, Remote):
+        return {"object": object.__getattribute__(value, "_number")}
+    raise Unsendable(f"the test passes {type(value).__name__} to the code")
+
+
+class Unsendable(Exception):
+    """A test passes something that is no built-in value."""
+
+
+class Remote:
+    """An object in the process of the code. It equals no value of the tests."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, link: _Link, number: int):
+        self._link, self._number = link, number
+
+    def __getattr__(self, name: str) -> Any:
+        return self._link.ask(self._number, name, None, {})
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._link.ask(self._number, None, arguments, named)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Remote):
+            return False
+        return self._number == other._number or self._link.ask(self._number, "__eq__", (other,), {}) is True
+
+
+def _forwarded(name: str) -> Any:
+    return lambda self, *arguments: self._link.ask(self._number, name, arguments, {})
+
+
+for _name in SPECIAL:
+    if _name != "__eq__":
+        setattr(Remote, _name, _forwarded(_name))
+
+
+class _Imported(ModuleType):
+    """The code as a module that tests import."""
+
+    def __init__(self, link: _Link):
+        super().__init__(SOLUTION)
+        self._remote = Remote(link, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._remote, name)
+
+
+def _test(task: Mapping[str, Any]) -> int:
+    """Run tests and write {"passed", "total", "problem"}: problem says why the tests cannot judge."""
+    link = _Link()
+    space: dict[str, Any] = {"__name__": "tests"}
+    passed, total, problem = 0, 1, ""
+    try:
+        exec(compile(task["setup"], "setup.py", "exec"), space)
+        if task["entry_point"]:  # of which the setup has the beginning only
+            space[task["entry_point"]] = getattr(Remote(link, 0), task["entry_point"])
+        tree = ast.parse(task["source"])
+        _provide(tree, space, link)
+        exec(compile(tree, "tests.py", "exec"), space)
+        if task["style"] == "pytest":
+            results = [_passes(test) for test in pytest_cases(space)]
+            passed, total = sum(results), len(results)
+        else:
+            if task["style"] == "check":
+                space["check"](space[task["entry_point"]])
+            passed = 1
+    except Unsendable as error:
+        problem = str(error)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    _write(RESULT, encode({"passed": passed, "total": total, "problem": problem}))
+    return 0
+
+
+def _provide(tree: ast.Module, space: dict[str, Any], link: _Link) -> None:
+    """Give tests the names of the code that they use, and its module under any name that is not installed."""
+    code = Remote(link, 0)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in space and not hasattr(builtins, node.id):
+            try:
+                space[node.id] = getattr(code, node.id)
+            except NameError:  # one that the tests define, or that is nowhere
+                continue
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in names:
+            if "." not in name and name not in sys.modules and importlib.util.find_spec(name) is None:
+                sys.modules[name] = _Imported(link)
+
+
+def pytest_cases(space: Mapping[str, Any]) -> Iterator[Any]:
+    """The test functions and methods of a module, once for each set of parameters, as functions without arguments."""
+    for name, value in space.items():
+        if name.startswith("test") and callable(value) and not isinstance(value, Remote):
+            yield from _parametrised(value, value)
+        elif name.startswith("Test") and isinstance(value, type):
+            for method in [method for method in vars(value) if method.startswith("test")]:
+                run = functools.partial(_on_new, value, method)
+                yield from _parametrised(getattr(value, method), run)
+
+
+def _on_new(kind: type, method: str, **values: Any) -> None:
+    getattr(kind(), method)(**values)
+
+
+def _parametrised(marked: Any, run: Any) -> Iterator[Any]:
+    sets: list[list[dict[str, Any]]] = []
+    for mark in getattr(marked, "pytestmark", []):
+        if mark.name == "parametrize":
+            names = mark.args[0] if not isinstance(mark.args[0], str) else mark.args[0].replace(" ", "").split(",")
+            rows = [getattr(row, "values", row) for row in mark.args[1]]
+            sets.append([dict(zip(names, row if len(names) > 1 else _one(row), strict=True)) for row in rows])
+    for combination in itertools.product(*sets):
+        values = {name: value for part in combination for name, value in part.items()}
+        yield functools.partial(run, **values)
+
+
+def _one(row: Any) -> Any:
+    return row if isinstance(row, tuple) and len(row) == 1 else (row,)
+
+
+def _passes(test: Any) -> bool:
+    try:
+        test()
+    except Unsendable:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        return False
+    return True
+
+
+_PYTHON = {"program": _program, "call": _call, "serve": _serve}
