@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hpcrl.metrics.stats import Stats
+from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import STATUS, Batch, Norms
+
+Numbers = Mapping[str, float]
+"""Numbers by name that an algorithm changes from step to step, such as a coefficient. Rank 0 holds them, sends them
+with every command and saves them in every checkpoint."""
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over all ranks that hold a part of the batch (identity on one rank); collective over these ranks."""
@@ -22,7 +27,8 @@ class RewardTable:
     """Rewards of the whole step, on all ranks, sorted by sample id.
 
     rewards and scores float32 [N], group_ids and sample_ids int64 [N]; lengths int64 [N]: tokens of the response;
-    truncated bool [N]: whether the limit of tokens ended it.
+    truncated bool [N]: whether the limit of tokens ended it. domains: name of each domain -> ids of its groups; a group
+    of none belongs to one more domain without a name.
     """
 
     rewards: Tensor
@@ -31,13 +37,23 @@ class RewardTable:
     scores: Tensor
     lengths: Tensor
     truncated: Tensor
+    domains: Mapping[str, list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: Batch) -> RewardTable:
-        """The table of a batch's rows, in their order."""
+        """The table of a batch's rows, in their order, without domains."""
         lengths = torch.zeros_like(batch.lengths).index_add(0, batch.row_ids, (batch.turn_ids >= 0).long())
         truncated = batch.status == STATUS.index("length")
         return cls(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores, lengths, truncated)
+
+    def domain_ids(self) -> tuple[list[str], Tensor]:
+        """(names, int64 [N]): the domains, and which of them each row belongs to; without a name if none lists it."""
+        names = ["", *sorted(self.domains)]
+        ids = torch.zeros_like(self.group_ids)
+        for number, name in enumerate(names[1:], 1):
+            groups = torch.tensor(self.domains[name], dtype=torch.int64, device=ids.device)
+            ids[torch.isin(self.group_ids, groups)] = number
+        return names, ids
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,19 @@ class Outputs:
     chosen_logprobs: Tensor | None = None
 
 
-class Credit(ABC):
+class Adaptive:
+    """The base of a credit or an objective with numbers that change from step to step. Both read the same numbers."""
+
+    numbers: Numbers = MappingProxyType({})
+    """Those of the step, set before each command; empty in the first step of a run."""
+
+    def adapt(self, stats: Mapping[str, Stat]) -> Numbers:
+        """Its numbers for the next step, by `numbers` and by the statistics of this one, merged over all ranks. Called
+        on rank 0; the same arguments give the same bits."""
+        return {}
+
+
+class Credit(Adaptive, ABC):
     """Turns rewards into advantages. Built once per trainer rank from its section of the configuration."""
 
     reads: frozenset[str] = frozenset()
@@ -66,7 +94,7 @@ class Credit(ABC):
         statistics to log. Collective over the ranks of all_sum, which may hold no rows."""
 
 
-class Objective(ABC):
+class Objective(Adaptive, ABC):
     """Turns model outputs into a loss. Built once per trainer rank; the attributes are constant."""
 
     temperature: float = 1.0
@@ -109,6 +137,24 @@ class Algorithm:
     def reads(self) -> frozenset[str]:
         """Fields of the batch that must be filled before credit and loss."""
         return self.objective.reads | (self.credit.reads if self.credit is not None else frozenset())
+
+    def take(self, numbers: Numbers) -> None:
+        """Let both parts read these numbers."""
+        for part in self._parts:
+            part.numbers = numbers
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers that both parts read."""
+        return dict(self.objective.numbers)
+
+    def adapt(self, stats: Mapping[str, Stat]) -> dict[str, float]:
+        """The numbers of the next step, see Adaptive."""
+        return {name: value for part in self._parts for name, value in part.adapt(stats).items()}
+
+    @property
+    def _parts(self) -> list[Adaptive]:
+        return [part for part in (self.credit, self.objective) if part is not None]
 
 
 def model_tokens(batch: Batch) -> Tensor:

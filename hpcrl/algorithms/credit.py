@@ -1,7 +1,8 @@
 """The common part of credits for rewarded responses, which differ in how rewards are normalised.
 
 weights       = which responses count, and how much (hpcrl.algorithms.weighting)
-token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each
+token rewards = clip(normalised reward) on the last model token - kl_reward_coef KL(old, reference) on each, whitened
+                if asked
 returns       = discounted sums of token rewards over the model tokens of a row
 advantages    = returns, whitened if asked, then clipped
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
+from hpcrl.algorithms.adaptive import KL_SCALE
 from hpcrl.algorithms.base import AllSum, Credit, RewardTable, is_last, model_tokens, required
 from hpcrl.algorithms.weighting import weigh
 from hpcrl.metrics.stats import Stats
@@ -61,7 +63,9 @@ class ReturnsCredit(Credit, Generic[LossSection]):
             old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
             kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
-            token_rewards = _clip(token_rewards - config.kl_reward_coef * kl, config.reward_clip)
+            coefficient = config.kl_reward_coef * self.numbers.get(KL_SCALE, 1.0)
+            token_rewards = _clip(token_rewards - coefficient * kl, config.reward_clip)
+        token_rewards = F.whiten(token_rewards, all_sum) if config.whiten_rewards else token_rewards
         advantages, returns = self.propagate(token_rewards, rows, batch)
         advantages = F.whiten(advantages, all_sum) if config.whiten_advantages else advantages
         advantages = _clip(advantages, config.advantage_clip)

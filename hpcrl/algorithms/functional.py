@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import AllSum
 from hpcrl.rollout.batch import Norms
 
-Over = Literal["batch", "group"] | None
+Over = Literal["batch", "group", "running"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]
 RatioLevel = Literal["token", "geometric", "sequence"]
 Correction = Literal["truncate", "mask"]
@@ -24,18 +24,37 @@ LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond every clip and still finite in floa
 DEGENERATE_STD = 1e-6
 
 
-def normalize_rewards(rewards: Tensor, group_ids: Tensor, mean: Over, std: Over, eps: float) -> Tensor:
-    """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over the batch, the group or not
-    at all. There is no division if the standard deviation is at most 1e-6 (one member, or equal rewards).
+def normalize_rewards(
+    rewards: Tensor,
+    group_ids: Tensor,
+    mean: Over,
+    std: Over,
+    eps: float,
+    domain_ids: Tensor | None = None,
+    running: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over the rewards of the batch and
+    the same domain, over the group, of all steps of the domain so far, or not at all. There is no division if the
+    standard deviation is at most 1e-6 (one member, or equal rewards).
 
-    rewards [N], group_ids int64 [N].
+    rewards [N], group_ids int64 [N]; domain_ids int64 [N], None: one domain; running: mean and standard deviation [N]
+    of each reward's domain, needed for that choice.
     """
     values = rewards.double()
+    normalized = values
     _, groups = torch.unique(group_ids, return_inverse=True)
-    everything = torch.zeros_like(groups)
-    normalized = values if mean is None else values - _moments(values, groups if mean == "group" else everything)[0]
+    over = {"group": groups, "batch": torch.zeros_like(groups) if domain_ids is None else domain_ids}
+
+    def moments(choice: str) -> tuple[Tensor, Tensor]:
+        if choice == "running":
+            assert running is not None, "the credit keeps running statistics"
+            return running
+        return _moments(values, over[choice])
+
+    if mean is not None:
+        normalized = values - moments(mean)[0]
     if std is not None:
-        spread = _moments(values, groups if std == "group" else everything)[1]
+        spread = moments(std)[1]
         normalized = normalized / torch.where(spread > DEGENERATE_STD, spread + eps, 1.0)
     return normalized.float()
 

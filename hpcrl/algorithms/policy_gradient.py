@@ -9,13 +9,16 @@ old_logprobs: the ratio has value 1 and the gradient of the current log-probs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
-from hpcrl.algorithms.base import Objective, Outputs, model_tokens, required
+from hpcrl.algorithms.adaptive import ENTROPY_COEF, KL_SCALE, adapted
+from hpcrl.algorithms.base import Numbers, Objective, Outputs, model_tokens, required
 from hpcrl.algorithms.metrics import LossSums
 from hpcrl.algorithms.surrogates import SURROGATES, PolicyTokens
-from hpcrl.metrics.stats import Stats
+from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import Batch, Norms
 from hpcrl.spec.policy_loss import PolicyLoss
 
@@ -26,7 +29,8 @@ class PolicyGradient(Objective):
     def __init__(self, config: PolicyLoss, temperature: float = 1.0):
         self.config, self.temperature = config, temperature
         self.num_epochs, self.num_mini_batches = config.ppo_epochs, config.num_mini_batches
-        self.outputs = config.outputs if config.entropy_loss_coef != 0 else frozenset()
+        rewarded = config.entropy_loss_coef != 0 or config.entropy_target is not None
+        self.outputs = config.outputs if rewarded else frozenset()
         self.logged = config.outputs - self.outputs
         reads = {"advantages"}
         if self.optimizer_steps > 1:
@@ -59,11 +63,12 @@ class PolicyGradient(Objective):
         if config.kl_loss_coef > 0:
             ref = required(batch, "ref_logprobs", "kl_loss_coef > 0")[index]
             kl_loss = (coefficients * F.kl_divergence(logprobs, ref, config.kl_loss_estimator)).sum()
-            total = total + config.kl_loss_coef * kl_loss
+            total = total + config.kl_loss_coef * self.numbers.get(KL_SCALE, 1.0) * kl_loss
             sums.add_loss("actor/kl_loss", kl_loss)
         if self.outputs:
-            assert outputs.entropy is not None, "entropy_loss_coef needs the engine's entropy"
-            total = total - config.entropy_loss_coef * (coefficients * outputs.entropy[index]).sum()
+            assert outputs.entropy is not None, "an entropy bonus needs the engine's entropy"
+            bonus = self.numbers.get(ENTROPY_COEF, config.entropy_loss_coef)
+            total = total - bonus * (coefficients * outputs.entropy[index]).sum()
         sums.add_loss("actor/total_loss", total)
         sums.add_policy(F.importance_ratio(logprobs, old), logprobs - old, clipped)
         sums.add_train_infer(old, batch.gen_logprobs[index])
@@ -77,3 +82,7 @@ class PolicyGradient(Objective):
         if batch.ref_logprobs is not None:
             sums.add_tokens("critic/kl", F.kl_divergence(old, batch.ref_logprobs[index], "k3"))
         return total / F.denominator(norms, config.loss_aggregation), sums.stats()
+
+    def adapt(self, stats: Mapping[str, Stat]) -> Numbers:
+        """See Adaptive: the coefficients of the KL terms and of the entropy bonus."""
+        return adapted(self.config, self.numbers, stats)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.base import AllSum, Numbers, RewardTable
 from hpcrl.algorithms.credit import ReturnsCredit
 from hpcrl.algorithms.functional import normalize_rewards
+from hpcrl.algorithms.running import carried, running_moments
 from hpcrl.algorithms.specs import Reinforce
+from hpcrl.metrics.stats import Stat, Stats
+from hpcrl.rollout.batch import Batch
 
 
 class ReinforceCredit(ReturnsCredit[Reinforce]):
@@ -16,9 +21,20 @@ class ReinforceCredit(ReturnsCredit[Reinforce]):
     def __init__(self, config: Reinforce):
         super().__init__(config)
         self.gamma = config.gamma
+        self._runs = "running" in (config.norm_mean_type, config.norm_std_type)
 
     def normalize(self, table: RewardTable) -> Tensor:
         """See ReturnsCredit."""
-        config = self.config
+        config, rewards, groups = self.config, table.rewards, table.group_ids
         mean, std = config.norm_mean_type, config.norm_std_type
-        return normalize_rewards(table.rewards, table.group_ids, mean, std, config.std_eps)
+        running = running_moments(table, self.numbers)[0] if self._runs else None
+        return normalize_rewards(rewards, groups, mean, std, config.std_eps, table.domain_ids()[1], running)
+
+    def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
+        """See ReturnsCredit."""
+        stats = super().assign(batch, table, all_sum)
+        return stats | running_moments(table, self.numbers)[1] if self._runs else stats
+
+    def adapt(self, stats: Mapping[str, Stat]) -> Numbers:
+        """See Adaptive: the running moments."""
+        return {**super().adapt(stats), **carried(self.numbers, stats)}

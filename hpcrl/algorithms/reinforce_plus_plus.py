@@ -20,4 +20,5 @@ class ReinforcePlusPlusCredit(ReturnsCredit[ReinforcePlusPlus]):
 
     def normalize(self, table: RewardTable) -> Tensor:
         """See ReturnsCredit."""
-        return normalize_rewards(table.rewards, table.group_ids, "batch", "batch", self.config.std_eps)
+        _, domains = table.domain_ids()
+        return normalize_rewards(table.rewards, table.group_ids, "batch", "batch", self.config.std_eps, domains)

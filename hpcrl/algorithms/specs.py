@@ -43,10 +43,11 @@ class Reinforce(PolicyLoss):
     """The algorithm."""
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
-    norm_mean_type: Literal["batch", "group"] | None = None
-    """Subtract the mean reward of the batch or group; null: off."""
-    norm_std_type: Literal["batch", "group"] | None = None
-    """Divide rewards by their standard deviation in the batch or group; null: off."""
+    norm_mean_type: Literal["batch", "group", "running"] | None = None
+    """Subtract the mean reward of the batch, of the group, or of all steps so far (running); null: off. The batch and
+    all steps are those of the reward's domain."""
+    norm_std_type: Literal["batch", "group", "running"] | None = None
+    """Divide rewards by their standard deviation in the batch, the group, or all steps so far (running); null: off."""
     std_eps: NonNegative = 1e-6
     """Added to the standard deviation."""
 

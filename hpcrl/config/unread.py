@@ -54,6 +54,11 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         for place in ("reward", "loss"):
             if not getattr(config.algorithm, f"kl_{place}_coef"):
                 yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"
+        if not config.algorithm.uses_reference:
+            yield ("algorithm", "kl_target"), ("algorithm",), "kl_reward_coef and kl_loss_coef are 0"
+        for key, cause in (("kl_horizon", "kl_target"), ("entropy_coef_step", "entropy_target")):
+            if getattr(config.algorithm, cause) is None:
+                yield ("algorithm", key), ("algorithm", cause), f"{cause} is null"
         for threshold in ("low", "high"):
             if not config.algorithm.difficulty_mask:
                 key = f"difficulty_{threshold}_threshold"

@@ -238,18 +238,22 @@ class Weigh(Message):
 
 class Advantages(Message):
     """Fill advantages and returns of the batch; the trainers exchange all rewards. Answered with the weights other than
-    1."""
+    1. numbers: those of the algorithm that change from step to step; domains: name -> its prompts."""
 
     batch: int
+    numbers: dict[str, float] = {}
+    domains: dict[str, list[int]] = {}
 
 
 class TrainStep(Message):
-    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss."""
+    """One optimizer step on these rows of the batch; tokens and sequences are the global norms of the loss. numbers:
+    those of the algorithm that change from step to step."""
 
     batch: int
     micro_batches: list[list[int]]
     tokens: float
     sequences: float
+    numbers: dict[str, float] = {}
 
 
 class TrainCritic(Message):

@@ -137,7 +137,8 @@ class TrainerRole(EngineRole):
     def _advantages(self, command: Advantages, seq: int) -> Done:
         batch, credit = self._worker.batches[command.batch], self._algorithm.credit
         assert credit is not None, "a pipeline without rewards asks for no advantages"
-        table = _gather_rewards(batch, self._ranks)
+        self._algorithm.take(command.numbers)
+        table = _gather_rewards(batch, self._ranks, command.domains)
         own = credit.assign(batch, table, self._ranks.all_sum)
         if not self._ranks.is_head:
             return Done(seq)
@@ -146,6 +147,7 @@ class TrainerRole(EngineRole):
         return Done(seq, stats=batch_stats(batch, table) | credit_stats(batch) | own, weights=weights)
 
     def _train_step(self, command: TrainStep, seq: int) -> Done:
+        self._algorithm.take(command.numbers)
         stats = self.engine.train_step(
             self._worker.batches[command.batch],
             command.micro_batches,
@@ -161,14 +163,14 @@ class TrainerRole(EngineRole):
         return Done(seq)
 
 
-def _gather_rewards(batch: Batch, ranks: DataParallel) -> RewardTable:
+def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[int]]) -> RewardTable:
     """Rewards of the samples of all trainer ranks. Collective over them."""
     own = RewardTable.of(batch)
     ids = ranks.all_gather(own.sample_ids)
     order = torch.argsort(ids)
     rewards, scores, lengths = (ranks.all_gather(values)[order] for values in (own.rewards, own.scores, own.lengths))
     truncated = ranks.all_gather(own.truncated.byte())[order].bool()
-    return RewardTable(rewards, group_ids(ids[order]), ids[order], scores, lengths, truncated)
+    return RewardTable(rewards, group_ids(ids[order]), ids[order], scores, lengths, truncated, domains)
 
 
 def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:

@@ -150,6 +150,14 @@ class RolloutReader:
         pairs = zip(batch.lengths.tolist(), model.tolist(), strict=True)
         return dict(zip(batch.sample_ids.tolist(), pairs, strict=True))
 
+    def domains(self, step: int) -> dict[str, list[int]]:
+        """Domain -> its prompts that were trained on in this step; empty if the step has no dispositions."""
+        path, found = self._folder(step) / DISPOSITIONS, dict[str, list[int]]()
+        for record in _read_dispositions(path) if path.exists() else ():
+            if record.disposition is Disposition.TRAINED:
+                found.setdefault(record.domain, []).append(record.uid)
+        return found
+
     def dispositions(self) -> list[DispositionRecord]:
         """How every prompt ended, in order of steps. ValueError if a prompt ended twice."""
         seen: dict[int, int] = {}

@@ -19,7 +19,7 @@ class BatchHandle:
 
     mini_batches: the samples of each, over all ranks. prompts: the prompt of each sample, if siblings share one.
     keep_together: samples with the same number are always in one micro-batch (preference pairs). weights: of each
-    sample in the loss, if not 1.
+    sample in the loss, if not 1. domains: name -> its prompts.
     """
 
     id: int
@@ -31,6 +31,7 @@ class BatchHandle:
     prompts: Mapping[int, int] = field(default_factory=dict)
     keep_together: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
+    domains: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def samples(self) -> list[int]:

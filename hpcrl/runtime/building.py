@@ -77,7 +77,7 @@ def build(
         assert loop is not None, "the layout of a run that generates has generators"
         data = _make_rollouts(loop, fabric, layout, config, tokenizer, run_dir, fence)
     evaluation = Evaluation(loop, controller, layout, config, tokenizer, run_dir) if loop is not None else None
-    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data)
+    checkpoint = Checkpoints(controller, layout, config, run_dir, attempt, data, trainer)
     first_step = checkpoint.restore()
     background.check(checkpoint.commit_if_written)
     roles, reference = Roles(controller, layout), Reference(controller, layout, config)

@@ -50,7 +50,9 @@ class Critic:
             weigh = {rank: messages.Weigh(batch.id, pairs) for rank, pairs in weights.items()}
             self._controller.call(self._division.spread(weigh))
         epochs = make_value_loss(self._config).num_epochs
-        stats, _ = updates(self._controller, self._config, "critic", self._division, batch, epochs)
+        stats, _ = updates(
+            self._controller, self._config, "critic", self._division, batch, epochs, messages.TrainCritic
+        )
         return merge([stats, timed("time/critic_train", start)])
 
     def export(self, folder: Path) -> None:

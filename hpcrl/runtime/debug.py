@@ -58,6 +58,7 @@ class StoredRollouts:
         start = time.perf_counter()
         sizes = {sample: Sizes(*counts) for sample, counts in self._reader.sizes(step).items()}
         handle = lay_out(self._config, self._layout, step, sizes)
+        handle.domains = self._reader.domains(step)
         wanted = handle.everywhere
         loads = {rank: LoadRollouts(handle.id, str(self._run_dir), step, rows) for rank, rows in wanted.items()}
         divisions = [self._layout.division(role) for role in ("trainer", "reference", "critic")]

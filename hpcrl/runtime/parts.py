@@ -53,6 +53,7 @@ class Trainer:
         self._algorithm = make_algorithm(config)  # as the trainer ranks make it
         self._division = layout.division("trainer")
         self.ranks = layout.ranks["trainer"]
+        self._credited: Stats = {}
 
     def logprobs(self, batch: BatchHandle, into: str) -> Stats:
         """Fill a token field with the policy's log-probs; skipped if the algorithm does not read it."""
@@ -62,19 +63,33 @@ class Trainer:
 
     def advantages(self, batch: BatchHandle) -> Stats:
         """Fill advantages and returns, and the samples' weights if the credit sets them."""
-        answers = self._controller.call({rank: messages.Advantages(batch.id) for rank in self.ranks})
+        fill = messages.Advantages(batch.id, self._algorithm.numbers, batch.domains)
+        answers = self._controller.call(dict.fromkeys(self.ranks, fill))
         batch.weights = {sample: weight for answer in answers.values() for sample, weight in answer.weights}
-        return answers_stats(answers.values())
+        self._credited = answers_stats(answers.values())
+        return self._credited
 
     def update(self, batch: BatchHandle) -> Stats:
         """All optimizer steps of a batch: the objective's epochs x the batch's mini-batches, without those of which
-        masks leave nothing to learn from. Nothing while only the critic learns (critic.warmup_steps)."""
-        if batch.step <= self._config.policy_waits:
-            return {}
-        start, epochs = time.perf_counter(), self._algorithm.objective.num_epochs
-        stats, num_empty = updates(self._controller, self._config, "trainer", self._division, batch, epochs)
-        empty = {"actor/empty_updates": scalar(num_empty)} if num_empty else {}
-        return merge([stats, empty, timed("time/step_train", start)])
+        masks leave nothing to learn from, and none while only the critic learns (critic.warmup_steps). Then the
+        algorithm adapts its numbers."""
+        start, numbers = time.perf_counter(), self._algorithm.numbers
+        stats = {name: scalar(value) for name, value in numbers.items() if not name.startswith("_")}
+        if batch.step > self._config.policy_waits:
+            make, epochs = partial(messages.TrainStep, numbers=numbers), self._algorithm.objective.num_epochs
+            own, num_empty = updates(self._controller, self._config, "trainer", self._division, batch, epochs, make)
+            empty = {"actor/empty_updates": scalar(num_empty)} if num_empty else {}
+            stats |= merge([own, empty, timed("time/step_train", start)])
+        self._algorithm.take(self._algorithm.adapt(merge([self._credited, stats])))
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm adapts from step to step; JSON-able."""
+        return {"algorithm": dict(self._algorithm.numbers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; a checkpoint of an earlier version has none."""
+        self._algorithm.take(state.get("algorithm", {}))
 
     def load_rows(
         self, step: int, rows: Sequence[int], sizes: Sequence[Sizes], keep_together: Mapping[int, int] | None = None
@@ -228,11 +243,16 @@ def _pass_on(controller: Controller, divisions: Mapping[str, Division], batch: i
 
 
 def updates(
-    controller: Controller, config: Config, role: str, division: Division, batch: BatchHandle, num_epochs: int
+    controller: Controller,
+    config: Config,
+    role: str,
+    division: Division,
+    batch: BatchHandle,
+    num_epochs: int,
+    make: Callable[[int, list[list[int]], float, float], messages.TrainStep | messages.TrainCritic],
 ) -> tuple[Stats, int]:
     """(statistics, mini-batches without anything to learn from) of `num_epochs` times all mini-batches, on the ranks of
-    trainer or critic."""
-    make = messages.TrainCritic if role == "critic" else messages.TrainStep
+    trainer or critic. make: the command of a rank from batch, micro-batches, tokens and sequences."""
     started, num_empty = [], 0
     for _ in range(num_epochs):
         for mini_batch in batch.mini_batches:

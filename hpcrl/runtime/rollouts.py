@@ -60,6 +60,8 @@ class Rollouts:
             if handle is None:
                 self.scheduler.give_back()
                 self._loop.restore_sizes(harvest.groups, harvest.sizes)
+        for uid in sorted(set(handle.prompts.values())):
+            handle.domains.setdefault(self._prompts[uid].domain, []).append(uid)
         self._loop.forget(harvest.groups)
         self._loop.background([])  # after the hand-over, which earlier bursts would delay
         self._record()

@@ -61,8 +61,18 @@ class PolicyLoss(Section):
     """Estimator of the KL in the reward (docs/algorithms.md); the expected gradient of k1 is that of the exact KL."""
     kl_loss_estimator: Annotated[Literal["abs", "k2", "k3"], BeforeValidator(_kl_in_loss)] = "k2"
     """Estimator of the KL in the loss (docs/algorithms.md); the expected gradient of k2 is that of the exact KL."""
+    kl_target: PositiveFloat | None = None
+    """Target of the KL to the reference (critic/kl), nats a token: both KL coefficients are multiplied by one factor
+    that follows it from step to step (arXiv 1909.08593); null: constant coefficients."""
+    kl_horizon: PositiveFloat = 10000.0
+    """Responses over which the coefficients change by at most a fifth."""
     entropy_loss_coef: Float = 0.0
-    """Weight of the entropy bonus in the loss."""
+    """Weight of the entropy bonus in the loss; with entropy_target, that of the first step."""
+    entropy_target: NonNegative | None = None
+    """Target of the entropy, nats a token: after a step below it the bonus grows, above it the bonus has weight 0
+    (arXiv 2505.22312); null: a constant bonus."""
+    entropy_coef_step: PositiveFloat = 0.005
+    """Change of the weight of the entropy bonus after each step with entropy_target."""
     reward_clip: PositiveFloat | None = None
     """Rewards are clamped to +- this value; null: off."""
     advantage_clip: PositiveFloat | None = None
@@ -77,6 +87,8 @@ class PolicyLoss(Section):
     """Lower bound of the ratio, below 1; used by mask only."""
     correction_high: PositiveFloat = 2.0
     """Upper bound of the ratio; above 1, or at least 1 with truncate."""
+    whiten_rewards: bool = False
+    """Subtract the mean of the batch's token rewards, with their KL, and divide by their standard deviation."""
     whiten_advantages: bool = False
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
     max_len_mask: bool = False

@@ -50,7 +50,17 @@ algorithm.kl_loss_coef=0.1 trainer.lr=1e-3 reward.default.name=exact_match rewar
 
 VARIANTS = {
     "one_turn": ["deterministic=true"],
-    "two_turns": ["deterministic=true", "env.played.name=scripted", "env.played.add_reward=true"],
+    "two_turns": [
+        "deterministic=true",
+        "env.played.name=scripted",
+        "env.played.add_reward=true",
+        "algorithm=reinforce",
+        "algorithm.norm_mean_type=running",
+        "algorithm.norm_std_type=running",
+        "algorithm.kl_target=1e-4",
+        "algorithm.kl_horizon=100",
+        "algorithm.entropy_target=100",
+    ],
     "disaggregated": ["deterministic=true", "env.default.name=scripted", "layout=disaggregated"],
     "default": [],
     "ahead": ["layout=disaggregated", "rollout.max_lag=1", "rollout.on_new_weights=recompute"],
@@ -111,6 +121,9 @@ def runs(variants: dict[str, Runs]) -> Runs:
 def test_domains_with_and_without_an_environment_mix_in_a_batch(variants: dict[str, Runs]) -> None:
     runs = variants["two_turns"]
     assert runs.undisturbed
+    state = read_state(runs.folder / "undisturbed" / "checkpoints" / step_name(NUM_STEPS))["algorithm"]
+    assert state["actor/entropy_coef"] == pytest.approx(0.005 * NUM_STEPS) and state["actor/kl_scale"] != 1
+    assert {key for key in state if "count" in key} == {f"_reward_moments/count/{name}" for name in ("played", "plain")}
     domains, both = set(), 0
     reader = RolloutReader(runs.folder / "undisturbed")
     named = {record.uid: record.domain for record in reader.dispositions()}

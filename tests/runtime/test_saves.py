@@ -43,6 +43,19 @@ from hpcrl.runtime.saves import CheckpointError, Checkpoints, NotSavedError
 from tests.children import children
 
 
+class Algorithm:
+    """The numbers that an algorithm adapts."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"algorithm": self.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.numbers = state["algorithm"]
+
+
 class Ranks:
     """Two trainer ranks and a replica of two, as far as the controller's saves see them, and the place in the data."""
 
@@ -50,7 +63,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.writers = {1: Writer(), 2: Writer()}
-        self.cursor = 0
+        self.cursor, self.algorithm = 0, Algorithm()
         self.waiting: list[Sample] = []  # of a generator rank
         self.held_again: dict[int, dict[int, Sample]] = {}  # by rank
         self.checks: dict[int, FileCheck] = {}
@@ -133,7 +146,7 @@ def make(tmp_path: Path, ranks: Ranks) -> Checkpoints:
     layout = replace(RoleLayout.from_config(config), generator_tensor_parallel=2)
     attempt = open_run(config.model_dump(mode="json"), tmp_path, "auto").attempt
     controller = cast(Controller, ranks)
-    return Checkpoints(controller, layout, config, tmp_path, attempt, ranks)
+    return Checkpoints(controller, layout, config, tmp_path, attempt, ranks, ranks.algorithm)
 
 
 def last_writer() -> psutil.Process:
@@ -179,6 +192,16 @@ def test_responses_that_wait_to_be_trained_are_part_of_it(tmp_path: Path, ranks:
     assert sorted(ranks.held_again) == [3, 4], "every rank of the replica"
     for again in ranks.held_again.values():
         assert sorted(again) == [5, 9] and len(again[9].token_ids) == 4
+
+
+def test_the_numbers_of_the_algorithm_are_part_of_it_in_every_bit(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = make(tmp_path, ranks)
+    saved = {"actor/kl_scale": 1.1 + 1e-15, "_reward_moments/mean/math": 1 / 3}
+    ranks.algorithm.numbers = dict(saved)
+    checkpoints.save(2)
+    ranks.algorithm.numbers = {"actor/kl_scale": 2.0}
+    make(tmp_path, ranks).restore()
+    assert ranks.algorithm.numbers == saved
 
 
 class LosingRanks(Ranks):

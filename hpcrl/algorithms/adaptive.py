@@ -1,0 +1,42 @@
+"""Coefficients that follow a target from step to step, as numbers of the algorithm.
+
+KL (arXiv 1909.08593):       scale *= 1 + clip(KL / kl_target - 1, -.2, .2) responses / kl_horizon
+entropy (arXiv 2505.22312):  c += entropy_coef_step if the entropy is below entropy_target, else c -= entropy_coef_step;
+                             c is never below 0; the bonus has weight c after an entropy below the target, else 0
+
+KL is the metric critic/kl, nats a token; both KL coefficients are multiplied by `scale`. Entropy is the metric
+critic/entropy/mean. A step without model tokens to learn from changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpcrl.algorithms.base import Numbers
+from hpcrl.metrics.stats import Stat
+from hpcrl.spec.policy_loss import PolicyLoss
+
+KL_SCALE = "actor/kl_scale"
+ENTROPY_COEF = "actor/entropy_coef"
+ENTROPY_LEVEL = "_entropy_level"
+"""The coefficient c, also in steps in which the bonus has weight 0."""
+MOST_ERROR = 0.2
+
+
+def adapted(config: PolicyLoss, numbers: Numbers, stats: Mapping[str, Stat]) -> dict[str, float]:
+    """The coefficients for the next step, by those of this one and its statistics."""
+    new = {name: numbers[name] for name in (KL_SCALE, ENTROPY_COEF, ENTROPY_LEVEL) if name in numbers}
+    if config.kl_target is not None and (kl := _mean(stats, "critic/kl")) is not None:
+        error = min(max(kl / config.kl_target - 1.0, -MOST_ERROR), MOST_ERROR)
+        new[KL_SCALE] = numbers.get(KL_SCALE, 1.0) * (1.0 + error * stats["critic/score/*"].count / config.kl_horizon)
+    if config.entropy_target is not None and (entropy := _mean(stats, "critic/entropy/mean")) is not None:
+        below = entropy < config.entropy_target
+        level = numbers.get(ENTROPY_LEVEL, config.entropy_loss_coef)
+        new[ENTROPY_LEVEL] = max(0.0, level + (config.entropy_coef_step if below else -config.entropy_coef_step))
+        new[ENTROPY_COEF] = new[ENTROPY_LEVEL] if below else 0.0
+    return new
+
+
+def _mean(stats: Mapping[str, Stat], name: str) -> float | None:
+    stat = stats.get(name)
+    return stat.total / stat.count if stat is not None and stat.count else None
