@@ -30,6 +30,8 @@ from hpcrl.runtime.saves import CheckpointError, NotSavedError
 from hpcrl.signals import STOPPING
 from hpcrl.spec.tables import PIPELINES, ROLES
 
+LAST_WORDS_S = 5.0
+"""Time for each tracker to write what it was told when the run fails."""
 CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
     (RankLost, ExitCode.RANK_KILLED),
@@ -79,6 +81,7 @@ def control(
             finish_run(run_dir, run.last_step, config.max_steps, run.reason)
         except Stopped as stop:
             stopped = stop
+        print(run.close(), end="", flush=True)
         controller.dismiss()
         world.leave()
         if stopped is None:
@@ -86,6 +89,8 @@ def control(
         return _tell(world, SIGNAL_CODES.get(stopped.signal_number, ExitCode.REQUEUE), str(stopped))
     except Exception as error:
         traceback.print_exc()
+        if run is not None:
+            print(run.close(within_s=LAST_WORDS_S), end="", flush=True)
         code, message = _explain(error, built=isinstance(run, Run))
         if code is ExitCode.NOT_SAVED and isinstance(run, Run):
             run.checkpoint.discard()

@@ -20,7 +20,7 @@ from hpcrl.spec.extras import install
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
-from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, ROLES, TRAIN_ENGINES
+from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, ROLES, TRACKERS, TRAIN_ENGINES
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling settings that keep every token."""
@@ -72,6 +72,8 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
         yield ("reward", domain, "name"), reward.name, REWARDS[reward.name]
     for domain, env in config.envs.items():
         yield ("env", domain, "name"), env.name, ENVS[env.name]
+    for index, name in enumerate(config.trackers):
+        yield ("trackers", index), name, TRACKERS[name]
 
 
 def _read_by(config: Config, path: Path) -> Config:

@@ -37,7 +37,7 @@ from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, Spec
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import Path
 from hpcrl.spec.table import SpecError, SpecTable, leave_out
-from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
+from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
 MOST_MEMBERS = 1 << 14
@@ -302,6 +302,18 @@ class EvalConfig(Section):
     """Sample completions shown before and after training."""
 
 
+class TrackingConfig(Section):
+    """What all trackers are told beside the metrics of each step."""
+
+    project: Annotated[str, Field(min_length=1, max_length=64)] = "hpcrl"
+    """Project or experiment under which the tracker lists the run."""
+    online: bool = False
+    """Use the network during the run; false: keep everything in the run folder, and print at the end the command that
+    uploads it."""
+    timeout_s: Seconds = 60.0
+    """Time after which a tracker that does not answer is given up with a warning, seconds."""
+
+
 DeadlineSeconds = Annotated[float, Field(ge=1, le=1e7), NUMBER]
 
 
@@ -373,6 +385,10 @@ class Config(Section):
     """Ranks of each role."""
     fake: FakeConfig = FakeConfig()
     """Engines of debug=fake."""
+    trackers: list[Annotated[str, AfterValidator(functools.partial(_listed, TRACKERS))]] = ["tensorboard"]
+    """Trackers beside metrics.jsonl (tracking)."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Trackers."""
     timeouts: Timeouts = Timeouts()
     """Deadlines."""
     cluster: ClusterConfig = ClusterConfig()
@@ -583,6 +599,7 @@ def config_class(named: Named = Named()) -> type[Config]:
     trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine, TrainerConfig))
     generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine, GeneratorConfig))
     layout = layout_class()
+    tracking = with_fields(TrackingConfig, **_sections(_choices(TRACKERS, "", TrackingConfig)))
     algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
     union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
     algorithm: Any = Annotated[union, Field(discriminator="name")] if len(algorithms) > 1 else union
@@ -590,6 +607,7 @@ def config_class(named: Named = Named()) -> type[Config]:
         "pipeline": (_literal(pipelines), Config.model_fields["pipeline"].default),
         "algorithm": (algorithm, Field(algorithms[0]())),
         "layout": (layout, Field(layout())),
+        "tracking": (tracking, Field(tracking())),
         "trainer": (trainer, Field(trainer())),
         "generator": (generator, Field(generator())),
         **_sections(pipelines),

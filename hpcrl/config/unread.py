@@ -8,7 +8,7 @@ from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS
 from hpcrl.spec.problems import Path, Problem, dotted
-from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, ROLES, TRAIN_ENGINES
+from hpcrl.spec.tables import GEN_ENGINES, PIPELINES, ROLES, TRACKERS, TRAIN_ENGINES
 
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
 """The keys of rollout that evaluation also reads."""
@@ -107,6 +107,11 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
+    for name, tracker in TRACKERS.items():
+        if name not in config.trackers and tracker.section is not None:
+            yield ("tracking", name), ("trackers",), f"the trackers are {', '.join(config.trackers) or 'none'}"
+    if not config.trackers:
+        yield ("tracking",), ("trackers",), "there is no tracker"
     fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]
     for role in (name for name in ROLES if name not in fewer):
         yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} continue with fewer ranks"

@@ -12,7 +12,7 @@ from hpcrl.config.compose import conf_dir, groups
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.meanings import meaning
 from hpcrl.spec.table import SpecTable
-from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRAIN_ENGINES
+from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 
 USAGE = """\
 usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=value ...]
@@ -51,6 +51,7 @@ CHOICES: dict[str, tuple[str, SpecTable[Any]]] = {
     "generator": ("generator.engine", GEN_ENGINES),
     "reward": ("reward.NAME.name", REWARDS),
     "env": ("env.NAME.name", ENVS),
+    "trackers": ("trackers", TRACKERS),
 }
 """Section, or key at the top -> the key that selects a part by its name, and the parts."""
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard and the progress display, fed by one call per step."""
+"""Metrics of a run: metrics.jsonl, trackers and the progress display, fed by one call per step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from hpcrl.files import naming
 from hpcrl.metrics.progress import Progress
+from hpcrl.metrics.trackers.telling import Call, Telling, tell_all
 
 METRICS = "metrics.jsonl"
 
@@ -22,15 +23,21 @@ class MetricsLog:
     attempt's rows past this step were not moved away before (checkpoint/lineage.py)."""
 
     def __init__(
-        self, run_dir: Path, resume_step: int, max_steps: int, eval_every: int = 0, stream: TextIO | None = None
+        self,
+        run_dir: Path,
+        resume_step: int,
+        max_steps: int,
+        eval_every: int = 0,
+        stream: TextIO | None = None,
+        trackers: Callable[[], Sequence[Telling]] = tuple,
     ):
-        logged = [row["step"] for row in read_metrics(run_dir)]
-        if logged and logged[-1] > resume_step:
-            raise ValueError(f"{run_dir / METRICS} ends with step {logged[-1]}, past the resumed step {resume_step}")
-        # SummaryWriter creates its folder, and its import takes a second: only done if something is logged.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+        """trackers: starts them; they are told the rows of earlier attempts that they miss."""
+        logged = read_metrics(run_dir)
+        if logged and logged[-1]["step"] > resume_step:
+            last = logged[-1]["step"]
+            raise ValueError(f"{run_dir / METRICS} ends with step {last}, past the resumed step {resume_step}")
+        self._trackers = trackers()
+        tell_all(self._trackers, logged)
         self._path = run_dir / METRICS
         self._file = open(self._path, "ab")  # noqa: SIM115
         self._step = resume_step
@@ -38,7 +45,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step; steps are ascending. On disk when this returns; OSError names a file that is not. Non-finite
-        values become null in metrics.jsonl, are omitted from TensorBoard, and are reported to the user."""
+        values become null in metrics.jsonl, are not told to trackers, and are reported to the user."""
         assert step > self._step, f"step {step} is logged after step {self._step}"
         assert "step" not in metrics
         self._step = step
@@ -49,10 +56,8 @@ class MetricsLog:
             self._file.write(json.dumps(row).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-        with naming(self._path.with_name("tensorboard")):
-            for name, value in finite.items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
+        for tracker in self._trackers:
+            tracker.log(step, finite)
         self._progress.update(step, finite)
         if len(finite) < len(values):
             odd = ", ".join(f"{name} = {value}" for name, value in values.items() if name not in finite)
@@ -62,10 +67,17 @@ class MetricsLog:
         """Print a permanent line for the user."""
         self._progress.note(text)
 
-    def close(self) -> None:
+    def tell(self, call: Call) -> None:
+        """Let every tracker execute a call."""
+        for tracker in self._trackers:
+            tracker.put(call)
+
+    def close(self, within_s: float = math.inf) -> list[str]:
+        """End, at most this many seconds later for each tracker; the commands that upload what trackers kept."""
         self._progress.close()
-        self._board.close()
         self._file.close()
+        trackers, self._trackers = self._trackers, ()
+        return [hint for tracker in trackers if (hint := tracker.close(within_s))]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -29,6 +29,8 @@ MAY_CHANGE = (
     "check_weights",
     "run_name",
     "run_dir",
+    "trackers",
+    "tracking",
     "trainer.max_mismatch",
     "timeouts",
     "cluster",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -47,3 +48,7 @@ class Alone:
     def finish(self) -> str:
         """The text for the user."""
         return self.reason
+
+    def close(self, within_s: float = math.inf) -> str:
+        """Nothing: such a run has no trackers."""
+        return ""

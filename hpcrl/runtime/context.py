@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hpcrl.cli import in_shell
 from hpcrl.config import Config
 from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.progress import summary
@@ -18,6 +21,7 @@ from hpcrl.runtime.debug import StoredRollouts
 from hpcrl.runtime.guard import Guard, Stopped
 from hpcrl.runtime.rollouts import Rollouts
 from hpcrl.runtime.supervised import AnswerRows
+from hpcrl.runtime.tracking import start_trackers
 
 
 class Run:
@@ -29,7 +33,9 @@ class Run:
         self.trainer, self.reference, self.critic = parts.trainer, parts.reference, parts.critic
         self._data, self.evaluation, self.checkpoint = parts.data, parts.evaluation, parts.checkpoint
         self.first_step, self.last_step, self._why = parts.first_step, config.max_steps, ""
-        self._metrics = MetricsLog(run_dir, self.checkpoint.restored_step, config.max_steps, config.eval_every)
+        resumed = self.checkpoint.restored_step
+        trackers = functools.partial(start_trackers, config, run_dir, resumed)
+        self._metrics = MetricsLog(run_dir, resumed, config.max_steps, config.eval_every, trackers=trackers)
         rows = read_metrics(run_dir)
         self.last_logged: dict[str, float | None] = rows[-1] if rows else {}
         deadline = Deadline()
@@ -124,12 +130,21 @@ class Run:
         self.checkpoint.save(last)
         self.trainer.export(self._run_dir / "hf")
         self.critic.export(self._run_dir / "hf_critic")
-        self._metrics.close()
         plot = draw_plot(self._run_dir)
-        examples = self.evaluation.before_and_after(last) if self.evaluation is not None else ""
+        self._metrics.tell(lambda tracker: tracker.image("plot", plot))
+        examples = ""
+        if self.evaluation is not None:
+            examples, rows = self.evaluation.before_and_after(last), self.evaluation.examples()
+            self._metrics.tell(lambda tracker: tracker.table("examples", last, rows))
         told = summary(read_metrics(self._run_dir), self.config.max_steps)
         early = [self.reason] if self._why else []
         return "\n".join([examples, told, *early, f"plot {plot}", f"HF checkpoint {self._run_dir / 'hf'}"])
+
+    def close(self, within_s: float = math.inf) -> str:
+        """End the trackers, each within this time and in what is left of the job's; how to upload what they kept, as
+        text for the user."""
+        hints = self._metrics.close(within_s=min(within_s, max(1.0, self.guard.left_s())))
+        return in_shell("".join(f"upload  {hint}\n" for hint in hints))
 
 
 def _what_is_saved(step: int, saved: int) -> str:

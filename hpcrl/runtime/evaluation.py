@@ -75,6 +75,10 @@ class Evaluation:
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
         return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
 
+    def examples(self) -> list[dict[str, Any]]:
+        """The kept examples as rows of a table: step, prompt, answer, response, score."""
+        return [{"step": int(step), **row} for step, rows in self._kept_examples().items() for row in rows]
+
     def _generate(self, temperature: float, number: int) -> Harvest:
         # Every prompt counts once; a reward that cannot be computed counts as 0.
         settings = SchedulerConfig(group_size=1, deterministic=self._config.deterministic, accept_errors=True)

@@ -11,9 +11,12 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 EXTRAS = {
     "deepspeed": ("deepspeed==0.19.*",),
     "megatron": ("megatron-core==0.16.1",),
+    "mlflow": ("mlflow-skinny>=3.17,<4",),
     "sglang": ("sglang==0.5.23",),
     "slurm": ("submitit", "hydra-submitit-launcher"),
+    "swanlab": ("swanlab==0.10.*",),
     "vllm": ("vllm==0.32.*",),
+    "wandb": ("wandb==0.31.*",),
 }
 """Extra of hpcrl -> its packages, as in pyproject.toml: a package index knows them, but not this project."""
 

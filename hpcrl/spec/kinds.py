@@ -241,6 +241,19 @@ class RewardSpec(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackerSpec(Spec):
+    """`make(run, section)`, called in a thread of rank 0, returns a Tracker (both hpcrl.metrics.trackers.base); section
+    is its own, or None without one.
+
+    Its section stands under tracking.NAME.
+    """
+
+    rewinds: bool = False
+    """Whether it takes back steps past the checkpoint, which a resumed run then tells it again; otherwise it keeps what
+    it was told."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvSpec(Spec):
     """`make` is called with the columns of a row and the options, and returns an Env (hpcrl.envs.base). With a section,
     which types the options, they are one argument, an object of the section."""

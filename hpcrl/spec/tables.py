@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from hpcrl.spec.kinds import AlgorithmSpec, EnvSpec, GenEngineSpec, PipelineSpec, RewardSpec, RoleSpec, TrainEngineSpec
+from hpcrl.spec.kinds import (
+    AlgorithmSpec,
+    EnvSpec,
+    GenEngineSpec,
+    PipelineSpec,
+    RewardSpec,
+    RoleSpec,
+    TrackerSpec,
+    TrainEngineSpec,
+)
 from hpcrl.spec.table import SpecTable
 
 PIPELINES = SpecTable(
@@ -102,5 +111,16 @@ ENVS = SpecTable(
         "tic_tac_toe": "hpcrl.envs.specs:TIC_TAC_TOE",
         "webshop": "hpcrl.envs.specs:WEBSHOP",
         "class": "hpcrl.envs.specs:CLASS",
+    },
+)
+
+TRACKERS = SpecTable(
+    "tracker",
+    TrackerSpec,
+    {
+        "tensorboard": "hpcrl.metrics.trackers.specs:TENSORBOARD",
+        "wandb": "hpcrl.metrics.trackers.specs:WANDB",
+        "swanlab": "hpcrl.metrics.trackers.specs:SWANLAB",
+        "mlflow": "hpcrl.metrics.trackers.specs:MLFLOW",
     },
 )

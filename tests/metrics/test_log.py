@@ -8,17 +8,20 @@ import math
 import pty
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hpcrl.checkpoint.lineage import abandon_after
+from hpcrl.config import parse
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.duration import duration
 from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.progress import Progress, summary
 from hpcrl.plot import main as plot_command
 from hpcrl.plot import plot
+from hpcrl.runtime.tracking import start_trackers
 from tests.terminal import read_to_end
 
 
@@ -37,10 +40,11 @@ def board_scalars(run: Path, name: str) -> list[tuple[int, float]]:
 
 def log_run(run: Path, resume_step: int, last: int, reward: float) -> str:
     screen = io.StringIO()
-    log = MetricsLog(run, resume_step, max_steps=6, stream=screen)
+    trackers = partial(start_trackers, parse({"data": {"train": "rows.jsonl"}}), run, resume_step)
+    log = MetricsLog(run, resume_step, max_steps=6, stream=screen, trackers=trackers)
     for step in range(resume_step + 1, last + 1):
         log.log(step, {"critic/rewards/mean": reward + step, "actor/lr": 1e-6})
-    log.close()
+    assert log.close() == []
     return screen.getvalue()
 
 

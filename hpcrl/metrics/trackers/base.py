@@ -1,0 +1,54 @@
+"""What a tracker is told about a run, and what it has to offer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker sees it at the start of an attempt.
+
+    id: the same for all attempts. folder: that of the tracker in the run folder. first_step: the first step that it
+    will be told. online: whether it may use the network. config: the configuration, as plain data.
+    """
+
+    name: str
+    project: str
+    id: str
+    run_dir: Path
+    folder: Path
+    first_step: int
+    online: bool
+    config: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """Made by the specification's `make(run, section)`, in the thread that calls everything else. Any method may raise
+    or hang, which ends the tracker with a warning and nothing else."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The finite metrics of a step; steps are ascending."""
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows with the same columns, such as sampled responses."""
+
+    def image(self, name: str, path: Path) -> None:
+        """A plot, as a PNG file."""
+
+    def close(self) -> str:
+        """End the attempt; the command that uploads what was kept on the disk, empty if there is nothing to upload."""
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The configuration as text by dotted key."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = str(value)
+    return found

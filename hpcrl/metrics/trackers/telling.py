@@ -1,0 +1,133 @@
+"""Tells trackers about a run, each from a thread of its own, so that one that fails or hangs costs a warning only.
+
+A file beside a tracker's folder holds the last step that the tracker was told. The next attempt goes on after it: with
+the rows of metrics.jsonl that the tracker missed, and without the steps between the checkpoint and the end of the
+attempt before, which it has. A tracker that takes steps back (TrackerSpec.rewinds) is told these steps again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl.files import write_durably
+from hpcrl.metrics.trackers.base import Tracker
+
+FOLDER = "trackers"
+MOST_WAITING = 10_000
+"""Calls that a slow tracker may be behind."""
+
+Call = Callable[[Tracker], object]
+
+
+class Telling:
+    """The thread of one tracker. `warn` is called at most once, from any thread, with the reason why it ended."""
+
+    def __init__(
+        self, name: str, make: Callable[[int], Tracker], told: Path, resume_step: int, rewinds: bool,
+        timeout_s: float, warn: Callable[[str], None] = lambda text: print(f"hpcrl: {text}", flush=True),
+    ):  # fmt: skip
+        """make: called with the first step that the tracker will be told. told: the file with the last one."""
+        self.name, self._timeout_s, self._warn, self._path = name, timeout_s, warn, told
+        self.told = _read(told)
+        if rewinds:
+            self.told = min(self.told, resume_step)
+        first = self.told + 1
+        self._calls: queue.Queue[Call | None] = queue.Queue(MOST_WAITING)
+        self._lock = threading.Lock()
+        self._since: float | None = time.monotonic()
+        self._ended, self._hint = False, ""
+        self._thread = threading.Thread(target=self._run, args=(lambda: make(first),), name=f"tracker {name}")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell a step, unless the tracker has it."""
+        if step <= self.told:
+            return
+        self.told = step
+
+        def tell(tracker: Tracker) -> None:
+            tracker.log(step, metrics)
+            write_durably(self._path, str(step).encode())
+
+        self.put(tell)
+
+    def put(self, call: Call) -> None:
+        """Queue a call. Returns at once; ends the tracker if the call before is overdue."""
+        self._check()
+        if self._ended:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._end(f"is {MOST_WAITING} calls behind")
+
+    def close(self, within_s: float) -> str:
+        """End the tracker after what is queued, at most this many seconds later; what it says about an upload."""
+        self.put(self._close)
+        if not self._ended:
+            with contextlib.suppress(queue.Full):
+                self._calls.put_nowait(None)
+            self._thread.join(min(within_s, self._timeout_s))
+            if self._thread.is_alive():
+                self._end(f"did not end within {min(within_s, self._timeout_s):g} s")
+        return self._hint
+
+    def _close(self, tracker: Tracker) -> None:
+        self._hint = tracker.close()
+
+    def _check(self) -> None:
+        since = self._since
+        if since is not None and time.monotonic() - since > self._timeout_s:
+            self._end(f"did not answer within tracking.timeout_s={self._timeout_s:g}")
+
+    def _run(self, make: Callable[[], Tracker]) -> None:
+        try:
+            tracker = make()
+            self._since = None
+            while (call := self._calls.get()) is not None and not self._ended:
+                self._since = time.monotonic()
+                call(tracker)
+                self._since = None
+        except BaseException as error:  # code of others, which may also call sys.exit()
+            self._end(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        self._warn(f"the tracker {self.name} {why}; the run goes on without it, metrics.jsonl has every step")
+
+
+def run_id(run_dir: Path) -> str:
+    """The id of the run for all trackers and attempts, made by the first."""
+    path = run_dir / FOLDER / "run_id"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, secrets.token_hex(4).encode())
+    return path.read_text().strip()
+
+
+def tell_all(tellings: Sequence[Telling], rows: Sequence[Mapping[str, Any]]) -> None:
+    """The rows of metrics.jsonl that each tracker misses."""
+    for telling in tellings:
+        for row in rows:
+            telling.log(
+                row["step"], {name: value for name, value in row.items() if name != "step" and value is not None}
+            )
+
+
+def _read(told: Path) -> int:
+    """The last step that was told; -1 without a readable file."""
+    try:
+        return int(told.read_text())
+    except (OSError, ValueError):
+        return -1

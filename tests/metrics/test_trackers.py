@@ -1,0 +1,251 @@
+"""Trackers: one run over all attempts, nothing twice, and none that can hold up or end a run."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpcrl import track
+from hpcrl.config import Config, ConfigError, parse
+from hpcrl.config.checks import check_built
+from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics.log import MetricsLog, read_metrics
+from hpcrl.metrics.trackers.telling import Telling
+from hpcrl.runtime.tracking import start_trackers
+from hpcrl.spec.tables import TRACKERS
+
+
+class Recorder:
+    """A tracker that keeps what it is told, and fails at one step."""
+
+    def __init__(self, seen: list[tuple[int, Mapping[str, float]]], fails_at: int | None = None):
+        self.seen, self.fails_at, self.others = seen, fails_at, list[str]()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.fails_at:
+            raise ConnectionError("no server")
+        self.seen.append((step, metrics))
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.others.append(name)
+
+    def image(self, name: str, path: Path) -> None:
+        self.others.append(name)
+
+    def close(self) -> str:
+        return "sync it"
+
+
+class Attempt:
+    """An attempt of a run that resumes at a step, with one tracker."""
+
+    def __init__(self, folder: Path, resume_step: int, make: Callable[[int], Any], rewinds: bool = False, timeout_s=60):
+        self.warnings: list[str] = []
+        told = folder / "trackers" / "own.told"
+        told.parent.mkdir(exist_ok=True)
+        self.telling = Telling("own", make, told, resume_step, rewinds, timeout_s, self.warnings.append)
+        self.log = MetricsLog(folder, resume_step, 100, trackers=lambda: [self.telling])
+
+    def steps(self, first: int, last: int, value: float) -> Attempt:
+        for step in range(first, last + 1):
+            self.log.log(step, {"x": value})
+        return self
+
+
+@pytest.mark.parametrize(("rewinds", "values"), [(False, [1, 1, 1, 1, 1, 2]), (True, [1, 1, 1, 1, 1, 2, 2, 2])])
+def test_steps_after_the_checkpoint_are_not_told_twice(tmp_path: Path, rewinds: bool, values: list[float]) -> None:
+    """Except to a tracker that takes them back, which is told where."""
+    seen: list[Any] = []
+    firsts: list[int] = []
+
+    def make(first: int) -> Recorder:
+        firsts.append(first)
+        return Recorder(seen)
+
+    assert Attempt(tmp_path, -1, make, rewinds).steps(0, 4, 1.0).log.close() == ["sync it"]
+    rows = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(rows[:3]))  # the checkpoint is of step 2
+    attempt = Attempt(tmp_path, 2, make, rewinds).steps(3, 5, 2.0)
+    assert attempt.log.close() == ["sync it"] and attempt.warnings == []
+    assert [metrics["x"] for _, metrics in seen] == values
+    assert [step for step, _ in seen] == [0, 1, 2, 3, 4, *([3, 4] if rewinds else []), 5]
+    assert firsts == [0, 3 if rewinds else 5]
+
+
+def test_a_tracker_that_fails_costs_a_warning_and_gets_what_it_missed(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    attempt = Attempt(tmp_path, -1, lambda _: Recorder(seen, fails_at=2)).steps(0, 5, 1.0)
+    assert attempt.log.close() == []
+    [warning] = attempt.warnings
+    assert warning == (
+        "the tracker own failed: ConnectionError: no server; the run goes on without it, metrics.jsonl has every step"
+    )
+    assert len(read_metrics(tmp_path)) == 6 and [step for step, _ in seen] == [0, 1]
+    assert Attempt(tmp_path, 5, lambda _: Recorder(seen)).steps(6, 6, 1.0).log.close() == ["sync it"]
+    assert [step for step, _ in seen] == list(range(7))
+
+
+@pytest.mark.parametrize("where", ["start", "log"])
+def test_a_tracker_that_hangs_costs_a_warning(tmp_path: Path, where: str) -> None:
+    """No step waits for it, and neither does the end."""
+    forever = threading.Event()
+
+    class Hanging(Recorder):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            forever.wait()
+
+    def make(_: int) -> Recorder:
+        if where == "start":
+            forever.wait()
+        return Hanging([])
+
+    attempt, step = Attempt(tmp_path, -1, make, timeout_s=0.2), 0
+    while not attempt.warnings and step < 10_000:
+        attempt.log.log(step, {"x": 1.0})
+        time.sleep(0.01)
+        step += 1
+    assert len(read_metrics(tmp_path)) == step and attempt.log.close() == []
+    [warning] = attempt.warnings
+    assert "did not answer within tracking.timeout_s=0.2" in warning
+    forever.set()
+
+
+def test_a_tracker_that_hangs_at_the_end_is_left_behind(tmp_path: Path) -> None:
+    forever = threading.Event()
+
+    class Hanging(Recorder):
+        def close(self) -> str:
+            forever.wait()
+            return "sync it"
+
+    attempt = Attempt(tmp_path, -1, lambda _: Hanging([])).steps(0, 0, 1.0)
+    assert attempt.log.close(within_s=0.2) == []
+    assert ["did not end within 0.2 s" in warning for warning in attempt.warnings] == [True]
+    forever.set()
+
+
+# -- the configuration
+
+
+def config_of(**keys: Any) -> Config:
+    return parse({"data": {"train": "rows.jsonl"}, "run_name": "tracked", **keys})
+
+
+def test_a_tracker_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"trackers.*'swanlab' or 'mlflow'"):
+        config_of(trackers=["wandbb"])
+    monkeypatch.setattr("hpcrl.spec.kinds.find_spec", lambda module: None)
+    problems = [problem.text for problem in check_built(config_of(trackers=["tensorboard", "swanlab"]))]
+    [text] = [text for text in problems if text.startswith("trackers")]
+    assert text.startswith("trackers.1: swanlab is not installed; ") and "pip install 'swanlab==0.10.*'" in text
+
+
+def test_a_server_is_needed_with_the_network() -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow\.uri: tracking\.online=true needs the address"):
+        config_of(trackers=["mlflow"], tracking={"online": True})
+
+
+# -- real ones, where they are installed
+
+METRICS = [{"critic/rewards/mean": step / 4, "actor/lr": 1e-6} for step in range(6)]
+ROWS = [{"step": 0, "prompt": "2+2", "response": "| <script> `4`", "score": 1.0}]
+
+
+def two_attempts(folder: Path, name: str) -> list[str]:
+    """Steps 0 to 3, then from the checkpoint of step 1 to the end; how to upload them."""
+    pytest.importorskip(name)
+    config = config_of(trackers=[name])
+    hints: list[str] = []
+    for resume_step, last in ((-1, 3), (1, 5)):
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[: resume_step + 1]))
+        log = MetricsLog(folder, resume_step, 5, trackers=lambda at=resume_step: start_trackers(config, folder, at))
+        for step in range(resume_step + 1, last + 1):
+            log.log(step, METRICS[step])
+        log.tell(lambda tracker: tracker.table("examples", 5, ROWS))
+        hints = log.close()
+    return hints
+
+
+@pytest.mark.slow
+def test_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [hint] = two_attempts(tmp_path, "mlflow")
+    assert shlex.split(hint) == ["python", "-m", "hpcrl.track", str(tmp_path), "mlflow", "http://SERVER:5000"]
+    from mlflow import MlflowClient
+
+    def check(store: Path) -> None:
+        client = MlflowClient(tracking_uri=store.as_uri())
+        [experiment] = client.search_experiments(filter_string="name = 'hpcrl'")
+        [run] = client.search_runs([experiment.experiment_id])
+        told = client.get_metric_history(run.info.run_id, "critic/rewards/mean")
+        assert sorted((entry.step, entry.value) for entry in told) == [(step, step / 4) for step in range(6)]
+        assert run.data.params["run_name"] == "tracked" and run.info.status == "FINISHED"
+
+    check(tmp_path / "trackers" / "mlflow" / "store")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
+    for _ in range(2):  # what is told already is not told again
+        assert track.main([str(tmp_path), "mlflow", (tmp_path / "server").as_uri()]) == ExitCode.DONE
+    check(tmp_path / "server")
+    assert "mlflow has the 6 rows" in capsys.readouterr().out
+
+
+def records_of(log: bytes) -> Iterator[bytes]:
+    """The records of a file of wandb: LevelDB's log, whose blocks of 32 KiB hold parts with a header of 7 bytes."""
+    at, record = 7, b""
+    while len(log) - at >= 7:
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        record += log[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+@pytest.mark.slow
+def test_wandb(tmp_path: Path) -> None:
+    [hint] = two_attempts(tmp_path, "wandb")
+    assert hint.endswith(f"wandb sync {tmp_path}/trackers/wandb/wandb/offline-run-*")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    steps, ids = [], set()
+    for path in sorted((tmp_path / "trackers/wandb/wandb").glob("offline-run-*/run-*.wandb")):
+        for data in records_of(path.read_bytes()):
+            record = Record.FromString(data)
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+            names = {item.key or "/".join(item.nested_key) for item in record.history.item}
+            if "critic/rewards/mean" in names:
+                steps.append(record.history.step.num)
+    assert steps == list(range(6)), "every step once over both attempts"
+    assert ids == {(tmp_path / "trackers" / "run_id").read_text()}
+
+
+@pytest.mark.slow
+def test_swanlab(tmp_path: Path) -> None:
+    [hint] = two_attempts(tmp_path, "swanlab")
+    run_id = (tmp_path / "trackers" / "run_id").read_text()
+    assert f"sync --id {run_id}" in hint
+    assert len(list((tmp_path / "trackers" / "swanlab").glob(f"run-*/run-{run_id}.swanlab"))) == 2
+
+
+def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -> None:
+    two_attempts(tmp_path, "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("critic/rewards/mean")] == list(range(6))
+    text = board.Tensors("examples/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "| 0 | 2+2 | &#124; &lt;script> &#96;4&#96; | 1.0 |" in text
+    assert set(TRACKERS) == {"tensorboard", "wandb", "swanlab", "mlflow"}, "each has a test above"
