@@ -23,7 +23,7 @@ FOLDER = "trackers"
 MOST_WAITING = 10_000
 """Calls that a slow tracker may be behind."""
 
-Call = Callable[[Tracker], object]
+TrackerCall = Callable[[Tracker], object]
 
 
 class Telling:
@@ -39,7 +39,7 @@ class Telling:
         if rewinds:
             self.told = min(self.told, resume_step)
         first = self.told + 1
-        self._calls: queue.Queue[Call | None] = queue.Queue(MOST_WAITING)
+        self._calls: queue.Queue[TrackerCall | None] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._since: float | None = time.monotonic()
         self._ended, self._hint = False, ""
@@ -59,7 +59,7 @@ class Telling:
 
         self.put(tell)
 
-    def put(self, call: Call) -> None:
+    def put(self, call: TrackerCall) -> None:
         """Queue a call. Returns at once; ends the tracker if the call before is overdue."""
         self._check()
         if self._ended:
