@@ -5,6 +5,7 @@ Imports no module of a command before it is called.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from hpcrl.exitcodes import ExitCode
 
@@ -49,6 +51,13 @@ examples
 
 MODULE = re.compile(r"\bpython -m hpcrl\.(\w+(?:\.\w+)*)")
 SCRIPT = re.compile(r"\bpython launch/(\w+\.py)")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Raises ValueError for words that are wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def in_shell(text: str) -> str:

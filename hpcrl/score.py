@@ -18,11 +18,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import ArgumentParser, in_shell
 from hpcrl.config import RewardConfig
 from hpcrl.exitcodes import ExitCode
 from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
@@ -31,11 +31,6 @@ from hpcrl.spec.tables import REWARDS
 
 KEYS = ("response", "answer", "prompt", "domain")
 MAX_SHOWN_CHARS = 200
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,8 +76,8 @@ def _print(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog=in_shell("python -m hpcrl.score"),
         description=in_shell(__doc__),
         formatter_class=argparse.RawTextHelpFormatter,

@@ -16,19 +16,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import ArgumentParser, in_shell
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import is_storage_error
 from hpcrl.metrics.duration import duration
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog=in_shell("python -m hpcrl.convert"),
         description=in_shell(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,9 +10,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from hpcrl.config import Config
 from hpcrl.planner.shapes import ModelShape, read_shape
-from hpcrl.trajectory import Field, Level, Origin, declare
+from hpcrl.rollout.batch import Batch
+from hpcrl.trajectory import FIELDS, Field, Level, Origin, declare
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,17 @@ def routes_of(config: Config, model_path: Path) -> RouteShape | None:
         raise ValueError(f"trainer.router_replay: the model in {model_path} has no experts; set it to false")
     declare(shape.field)
     return shape
+
+
+def choices_of(batch: Batch, num_layers: int) -> Tensor:
+    """int64 [T, num_layers, experts per token]: the experts that the trainer is to choose in the forward of each token,
+    -1: its own choice. ValueError if the rollouts have no routes."""
+    if batch.routes is None:
+        raise ValueError(
+            "trainer.router_replay: these rollouts have no routes, since the run that generated them did not record "
+            "any; set it to false"
+        )
+    none = FIELDS["routes"].fill
+    # A token's routes are those of the token before; the first token of the next row has none.
+    routes = torch.cat([batch.routes[1:], torch.full_like(batch.routes[:1], none)]).long()
+    return routes.masked_fill_(routes == none, -1).view(len(routes), num_layers, -1)

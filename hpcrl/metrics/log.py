@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from hpcrl.files import naming
 from hpcrl.metrics.progress import Progress
-from hpcrl.metrics.trackers.telling import Call, Telling, tell_all
+from hpcrl.metrics.trackers.telling import Telling, TrackerCall, tell_all
 
 METRICS = "metrics.jsonl"
 
@@ -67,7 +67,7 @@ class MetricsLog:
         """Print a permanent line for the user."""
         self._progress.note(text)
 
-    def tell(self, call: Call) -> None:
+    def tell(self, call: TrackerCall) -> None:
         """Let every tracker execute a call."""
         for tracker in self._trackers:
             tracker.put(call)

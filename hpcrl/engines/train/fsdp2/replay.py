@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpcrl.engines.routes import choices_of
 from hpcrl.rollout.batch import Batch
-from hpcrl.trajectory import FIELDS
 
 TOLERANCE = 1e-2  # relative; weights of experts may be rounded to bf16
 
@@ -51,17 +51,8 @@ class RouterReplay:
         self._chosen = None
         if not self._on or not batch.num_tokens:
             return
-        if batch.routes is None:
-            raise ValueError(
-                "trainer.router_replay: these rollouts have no routes, since the run that generated them did not "
-                "record any; set it to false"
-            )
-        none = FIELDS["routes"].fill
-        # A token's routes are those of the token before; the first token of the next row has none.
-        routes = torch.cat([batch.routes[1:], torch.full_like(batch.routes[:1], none)])
-        routes = routes.unflatten(-1, (len(self._routers), -1)) if routes.ndim > 1 else routes[:, None, None]
-        chosen = routes.long() if kept is None else routes[kept].long()
-        self._chosen = chosen.masked_fill_(chosen == none, -1)
+        chosen = choices_of(batch, len(self._routers))
+        self._chosen = chosen if kept is None else chosen[kept]
 
     def _choose(self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, weights, own = output

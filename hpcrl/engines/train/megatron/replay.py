@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from hpcrl.engines.routes import choices_of
 from hpcrl.engines.train.megatron.packing import Packed
 from hpcrl.rollout.batch import Batch
-from hpcrl.trajectory import FIELDS
 
 T = TypeVar("T")
 
@@ -96,15 +96,7 @@ class ChosenExperts:
             choice.chosen.value = None
         if not batch.num_tokens:
             return
-        if batch.routes is None:
-            raise ValueError(
-                "trainer.router_replay: these rollouts have no routes, since the run that generated them did not "
-                "record any; set it to false"
-            )
-        none = FIELDS["routes"].fill
-        # A token's routes are those of the token before; the first token of the next row has none.
-        routes = torch.cat([batch.routes[1:], torch.full_like(batch.routes[:1], none)]).long()
-        routes = routes.masked_fill(routes == none, -1).view(len(routes), self._num_layers, -1)
+        routes = choices_of(batch, self._num_layers)
         mine = routes[packed.sources].masked_fill((packed.sources < 0)[:, None, None], -1)
         mine = mine.chunk(self._num_parts)[self._part]
         for choice in self._choices:
