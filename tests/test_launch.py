@@ -273,7 +273,7 @@ def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> N
     assert "no folder nowhere" in refused("model.path=nowhere", at=tmp_path)[0]
 
 
-@pytest.mark.parametrize("word", ["pipeline=agentic"])
+@pytest.mark.parametrize("word", ["pipeline=rlvr_vl"])
 def test_what_is_not_built_yet_is_planned_and_refused(word: str, tmp_path: Path) -> None:
     planned = launch(word, "dry_run=true", at=tmp_path)
     assert planned.returncode == ExitCode.DONE, planned

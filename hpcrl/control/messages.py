@@ -152,9 +152,10 @@ class LoadHeld(Message):
 
 
 class Peek(Message):
-    """Answer with the text of held samples."""
+    """Answer with the text of held samples. whole: with all their messages as JSON instead, from the prompt on."""
 
     samples: list[int]
+    whole: bool = False
 
 
 # -- commands: training ------------------------------------------------------------------------------------------

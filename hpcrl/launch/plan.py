@@ -45,9 +45,13 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         else:
             rows += _resources(config, layout, shape) if shape is not None else [("memory", unknown)]
         rollouts = "rollouts/ " if config.generates and config.rollout.save_rollouts else ""
+        episodes = "episodes/ " if config.envs and config.evaluates else ""
         exports = "hf/ hf_critic/" if config.uses_critic else "hf/"
         rows.append(
-            ("files", f"config.yaml metrics.jsonl tensorboard/ {rollouts}checkpoints/ {exports} plot.png logs/")
+            (
+                "files",
+                f"config.yaml metrics.jsonl tensorboard/ {rollouts}{episodes}checkpoints/ {exports} plot.png logs/",
+            )
         )
     return "\n".join(f"{name:<8}{text}" for name, text in rows)
 

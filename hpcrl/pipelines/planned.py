@@ -5,4 +5,3 @@ from __future__ import annotations
 from hpcrl.spec.kinds import PipelineSpec
 
 RLVR_VL = PipelineSpec(about="Reinforcement learning from verifiable rewards on prompts with images.")
-AGENTIC = PipelineSpec(about="Reinforcement learning in environments.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -220,8 +221,11 @@ class EnvRole:
         assert episode.env is not None, "an episode begins with its first turn"
         observation, gained, terminated, truncated, info = episode.env.step(turn.text)
         # float and str, since msgpack has no numbers of numpy and torch
-        episode.rewards.append(float(gained))
-        metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
+        reward, metrics = float(gained), {str(name): float(value) for name, value in info.get("metrics", {}).items()}
+        for name, value in {"reward": reward, **metrics}.items():
+            if not math.isfinite(value):
+                raise ValueError(f"step() returned {name}={value}, which is no number")
+        episode.rewards.append(reward)
         total = sum(episode.rewards)
         score = metrics.get("success", total)
         metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics

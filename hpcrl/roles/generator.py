@@ -304,6 +304,8 @@ class GeneratorRole:
 
     def _peek(self, command: Peek, seq: int) -> Done:
         held = [self.samples[sample].held for sample in command.samples]
+        if command.whole:
+            return Done(seq, texts=[json.dumps(sample.messages) for sample in held])
         texts = self._worker.tokenizer.batch_decode(
             [h.token_ids[h.turn_ids >= 0] for h in held], skip_special_tokens=True
         )

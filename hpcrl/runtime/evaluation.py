@@ -14,9 +14,11 @@ from hpcrl.config import Config
 from hpcrl.control.controller import Controller
 from hpcrl.control.messages import Peek
 from hpcrl.data import PromptSource
-from hpcrl.files import write_durably
+from hpcrl.episodes import Episode, write_episode
+from hpcrl.files import step_name, write_durably
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.loop import Harvest, RolloutLoop
+from hpcrl.rollout.scheduling.events import DoneSample
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Prompt, held_out_uid
@@ -40,7 +42,7 @@ class Evaluation:
     ):
         self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
         self._slots = replica_capacity(config, layout)
-        self._examples_file = run_dir / "examples.json"
+        self._examples_file, self._episodes = run_dir / "examples.json", run_dir / "episodes"
         self._prompts = _held_out(config, tokenizer) if config.data.val else []
 
     def scores(self, step: int) -> Stats:
@@ -51,6 +53,7 @@ class Evaluation:
         start, config = time.perf_counter(), self._config
         harvest = self._generate(config.eval.temperature, 2 * step)
         stats = _score_stats("val", harvest)
+        self._keep_episodes(step, harvest)
         if step in {0, config.max_steps}:
             self._keep_examples(step, harvest)
         self._loop.forget(harvest.groups)
@@ -104,7 +107,8 @@ class Evaluation:
             return {}
 
     def _keep_examples(self, step: int, harvest: Harvest) -> None:
-        chosen = zip(self._prompts, harvest.groups, strict=True)  # both in order of uid
+        both = zip(self._prompts, harvest.groups, strict=True)  # in order of uid
+        chosen = (pair for pair in both if self._config.env_of(pair[0].domain) is None)
         kept = self._kept_examples()
         examples = []
         for prompt, group in islice(chosen, self._config.eval.num_examples):
@@ -122,6 +126,25 @@ class Evaluation:
             )
         kept[str(step)] = examples
         write_durably(self._examples_file, json.dumps(kept, indent=1).encode())
+
+    def _keep_episodes(self, step: int, harvest: Harvest) -> None:
+        """Write the first, the best and the worst of the held-out episodes."""
+        groups = zip(self._prompts, harvest.groups, strict=True)
+        played = [group.samples[0] for prompt, group in groups if self._config.env_of(prompt.domain) is not None]
+        if not played:
+            return
+        chosen = {"first": played[0], "best": max(played, key=_worth), "worst": min(played, key=_worth)}
+        for name, sample in chosen.items():
+            answers = self._controller.call({sample.replica: Peek([sample.id], whole=True)})
+            if not answers:  # its replica was lost
+                continue
+            messages = json.loads(answers[sample.replica].texts[0])
+            episode = Episode(messages, sample.turn_rewards, sample.reward, sample.score, sample.error)
+            write_episode(self._episodes / step_name(step), name, episode)
+
+
+def _worth(sample: DoneSample) -> tuple[float, float]:
+    return sample.score, sample.reward
 
 
 def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
@@ -143,7 +166,8 @@ def _score_stats(prefix: str, harvest: Harvest) -> Stats:
         {f"{prefix}/score/*": scalar(sample.score), f"{prefix}/response_length/*": scalar(length)}
         for sample, length in zip(samples, lengths, strict=True)
     )
-    return shown | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
+    played = {f"{prefix}/{name}": stat for name, stat in harvest.stats.items() if name.startswith("env/")}
+    return shown | played | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
 
 
 def _short(text: str) -> str:

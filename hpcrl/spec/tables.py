@@ -21,7 +21,7 @@ PIPELINES = SpecTable(
         "rlvr": "hpcrl.pipelines.rlvr:SPEC",
         "sft": "hpcrl.pipelines.sft:SPEC",
         "rlvr_vl": "hpcrl.pipelines.planned:RLVR_VL",
-        "agentic": "hpcrl.pipelines.planned:AGENTIC",
+        "agentic": "hpcrl.pipelines.agentic:SPEC",
         "convert": "hpcrl.pipelines.convert:SPEC",
     },
 )

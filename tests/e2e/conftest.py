@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,14 @@ def program_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _make_digit_model(tmp_path_factory.mktemp("model") / "programs", hidden_size=32, answer="print({})")
 
 
-def _make_digit_model(folder: Path, hidden_size: int, answer: str = "{}") -> Path:
+@pytest.fixture(scope="session")
+def walker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """HF folder of a tiny model that answers every prompt with some direction."""
+    folder = tmp_path_factory.mktemp("model") / "walker"
+    return _make_digit_model(folder, hidden_size=32, choices=("Up", "Down", "Left", "Right"))
+
+
+def _make_digit_model(folder: Path, hidden_size: int, answer: str = "{}", choices: Sequence[str] = DIGITS) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_tiny_model(TinyModel(hidden_size=hidden_size, num_heads=2, num_kv_heads=1, intermediate_size=64), folder)
@@ -52,9 +60,9 @@ def _make_digit_model(folder: Path, hidden_size: int, answer: str = "{}") -> Pat
 
     def dialogue() -> str:
         turns = [{"role": "user", "content": f"digit {rng.randrange(64)}"}]
-        turns += [{"role": "assistant", "content": answer.format(rng.choice(DIGITS))}]
+        turns += [{"role": "assistant", "content": answer.format(rng.choice(choices))}]
         turns += [{"role": "user", "content": "check it and answer again"}]
-        turns += [{"role": "assistant", "content": answer.format(rng.choice(DIGITS))}]
+        turns += [{"role": "assistant", "content": answer.format(rng.choice(choices))}]
         return tokenizer.apply_chat_template(turns, tokenize=False)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

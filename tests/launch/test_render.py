@@ -29,6 +29,8 @@ RUNNABLE = {
     "rlvr_30b_a3b",
     "rlvr_200b",
     "rlvr_200b_disaggregated",
+    "agentic_sokoban",
+    "agentic_frozenlake",
     "convert",
 }
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"

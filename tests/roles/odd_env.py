@@ -57,6 +57,10 @@ class OddEnv:
                 raise KeyError("\udcff" + "x" * (5 << 20))
             case "no text":
                 return {"board": 1}, 0.5, False, False, {}
+            case "nan":
+                return "", float("nan"), False, False, {}
+            case "endless metric":
+                return "", 0.5, True, False, {"metrics": {"success": float("inf")}}
             case "lone surrogate":
                 return "\udcff", 0.5, False, False, {}
             case "no number":

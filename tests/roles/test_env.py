@@ -117,6 +117,8 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
         ("no text", "environment class: TypeError: the observation is no text but dict"),
         ("lone surrogate", "environment class: "),
         ("no number", "environment class: ValueError: could not convert string to float: 'much'"),
+        ("nan", "environment class: ValueError: step() returned reward=nan, which is no number"),
+        ("endless metric", "environment class: ValueError: step() returned success=inf, which is no number"),
     ],
 )
 def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:

@@ -1,0 +1,63 @@
+"""The agentic pipeline with a game, as a whole run: killed, resumed, and with episodes to look at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.store import RolloutReader
+from tests.e2e.program import Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WORDS = ["+experiment=agentic_tiny", "deterministic=true", "rollout.max_new_tokens=8"]
+KEPT = ("val/", "env/", "critic/", "actor/")
+
+
+def numbers(run_dir: Path) -> list[dict[str, float | None]]:
+    return [{name: x for name, x in row.items() if name.startswith(KEPT)} for row in read_metrics(run_dir)]
+
+
+def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: Path, walker_model: Path) -> None:
+    words = [*WORDS, f"model.path={walker_model}"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    start = Start(whole, words)
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    start = Start(killed, words)
+    start.wait_until(lambda: start.step > 2)
+    start.kill()
+    start = Start(killed, words)
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    assert numbers(killed) == numbers(whole)
+
+    first, *_, last = read_metrics(whole)
+    for prefix in ("val/env/default", "env/default"):
+        row = first if prefix.startswith("val") else last
+        assert {f"{prefix}/{name}" for name in ("success", "return", "turns", "action_is_valid")} <= {
+            name.removesuffix("/mean") for name in row
+        }
+    batch = RolloutReader(whole).read(5)
+    dialogues = [batch.messages(row) for row in range(32)]
+    assert max(len(messages) for messages in dialogues) > 3, "some episode has several turns"
+    starts = {json.dumps(messages[0]) for messages in dialogues}
+    assert 1 < len(starts) <= 8, "the members of a group start alike"
+
+    for step in (0, 5):
+        folder = whole / "episodes" / f"step_{step:06d}"
+        assert {path.stem for path in folder.iterdir()} == {"first", "best", "worst"}
+        assert all((folder / f"{name}.html").is_file() for name in ("first", "best", "worst"))
+        assert all(Image.open(film).n_frames > 1 for film in folder.glob("*.gif"))
+        for path in folder.iterdir():
+            assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
+
+
+def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
+    start = Start(tmp_path / "run", [*WORDS, "env.default=null", "data.train=task:sort_digits", "data.val=null"])
+    assert start.wait() == ExitCode.BAD_INPUT
+    assert "env: the agentic pipeline plays in environments, and none is given; give env.default.name" in start.text
+    assert not (tmp_path / "run").exists()
