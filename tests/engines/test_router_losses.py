@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hpcrl.config import TrainerConfig
+from hpcrl.config import parse
 from hpcrl.engines.train.megatron.engine import MegatronEngine
-from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.engines.train.megatron.spec import MegatronConfig, divide
+from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Batch, Norms
 from tests.contracts.train import megatron
 from tests.engines.worlds import (
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 EXPERTS, TOPK, AUX, Z = 4, 2, 0.3, 0.02
 LOSSES = {"aux_loss": AUX, "z_loss": Z}
-ON_ONE: list[dict[str, Any]] = [{}, {"recompute": "full"}]
+ON_ONE: list[dict[str, Any]] = [{}, {"recompute": "full"}, {"aux_loss": 0.0, "z_loss": 0.0}]
 ON_TWO: list[dict[str, Any]] = [
     {"expert_parallel": 2},
     {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
@@ -52,11 +53,12 @@ def norms_of(batch: Batch) -> Norms:
     return Norms(float(batch.loss_mask.sum()), float(batch.weights[:4].sum()))
 
 
-def plain(folder: Path, batch: Batch, aux: float, z: float) -> dict[str, Tensor]:
-    """Gradients of Weighted and of the routers' losses, one sequence at a time."""
+def plain(folder: Path, batch: Batch, aux: float, z: float) -> tuple[dict[str, Tensor], list[float]]:
+    """Gradients of Weighted and of the routers' losses, and both losses as means over layers; one sequence at a
+    time."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     norms, rows = norms_of(batch), batch.token_ids.split(batch.lengths.tolist())
-    total = torch.zeros(())
+    total, losses = torch.zeros(()), torch.zeros(2)
     for row, tokens in enumerate(rows):
         found = model(tokens[None], output_router_logits=True)
         one = batch.select([row])
@@ -71,35 +73,43 @@ def plain(folder: Path, batch: Batch, aux: float, z: float) -> dict[str, Tensor]
             chosen = torch.nn.functional.one_hot(logits.topk(TOPK, dim=-1).indices, EXPERTS).sum(1).float()
             balance = EXPERTS * (chosen.mean(0) / TOPK * logits.softmax(-1).mean(0)).sum()
             size = logits.logsumexp(-1).square().mean()
-            total = total + one.weights[0] / norms.sequences * (aux * balance + z * size)
+            share = one.weights[0] / norms.sequences
+            total = total + share * (aux * balance + z * size)
+            losses += share * torch.stack([balance, size]).detach() / len(found.router_logits)
     total.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, losses.tolist()
 
 
-def check(folder: Path, wanted: dict[str, Tensor], splits: list[dict[str, Any]]) -> None:
+def check(folder: Path, wanted: dict[str, Tensor], losses: list[float], splits: list[dict[str, Any]]) -> None:
     whole, objective = weighted_batch(), Weighted()
     for own in splits:
-        config = TrainerConfig(engine="megatron", logits_chunk_tokens=8)
-        engine = MegatronEngine(config, folder, own=MegatronConfig(**own, **LOSSES), total_steps=8)
+        config = parse({"trainer": {"engine": "megatron", "logits_chunk_tokens": 8, "megatron": {**LOSSES, **own}}})
+        engine = MegatronEngine(config.trainer, folder, own=MegatronConfig(**(LOSSES | own)), total_steps=8)
+        outputs = divide(config, dist.get_world_size()).outputs
         number, count = engine.data_parallel_rank, engine.data_parallel_size
         batch = whole.select(list(range(number, whole.num_sequences, count)))
         plan = [[0], list(range(1, batch.num_sequences)), []]
         engine.logprobs(batch, plan, 1.0)  # changes nothing
         shares: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, engine.accumulate(batch, plan, objective, norms_of(whole)))
+        metrics = flatten(merge(shares[rank] for rank in outputs))
+        assert [metrics["actor/moe_aux_loss"], metrics["actor/moe_z_loss"]] == pytest.approx(losses, rel=1e-4), own
+        if not (engine.own.aux_loss or engine.own.z_loss):
+            continue  # they are measured alone
         dist.all_gather_object(shares, megatron.gradients(engine, batch, plan, objective, norms_of(whole)))
         found = {name: gradient for share in shares for name, gradient in share.items()}
         difference = worst_difference(found, wanted)
         assert difference < 1e-5, f"{own}: gradients differ by {difference:.2g}"
 
 
-def test_gradients_are_those_of_the_formulas_on_every_split(tmp_path: Path) -> None:
+def test_losses_and_gradients_are_those_of_the_formulas_on_every_split(tmp_path: Path) -> None:
     """In any micro-batches; rows without tokens to be learned, and padding, have no part. Without the losses the
-    routers' gradients are others."""
+    routers' gradients are others, and the metrics the same."""
     folder = make_model_folder("qwen3_moe", tmp_path / "model", norm_topk_prob=True)
-    wanted = plain(folder, weighted_batch(), AUX, Z)
-    for without in (plain(folder, weighted_batch(), 0.0, Z), plain(folder, weighted_batch(), AUX, 0.0)):
+    wanted, losses = plain(folder, weighted_batch(), AUX, Z)
+    for without, _ in (plain(folder, weighted_batch(), 0.0, Z), plain(folder, weighted_batch(), AUX, 0.0)):
         router = "model.layers.0.mlp.gate.weight"
         assert worst_difference({router: without[router]}, {router: wanted[router]}) > 1e-3
     with process_group(0, 1, str(tmp_path / "world")):
-        check(folder, wanted, ON_ONE)
-    run_ranks(2, check, folder, wanted, ON_TWO)
+        check(folder, wanted, losses, ON_ONE)
+    run_ranks(2, check, folder, wanted, losses, ON_TWO)

@@ -101,7 +101,7 @@ class MegatronEngine:
             layers = sorted(self.description.shape.expert_layers)
             self.routing.append(ChosenExperts(chunks, layers, self._split()[2], part))
         self.router_losses = None
-        if trainable and (self.own.aux_loss or self.own.z_loss):
+        if trainable and self.description.shape.expert_layers:
             self.router_losses = RouterLosses(chunks, self.own, self._split()[2], part)
             self.routing.append(self.router_losses)
         # The buffers of gradients take the parameters' memory over, so the optimizer comes after the weights.
@@ -232,7 +232,7 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
             chunk.force_all_reduce = everywhere
         if self.router_losses is not None:
-            self.router_losses.norms = norms
+            self.router_losses.see_mini_batch(norms)
         gradient = "entropy" in objective.outputs
         wanted = gradient or "entropy" in objective.logged
 
@@ -246,7 +246,12 @@ class MegatronEngine:
             return loss + anchor, stats
 
         temperature = objective.temperature
-        return merge(self._run(batch, micro_batches, temperature, use, forward_only=False, everywhere=everywhere))
+        found = self._run(batch, micro_batches, temperature, use, forward_only=False, everywhere=everywhere)
+        if self.router_losses is not None:
+            rows = [row for micro_batch in micro_batches for row in micro_batch]
+            num_layers = len(self.description.shape.expert_layers)
+            found.append(self.router_losses.stats(batch, rows, num_layers))
+        return merge(found)
 
     def _update(self) -> Stats:
         """Clip and step. Stats on data-parallel rank 0 only, to count once. Collective."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from hpcrl.engines.train.megatron.packing import Packed
 from hpcrl.engines.train.megatron.replay import OfMicroBatch, routers_of
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.metrics.stats import Stat, Stats
 from hpcrl.rollout.batch import Batch, Norms
 
 
@@ -34,7 +35,7 @@ class _Tokens:
 
 
 class RouterLosses:
-    """The losses of all routers of a rank, each added to that of the mini-batch.
+    """The losses of all routers of a rank: measured, and with their coefficients added to that of the mini-batch.
 
     With the softmax p [E] of a token's logits, and the share f [E] of the choices in its sequence that fell on each of
     E experts, a token has aux_loss * E * sum(f * p) + z_loss * logsumexp(logits)^2; f has no gradient. A router sees
@@ -42,14 +43,34 @@ class RouterLosses:
     """
 
     def __init__(self, chunks: Sequence[Any], own: MegatronConfig, num_parts: int, part: int):
-        self._own, self._num_parts, self._part = own, num_parts, part
+        self._coefficients = torch.tensor([own.aux_loss, own.z_loss], device=torch.cuda.current_device())
+        self._adds = own.aux_loss > 0 or own.z_loss > 0
+        self._num_parts, self._part = num_parts, part
         self.norms = Norms(1.0, 1.0)
+        self._sums = torch.zeros_like(self._coefficients)  # of both losses, since see_mini_batch()
         self._group = parallel_state.get_tensor_and_context_parallel_group()
         self._tokens: list[OfMicroBatch[_Tokens]] = []
         for _, router in routers_of(chunks):
             tokens = OfMicroBatch[_Tokens]()
             self._tokens.append(tokens)
             router.gating = functools.partial(self._gating, router.gating, router.topk, tokens)
+
+    def see_mini_batch(self, norms: Norms) -> None:
+        """The mini-batch to which the next micro-batches belong."""
+        self.norms = norms
+        self._sums.zero_()
+
+    def stats(self, batch: Batch, rows: Sequence[int], num_layers: int) -> Stats:
+        """Both losses of these rows, the mini-batch of one data-parallel rank, as means over sequences and the
+        num_layers layers of the model that have experts, without coefficients. Collective over the ranks of the rows,
+        after the last micro-batch."""
+        sums = self._sums.clone()
+        for group in (self._group, parallel_state.get_pipeline_model_parallel_group()):
+            if group.size() > 1:
+                dist.all_reduce(sums, group=group)
+        share = float(_weights(batch)[list(rows)].sum()) / self.norms.sequences if rows else 0.0
+        names = ("actor/moe_aux_loss", "actor/moe_z_loss")
+        return {name: Stat(total / num_layers, share) for name, total in zip(names, sums.tolist(), strict=True)}
 
     def expect_recomputation(self, recomputes: bool) -> None:
         """See OfMicroBatch."""
@@ -64,9 +85,7 @@ class RouterLosses:
         if batch.num_sequences:
             real = packed.sources >= 0
             of_token = batch.row_ids[packed.sources.clamp(min=0)]
-            learned = torch.zeros(batch.num_sequences, device=rows.device)
-            learned[batch.row_ids[batch.loss_mask]] = 1.0
-            weights = learned if batch.weights is None else learned * batch.weights
+            weights = _weights(batch)
             rows = torch.where(real, of_token, 0)
             of_row = torch.where(weights > 0, weights / (lengths * self.norms.sequences), 0.0)
             shares = of_row[rows] * real
@@ -83,15 +102,12 @@ class RouterLosses:
         if tokens is None or not torch.is_grad_enabled() or not len(tokens.lengths):
             return logits
         flat = logits.view(-1, logits.shape[-1]).float()
-        loss = flat.new_zeros(())
-        if self._own.aux_loss:
-            probs = flat.softmax(-1)
+        with torch.set_grad_enabled(self._adds):
             shares = self._chosen(flat.detach(), topk, tokens) / (topk * tokens.lengths[:, None])
-            balance = flat.shape[-1] * (shares[tokens.rows] * probs).sum(-1)
-            loss = loss + self._own.aux_loss * (tokens.shares * balance).sum()
-        if self._own.z_loss:
-            loss = loss + self._own.z_loss * (tokens.shares * flat.logsumexp(-1).square()).sum()
-        return _WithLoss.apply(logits, loss)  # type: ignore[no-any-return]
+            balance = flat.shape[-1] * (shares[tokens.rows] * flat.softmax(-1)).sum(-1)
+            losses = torch.stack([balance, flat.logsumexp(-1).square()]) @ tokens.shares
+            self._sums += losses.detach()
+            return _WithLoss.apply(logits, losses @ self._coefficients) if self._adds else logits
 
     def _chosen(self, logits: Tensor, topk: int, tokens: _Tokens) -> Tensor:
         """float32 [B, E]: the choices of the tokens of each row, on all ranks that share it."""
@@ -101,6 +117,13 @@ class RouterLosses:
         if self._group.size() > 1:
             dist.all_reduce(counts, group=self._group)
         return counts
+
+
+def _weights(batch: Batch) -> Tensor:
+    """float32 [B]: the weights of rows; 0 of those without a token to be learned."""
+    learned = torch.zeros(batch.num_sequences, device=batch.row_ids.device)
+    learned[batch.row_ids[batch.loss_mask]] = 1.0
+    return learned if batch.weights is None else learned * batch.weights
 
 
 class _WithLoss(torch.autograd.Function):
