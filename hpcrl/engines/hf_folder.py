@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -29,9 +32,11 @@ def copy_beside_weights(origin: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def write_config(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the config.json of the folder `source` for weights of this type."""
-    content = json.loads((source / "config.json").read_text())
+def write_config(
+    source: Path, folder: Path, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Write the config.json of the folder `source`, with these changes, for weights of this type."""
+    content = json.loads((source / "config.json").read_text()) | changes
     content.pop("torch_dtype", None)  # the name that transformers gave it before version 5
     content["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")

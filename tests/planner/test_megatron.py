@@ -21,6 +21,7 @@ from hpcrl.engines.train.megatron.memory import (
 from hpcrl.engines.train.megatron.parallel import split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.planner.activations import Tokens
+from hpcrl.planner.critic import critic_shape
 from hpcrl.planner.generator import hand_over_parts
 from hpcrl.planner.shapes import ModelShape, read_shape
 from hpcrl.planner.trainer import checkpoint_bytes
@@ -76,6 +77,14 @@ def test_a_tied_head_is_an_embedding_on_the_last_stage() -> None:
     first, last = (dense for dense, _ in rank_numbers(shape, MegatronConfig(pipeline_parallel=2)))
     assert last - first == shape.hidden_size  # the final norm
     assert rank_numbers(shape, MegatronConfig())[0][0] == shape.num_parameters  # 1187 x 128 rows: no padding
+
+
+def test_a_critic_has_a_row_on_the_last_stage_in_place_of_a_vocabulary() -> None:
+    shape = read_shape(PUBLISHED["Qwen2.5-0.5B"][0])  # tied
+    critic, sizes = critic_shape(Config(), shape), MegatronConfig(pipeline_parallel=2)
+    policy, found = (rank_numbers(which, sizes) for which in (shape, critic))
+    assert found[0] == policy[0]
+    assert policy[1][0] - found[1][0] == 1187 * 128 * shape.hidden_size - (shape.hidden_size + 1)
 
 
 def test_no_rank_holds_a_copy_of_the_weights_that_travel(shape: ModelShape) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -24,7 +25,14 @@ from hpcrl.engines.train.agreement import agreed
 from hpcrl.engines.train.base import check_micro_batches
 from hpcrl.engines.train.megatron import checkpoint, cpu
 from hpcrl.engines.train.megatron.export import export
-from hpcrl.engines.train.megatron.model import Prediction, build, describe, initialize_parallel, transformer_config
+from hpcrl.engines.train.megatron.model import (
+    LogprobsModel,
+    Prediction,
+    build,
+    describe,
+    initialize_parallel,
+    transformer_config,
+)
 from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
 from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
 from hpcrl.engines.train.megatron.replay import ChosenExperts
@@ -58,6 +66,7 @@ class MegatronEngine:
     """
 
     computes = SPEC.computes
+    chunk_class: type[GPTModel] = LogprobsModel
 
     def __init__(
         self,
@@ -90,8 +99,9 @@ class MegatronEngine:
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         core = transformer_config(self.description, self.own, self.dtype, deterministic=deterministic)
-        chunks = build(self.description, self.own, core)
-        self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size())
+        chunks = build(self.description, self.own, core, self.chunk_class)
+        values = "values" in self.computes
+        self.weights = HFWeights(self.description, self.own, chunks, dist.get_world_size(), values)
         agreed(lambda: self.weights.read(self.model_path))
         for chunk in chunks:
             chunk.requires_grad_(trainable)
@@ -110,7 +120,7 @@ class MegatronEngine:
         self._snapshots = (
             checkpoint.TorchDistSnapshots(self.chunks, self.optimizer) if self.optimizer is not None else None
         )
-        self.num_parameters = self.description.shape.num_parameters
+        self.num_parameters = sum(map(math.prod, self.weights.table.shapes.values()))
 
     # ---- forward and backward
 
@@ -119,13 +129,14 @@ class MegatronEngine:
         batch: Batch,
         micro_batches: MicroBatches,
         temperature: float,
-        use: Callable[[Batch, Tensor, Tensor], tuple[Tensor, Any]],
+        use: Callable[..., tuple[Tensor, Any]],
         *,
         forward_only: bool,
         everywhere: bool = False,
     ) -> list[Any]:
-        """What `use` returned for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch,
-        its log-probs and its entropies (float32 [T], 0 outside loss_mask). Collective over the engine's ranks."""
+        """What `use` returned for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch and
+        what the model computes of each token, log-probs and entropies (float32 [T], 0 outside loss_mask). Collective
+        over the engine's ranks."""
         check_micro_batches(micro_batches, batch.num_sequences)
         plan = [*micro_batches] or [[]]
         while self.own.virtual_pipeline > 1 and len(plan) % self.own.pipeline_parallel:
@@ -154,7 +165,7 @@ class MegatronEngine:
                 packed_seq_params=tokens.sequences,
             )
 
-            def finish(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            def finish(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Any]:
                 loss, result = use(micro_batch, *(self._spread(values, tokens, micro_batch) for values in found))
                 return loss, torch.zeros((), dtype=torch.int, device=self.device), result
 
@@ -186,13 +197,17 @@ class MegatronEngine:
         spread = values.new_zeros(batch.num_tokens).index_copy(0, tokens.places[tokens.own], values)
         return _SumOverRanks.apply(spread, parallel_state.get_context_parallel_group())  # type: ignore[no-any-return]
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
         """See TrainEngine. None on ranks before the last stage."""
+        return self._by_row(batch, micro_batches, temperature)
 
-        def use(micro_batch: Batch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, Any]:
-            pieces = logprobs.to(batch.token_ids.device).split(micro_batch.lengths.tolist())
-            return logprobs.sum(), pieces
+    @torch.no_grad()
+    def _by_row(self, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Tensor | None:
+        """float32 [T]: the first of what the model computes of each token; None on ranks before the last stage."""
+
+        def use(micro_batch: Batch, values: Tensor, *_: Tensor) -> tuple[Tensor, Any]:
+            pieces = values.to(batch.token_ids.device).split(micro_batch.lengths.tolist())
+            return values.sum(), pieces
 
         found = self._run(batch, micro_batches, temperature, use, forward_only=True)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -233,15 +248,12 @@ class MegatronEngine:
             chunk.force_all_reduce = everywhere
         if self.router_losses is not None:
             self.router_losses.see_mini_batch(norms)
-        gradient = "entropy" in objective.outputs
-        wanted = gradient or "entropy" in objective.logged
 
-        def use(micro_batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
-            # The anchor keeps the graph if there are no rows, or the objective drops masked tokens.
-            anchor = 0.0 * (logprobs.sum() + entropy.sum() if gradient else logprobs.sum())
+        def use(micro_batch: Batch, *found: Tensor) -> tuple[Tensor, Any]:
+            outputs, used = self._outputs(objective, *found)
+            anchor = 0.0 * used  # keeps the graph if there are no rows, or the objective drops masked tokens
             if not micro_batch.num_sequences:
                 return anchor, {}
-            outputs = Outputs(logprobs, (entropy if gradient else entropy.detach()) if wanted else None)
             loss, stats = objective.loss(outputs, micro_batch, norms)
             return loss + anchor, stats
 
@@ -252,6 +264,13 @@ class MegatronEngine:
             num_layers = len(self.description.shape.expert_layers)
             found.append(self.router_losses.stats(batch, rows, num_layers))
         return merge(found)
+
+    def _outputs(self, objective: Objective, *found: Tensor) -> tuple[Outputs, Tensor]:
+        """What the objective gets, and the sum of all that may have a gradient."""
+        logprobs, entropy = found
+        if "entropy" in objective.outputs:
+            return Outputs(logprobs, entropy), logprobs.sum() + entropy.sum()
+        return Outputs(logprobs, entropy.detach() if "entropy" in objective.logged else None), logprobs.sum()
 
     def _update(self) -> Stats:
         """Clip and step. Stats on data-parallel rank 0 only, to count once. Collective."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,21 @@ from hpcrl.files import new_folder
 FILE_BYTES = 5 << 30
 
 
-def export(weights: HFWeights, origin: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the weights with config and index, and the tokenizer and generation config of the folder `origin`. The
-    folder is written completely or left unchanged. Collective; rank 0 writes."""
+def export(
+    weights: HFWeights,
+    origin: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    config: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write the weights with config and index, and the tokenizer and generation config of the folder `origin`; config:
+    keys that differ from those of its config.json. The folder is written completely or left unchanged. Collective;
+    rank 0 writes."""
     named = weights.to_files()
     if dist.get_rank() == 0:
         with new_folder(folder) as partial:
             _write_tensors(named, partial)
-            write_config(origin, partial, dtype)
+            write_config(origin, partial, dtype, config)
             copy_beside_weights(origin, partial)
     else:
         for _ in named:

@@ -22,6 +22,9 @@ from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, split_size
 from hpcrl.planner.shapes import ModelShape, Parameter
 from hpcrl.planner.trainer import forward_parts
 
+VALUE_HEAD = "score."
+LAST = ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight", VALUE_HEAD)
+"""Parameters outside the layers that the last stage has."""
 LOGIT_COPIES = 3  # logits, softmax, gradient
 
 
@@ -41,8 +44,7 @@ def stage_parameters(shape: ModelShape, megatron: MegatronConfig) -> list[list[P
         if parameter.layer is not None:
             stage = stage_of[parameter.layer]
         else:
-            is_head = parameter.name in ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight")
-            stage = -1 if is_head else 0
+            stage = -1 if parameter.name.startswith(LAST) else 0
         found[stage].append(parameter)
     return found
 
@@ -50,7 +52,8 @@ def stage_parameters(shape: ModelShape, megatron: MegatronConfig) -> list[list[P
 def rank_numbers(shape: ModelShape, megatron: MegatronConfig) -> list[tuple[int, int]]:
     """(numbers outside experts, numbers of experts) on a rank of each stage. A tied head is a second embedding."""
     stages = stage_parameters(shape, megatron)
-    if shape.tied and len(stages) > 1:
+    is_critic = any(parameter.name.startswith(VALUE_HEAD) for parameter in shape.parameters)
+    if shape.tied and not is_critic and len(stages) > 1:
         stages[-1] += [parameter for parameter in shape.parameters if parameter.split == "vocabulary"]
     padding = padded_vocabulary(shape.vocab_size, megatron) - shape.vocab_size
     experts = megatron.expert_parallel * megatron.expert_tensor_parallel

@@ -209,7 +209,12 @@ class LogprobsModel(GPTModel):
         )
 
 
-def build(model: Description, megatron: MegatronConfig, config: TransformerConfig) -> list[LogprobsModel]:
+def build(
+    model: Description,
+    megatron: MegatronConfig,
+    config: TransformerConfig,
+    chunk_class: type[GPTModel] = LogprobsModel,
+) -> list[GPTModel]:
     """The chunks of layers of this rank's stage, without values. Collective over the default group."""
     stages = split_layers(model.shape.num_layers, megatron)
     assert stages is not None, "checked before"
@@ -223,7 +228,7 @@ def build(model: Description, megatron: MegatronConfig, config: TransformerConfi
             spec = dataclasses.replace(spec, layer_norm=RMSNorm)
             for layer in spec.layer_specs:
                 _use_own_layers(layer.submodules, model.shape.qk_norm)
-        chunk = LogprobsModel(
+        chunk = chunk_class(
             config,
             spec,
             vocab_size=padded_vocabulary(model.shape.vocab_size, megatron),

@@ -30,6 +30,8 @@ LayerSpec = Literal["local", "fused"]
 EntryPlace = Literal["embedding", "layer", "norm", "head"]
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+VALUE_HEAD = "score"
+"""A critic's head in transformers' models for token classification."""
 _LIVE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LIVE_EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts)(\.linear_fc[12]\.)(weight|bias)(\d+)")
@@ -112,12 +114,13 @@ def table(
     layers: LayerSpec = "local",
     padded_vocabulary: int | None = None,
     stacked: bool = False,
+    values: bool = False,
 ) -> NameTable:
     """The table of the model of a config.json.
 
     padded_vocabulary: rows of Megatron's embedding (default: not padded). stacked: HF names as in transformers' memory,
-    where one tensor has all experts of a layer, instead of those in files. ValueError if the family has no table or a
-    size is missing.
+    where one tensor has all experts of a layer, instead of those in files. values: with the head of a critic in place
+    of the vocabulary's. ValueError if the family has no table or a size is missing.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -134,9 +137,12 @@ def table(
         inside = [*model.attention(fused), *model.mlp(layer, fused, stacked)]
         found += [replace(_below(entry, at, hf), layer=layer) for entry in inside]
     found.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", around[1:], "norm"))
-    if not model.tied:
+    if values:
+        found.append(_whole(HEAD, f"{VALUE_HEAD}.weight", (1, model.hidden), "head"))
+        found.append(_whole("output_layer.bias", f"{VALUE_HEAD}.bias", (1,), "head"))
+    elif not model.tied:
         found.append(_whole(HEAD, "lm_head.weight", around, "head", split=0, count=vocabulary))
-    return NameTable(found, model.tied)
+    return NameTable(found, model.tied and not values)
 
 
 def shard_shape(entry: Entry, num_ranks: int) -> tuple[int, ...]:

@@ -122,4 +122,5 @@ SPEC = TrainEngineSpec(
     router_replay=True,
     resume_keys=tuple(key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss")),
     computes=frozenset({"entropy"}),
+    make_critic="hpcrl.engines.train.megatron.critic:make",
 )

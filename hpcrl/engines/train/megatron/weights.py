@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpcrl.engines.train.megatron.model import Description, LogprobsModel
+from hpcrl.engines.train.megatron.model import Description
 from hpcrl.engines.train.megatron.names import HEAD, Entry, NameTable, held, parts, shard, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
@@ -84,7 +85,16 @@ class HFWeights:
     Names are those of transformers in memory, where a layer's experts are one tensor.
     """
 
-    def __init__(self, model: Description, megatron: MegatronConfig, chunks: Sequence[LogprobsModel], num_ranks: int):
+    def __init__(
+        self,
+        model: Description,
+        megatron: MegatronConfig,
+        chunks: Sequence[GPTModel],
+        num_ranks: int,
+        values: bool = False,
+    ):
+        """values: the model is a critic's, whose head is zero if a folder has none."""
+        self._values = values
         self._megatron, self._chunks, self._num_ranks = megatron, chunks, num_ranks
         self._description = model
         self._stages = split_layers(model.shape.num_layers, megatron) or []
@@ -105,7 +115,7 @@ class HFWeights:
     def _table(self, stacked: bool) -> NameTable:
         fused = "fused" if torch.cuda.is_available() else "local"
         padded = padded_vocabulary(self._description.shape.vocab_size, self._megatron)
-        return table(self._description.json, fused, padded, stacked)  # type: ignore[arg-type]
+        return table(self._description.json, fused, padded, stacked, self._values)  # type: ignore[arg-type]
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Of each chunk, under the names of the whole model. The second copy of a tied embedding is left out."""
@@ -143,6 +153,9 @@ class HFWeights:
         for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
             for name, parameter in chunk.named_parameters():
                 entry = self._find(names, name, layers[0] if layers else 0)
+                if self._values and entry.place == "head" and entry.rows[0].hf not in files:
+                    parameter.zero_()
+                    continue
                 for rows in entry.rows:
                     self._check(folder, files, rows.hf, names.shapes[rows.hf])
                 parameter.copy_(shard(entry, files, *self.rank_of(entry)))

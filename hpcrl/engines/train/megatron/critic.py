@@ -1,0 +1,95 @@
+"""The critic on Megatron-Core: the decoder of a causal language model, with a linear head that gives each token a
+value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.config import Config
+from hpcrl.engines.train.megatron.engine import MegatronEngine
+from hpcrl.engines.train.megatron.export import export
+from hpcrl.engines.train.megatron.model import Prediction
+from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.rollout.batch import Batch, MicroBatches
+
+
+def make(config: Config, model_path: Path, total_steps: int) -> MegatronCritic:
+    """The critic's engine; config: Config.of_critic(). Collective over the ranks of the default group."""
+    return MegatronCritic(
+        config.trainer,
+        model_path,
+        own=config.trainer.section(MegatronConfig),
+        total_steps=total_steps,
+        deterministic=config.deterministic,
+    )
+
+
+class ValueHead(nn.Module):
+    """A value of each state, computed in float32. Every tensor parallel rank has a copy, and computes the same."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kind))  # type: ignore[arg-type]
+        self.bias = nn.Parameter(torch.zeros(1, **kind))  # type: ignore[arg-type]
+
+    def forward(self, states: Tensor) -> Tensor:
+        """float32 [N] of states [N, h]."""
+        return nn.functional.linear(states.float(), self.weight.float(), self.bias.float())[:, 0]
+
+
+class ValueModel(GPTModel):
+    """GPTModel whose last stage returns the values, float32 [N], of the states before the tokens of a Prediction given
+    as its labels."""
+
+    words: int  # of the vocabulary without padding
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options | {"share_embeddings_and_output_weights": False})
+        if self.post_process:
+            self.output_layer = ValueHead(config)
+
+    def _postprocess(self, hidden_states: Tensor, labels: Prediction | None = None, **_: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        assert labels is not None
+        if self.config.sequence_parallel:  # each rank computes all gradients: they are divided, not summed
+            group = parallel_state.get_tensor_model_parallel_group()
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=group
+            )
+        return (self.output_layer(hidden_states[:, 0].index_select(0, labels.before)),)
+
+
+class MegatronCritic(MegatronEngine):
+    """TrainEngine and ValueEngine (hpcrl.engines.train.base) on the default process group.
+
+    The head is zero at first, unless the folder has one: that of an exported critic."""
+
+    computes = frozenset({"values"})
+    chunk_class = ValueModel
+
+    def values(self, batch: Batch, micro_batches: MicroBatches) -> Tensor | None:
+        """See ValueEngine. None on ranks before the last stage."""
+        return self._by_row(batch, micro_batches, 1.0)
+
+    def _outputs(self, objective: Objective, *found: Tensor) -> tuple[Outputs, Tensor]:
+        (values,) = found
+        return Outputs(torch.zeros_like(values), values=values), values.sum()
+
+    def export_hf(self, folder: Path) -> None:
+        """See TrainEngine: transformers' model for token classification with a single label."""
+        name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[self.description.shape.family]
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        self._gather()
+        export(self.weights, self.model_path, Path(folder), self.dtype, {"architectures": [name], **labels})
