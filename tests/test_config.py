@@ -239,9 +239,9 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         (["reward.default.timeout_s=1e-9"], "reward.default.timeout_s: expected at least 0.01"),
         (["model.dtype=bfloat16"], "trainer.param_dtype: float32 has no advantage"),
         (
-            ["trainer.engine=megatron", "trainer.head_dtype=float32"],
-            "trainer.head_dtype: float32, but the megatron trainer computes the vocabulary projection in the model's "
-            "type only; use null, or trainer.engine=fsdp2",
+            ["trainer.engine=hpcrl.engines.train.fake.spec:SPEC", "trainer.head_dtype=float32"],
+            "trainer.head_dtype: float32, but the hpcrl.engines.train.fake.spec:SPEC trainer computes the vocabulary "
+            "projection in the model's type only; use null, or trainer.engine=fsdp2, megatron, deepspeed",
         ),
         (
             ["trainer.fsdp2.attention=flash", "trainer.param_dtype=float32"],

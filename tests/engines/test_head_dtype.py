@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from hpcrl.config import TrainerConfig
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.train.megatron.engine import MegatronEngine
+from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from tests.bench.head_dtype import differences, generated
 from tests.engines.test_native import make_model, prompt_of
 from tests.engines.worlds import VOCAB, make_model_folder
@@ -37,10 +43,20 @@ def native(folder: Path, float32_head: bool) -> NativeEngine:
     return NativeEngine(folder, max_slots=16, max_length=40, dtype=torch.bfloat16, float32_head=float32_head)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_log_probs_of_trainer_and_generator_are_closer(tied: bool, tmp_path: Path, world_of_one: None) -> None:
+def make_megatron(folder: Path, **config: Any) -> MegatronEngine:
+    return MegatronEngine(TrainerConfig(engine="megatron", **config), folder, total_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("tied", "make"),
+    [(True, make_engine), (False, make_engine), (False, make_megatron)],
+    ids=["tied", "untied", "megatron"],
+)
+def test_log_probs_of_trainer_and_generator_are_closer(
+    tied: bool, make: Callable[..., Any], tmp_path: Path, world_of_one: None
+) -> None:
     folder = large_logits(tmp_path / "model", tied)
-    trainers = {on: make_engine(folder, param_dtype="bfloat16", head_dtype="float32" if on else None) for on in (0, 1)}
+    trainers = {on: make(folder, param_dtype="bfloat16", head_dtype="float32" if on else None) for on in (0, 1)}
     found = {
         (t, g): differences(trainers[t], native(folder, bool(g)), PROMPTS, 24)[0]
         for t, g in ((0, 0), (1, 0), (0, 1), (1, 1))
@@ -48,6 +64,35 @@ def test_log_probs_of_trainer_and_generator_are_closer(tied: bool, tmp_path: Pat
     assert found[1, 1] < 0.75 * found[0, 0]
     assert min(found[1, 0], found[0, 1]) > 1.3 * found[1, 1]  # both engines need it
     assert trainers[1].config_summary()["head_dtype"] == "float32"
+
+
+def test_megatrons_head_is_as_exact_as_fsdp2s(tmp_path: Path, world_of_one: None) -> None:
+    """Against float32 of the same rounded weights and states: logits near 80 lose their rounding to steps of .5."""
+    hidden = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden[:, 0], weight[:, 0] = 10.0, 8.0
+    targets, found, gradients = torch.arange(12), {}, {}
+    for name, cast in (("float32", True), ("bfloat16", False), ("head", False)):
+        states, matrix = (x.detach().clone().to(torch.float32 if cast else x.dtype) for x in (hidden, weight))
+        states.requires_grad_()
+        logprobs, entropies = vocabulary_logprobs(
+            states,
+            matrix,
+            targets,
+            vocab_size=37,
+            temperature=0.7,
+            chunk_tokens=5,
+            group=dist.group.WORLD,
+            float32_head=name == "head",
+        )
+        (logprobs.sum() - entropies.sum()).backward()
+        found[name], gradients[name] = torch.stack([logprobs, entropies]).detach(), states.grad
+    torch.testing.assert_close(found["head"], found["float32"], rtol=0, atol=1e-4)
+    assert (found["bfloat16"] - found["float32"]).abs().max() > 0.05
+    errors = {
+        name: float((gradients[name].float() - gradients["float32"]).abs().max()) for name in ("head", "bfloat16")
+    }
+    assert errors["head"] < 0.5 * errors["bfloat16"]
 
 
 @torch.no_grad()

@@ -41,14 +41,14 @@ class Head:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float) -> Tensor:
     """float32 [N, V]: the input of the softmax."""
-    logits = _project(hidden, weight, bias, head.float32)
+    logits = project(hidden, weight, bias, head.float32)
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_().mul_(head.softcap)
     factor = head.scale / temperature
     return logits if factor == 1.0 else logits.mul_(factor)
 
 
-def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: bool) -> Tensor:
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: bool) -> Tensor:
     """float32 [N, V]: hidden @ weight.T + bias, summed and kept in float32 or rounded to their own type."""
     if not in_float32 or weight.dtype == torch.float32:
         return torch.nn.functional.linear(hidden, weight, bias).float()

@@ -156,7 +156,13 @@ class MegatronEngine:
             micro_batch, tokens = next(batches)
             for routers in self.routing:
                 routers.see(micro_batch, tokens)
-            prediction = Prediction(tokens.before, tokens.targets, temperature, self.config.logits_chunk_tokens)
+            prediction = Prediction(
+                tokens.before,
+                tokens.targets,
+                temperature,
+                self.config.logits_chunk_tokens,
+                self.config.head_dtype == "float32",
+            )
             output = chunk(
                 tokens.token_ids[None],
                 tokens.positions[None],
@@ -367,6 +373,7 @@ class MegatronEngine:
             "architecture": self.description.shape.family,
             "num_parameters": self.num_parameters,
             "compute_dtype": self.config.param_dtype,
+            "head_dtype": self.config.head_dtype or self.config.param_dtype,
             "packing": True,
             "num_ranks": dist.get_world_size(),
             "device": str(self.device),

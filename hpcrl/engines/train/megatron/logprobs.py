@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpcrl.engines.train.fsdp2.logits import project
+
 
 class _VocabularyLogprobs(torch.autograd.Function):
     @staticmethod
@@ -23,13 +25,14 @@ class _VocabularyLogprobs(torch.autograd.Function):
         num_words: int,
         temperature: float,
         chunk_tokens: int,
+        float32_head: bool,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, maxima, sums = (torch.empty_like(logprobs) for _ in range(3))
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[rows], weight[:num_words], temperature)
+            logits = project(hidden[rows], weight[:num_words], None, float32_head).div_(temperature)
             top = logits.amax(-1) if num_words else logits.new_full((len(logits),), -torch.inf)
             dist.all_reduce(top, dist.ReduceOp.MAX, group)
             logits -= top[:, None]
@@ -46,6 +49,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             maxima[rows], sums[rows] = top, log_sum
         ctx.save_for_backward(hidden, weight, targets, entropy, maxima, sums)
         ctx.num_words, ctx.temperature, ctx.chunk_tokens, ctx.group = num_words, temperature, chunk_tokens, group
+        ctx.float32_head = float32_head
         ctx.set_materialize_grads(False)  # the entropy is mostly for the log: None if no loss uses it
         return logprobs, entropy
 
@@ -59,7 +63,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden) if ctx.num_words else 0, ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            log_p = _logits(hidden[rows], words, ctx.temperature) - (maxima[rows] + sums[rows])[:, None]
+            log_p = project(hidden[rows], words, None, ctx.float32_head).div_(ctx.temperature)
+            log_p -= (maxima[rows] + sums[rows])[:, None]
             coefficient = grad_logprobs[rows, None]
             if grad_entropy is not None:
                 coefficient = coefficient + (log_p + entropy[rows, None]) * grad_entropy[rows, None]
@@ -69,11 +74,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
             grad = grad.div_(ctx.temperature).to(weight.dtype)
             torch.mm(grad, words, out=grad_hidden[rows])
             grad_weight[: ctx.num_words] += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
-
-
-def _logits(hidden: Tensor, words: Tensor, temperature: float) -> Tensor:
-    return torch.nn.functional.linear(hidden, words).float().div_(temperature)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def _own(targets: Tensor, num_words: int, group: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,16 +93,18 @@ def vocabulary_logprobs(
     temperature: float,
     chunk_tokens: int,
     group: Any,
+    float32_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies) of softmax(logits / temperature), both float32 [N], in nats, differentiable and equal on
     all ranks of the group, which call it together.
 
     hidden [N, h]: states before the tokens to predict, equal on all ranks; the gradient of each rank's words flows back
     to its copy, and must be summed. targets int64 [N]: those tokens. weight [words, h]: this rank's rows of the
-    vocabulary's matrix, of which those from vocab_size on are padding without probability.
+    vocabulary's matrix, of which those from vocab_size on are padding without probability. float32_head: logits are
+    summed and kept in float32 (hpcrl.engines.train.fsdp2.logits.Head).
     """
     num_words = min(max(vocab_size - dist.get_rank(group) * len(weight), 0), len(weight))
     found: tuple[Tensor, Tensor] = _VocabularyLogprobs.apply(
-        hidden, weight, targets, num_words, temperature, chunk_tokens, group
+        hidden, weight, targets, num_words, temperature, chunk_tokens, float32_head, group
     )
     return found

@@ -16,7 +16,7 @@ from hpcrl.engines.train.megatron.parallel import (
     split_layers,
 )
 from hpcrl.engines.train.megatron.spec import MegatronConfig
-from hpcrl.planner.activations import FP32, Tokens
+from hpcrl.planner.activations import FP32, LOGITS_BLOCK, Tokens
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, split_size
 from hpcrl.planner.shapes import ModelShape, Parameter
@@ -110,6 +110,9 @@ def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, 
         chunk = min(trainer.logits_chunk_tokens, tokens.predicted)
         numbers = chunk * LOGIT_COPIES * FP32 + shape.hidden_size * (FP32 + compute)
         logits = shape.vocab_size * numbers // megatron.tensor_parallel
+        if trainer.head_dtype and compute < FP32:  # the chunk's states and blocks of the matrix are converted
+            matrix = shape.vocab_size * shape.hidden_size // megatron.tensor_parallel
+            logits += (min(matrix, LOGITS_BLOCK) + chunk * shape.hidden_size) * FP32
     # Ranks that generate too and have all layers gather the experts of a layer as one tensor.
     largest = PLAN.largest_tensor(shape) if megatron.pipeline_parallel > 1 else max(p.size for p in shape.parameters)
     return [

@@ -181,6 +181,7 @@ class Prediction:
     targets: Tensor
     temperature: float
     chunk_tokens: int
+    float32_head: bool = False
 
 
 class LogprobsModel(GPTModel):
@@ -205,6 +206,7 @@ class LogprobsModel(GPTModel):
             vocab_size=self.words,
             temperature=labels.temperature,
             chunk_tokens=labels.chunk_tokens,
+            float32_head=labels.float32_head,
             group=group,
         )
 

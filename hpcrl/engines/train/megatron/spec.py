@@ -119,6 +119,7 @@ SPEC = TrainEngineSpec(
     needs={"megatron.core": "megatron"},
     tested={"megatron.core": "0.16."},
     deterministic=True,
+    float32_head=True,
     router_replay=True,
     resume_keys=tuple(key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss")),
     computes=frozenset({"entropy"}),
