@@ -20,6 +20,7 @@ SPLITS = {
     "zero2": Split(2, {"zero_stage": 2}),
     "zero3": Split(2, {"zero_stage": 3}, family="qwen3_moe"),
     "zero3_offload": Split(2, {"zero_stage": 3, **OFFLOAD}),
+    "zero3, many ranks": Split(8, {"zero_stage": 3}, family="qwen3_moe"),
 }
 
 

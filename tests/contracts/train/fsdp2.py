@@ -23,6 +23,7 @@ SPLITS = {
     "shard, tensor": Split(4, {"tensor_parallel": 2}),
     "shard, context": Split(4, {"context_parallel": 2}, family="qwen3_moe"),
     "tensor, context": Split(4, {"tensor_parallel": 2, "context_parallel": 2}, family="qwen3"),
+    "shard, tensor, context": Split(8, {"tensor_parallel": 2, "context_parallel": 2}, family="qwen3"),
 }
 
 

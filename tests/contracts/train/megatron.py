@@ -52,4 +52,21 @@ SPLITS = {
     ),
     "tp2 cp2": Split(4, {"tensor_parallel": 2, "context_parallel": 2}),
     "ep2 etp2": Split(4, {"expert_parallel": 2, "expert_tensor_parallel": 2}, family="qwen3_moe"),
+    "tp2 sp pp2 vpp2 dp2, overlapped": Split(
+        8,
+        OVERLAPPED | {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "virtual_pipeline": 2},
+        model=FOUR_LAYERS,
+    ),
+    "tp2 sp pp2 vpp2 ep2": Split(
+        8,
+        {
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "pipeline_parallel": 2,
+            "virtual_pipeline": 2,
+            "expert_parallel": 2,
+        },
+        family="qwen3_moe",
+        model=FOUR_LAYERS,
+    ),
 }
