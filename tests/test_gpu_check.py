@@ -53,11 +53,24 @@ def test_a_training_step_is_measured_and_its_state_moved(check: Check) -> None:
     assert {"rate, of a product's", "planned peak", "offload", "onload", "weights to the generator"} <= rows.keys()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+def test_a_step_of_the_other_engines_is_measured(engine: str, check: Check) -> None:
+    """In a process of its own, as always: both engines keep state of the process."""
+    pytest.importorskip(engine)
+    name = f"training {engine}"
+    rows = {row.what: row for row in rows_of(name, PARTS[name], check, 200.0, 0)}
+    assert rows.keys() == {"step", "rate, of a product's"}, rows
+    assert all(row.part == name and row.value is not None and row.value > 0 for row in rows.values())
+    assert rows["rate, of a product's"].limit == check.facts["product"]
+
+
 def test_rates_count_what_a_step_must_compute(check: Check) -> None:
     """By hand: 2 layers of width 64, keys of 32, a feed-forward layer of 96, 256 words, 16 tokens a row."""
     shape = check.model(few_layers=True)[1]
     batch = training.make_batch([16] * 4, num_prompt_tokens=1)
-    _, rate = training._rates(check, shape, batch, 16, seconds=1.0)
+    _, rate = training._rates(check, "training", shape, batch, 16, seconds=1.0)
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
     assert rate.value == pytest.approx(64 * (6 * (2 * layer + 256 * 64) + 6 * 2 * 16 * 64) / 1e12)
 
@@ -89,8 +102,8 @@ def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) 
     assert [r.note for r in rows_of("lost peer", pair, on_gpu, 60.0, 1)] == ["needs 2 GPUs, 1 found"]
     assert [r.verdict for r in rows_of("lost peer", pair, check, 0.0, 0)] == ["not run"]
     monkeypatch.setattr(f"{HERE}.__main__.importlib.util.find_spec", lambda name: None)
-    vllm = PARTS["decode vllm"]
-    assert [r.verdict for r in rows_of("decode vllm", vllm, check, 60.0, 0)] == ["not installed"]
+    for name in ("decode vllm", "training deepspeed", "training megatron"):
+        assert [r.verdict for r in rows_of(name, PARTS[name], check, 60.0, 0)] == ["not installed"], name
 
 
 def test_without_a_gpu_the_way_out_is_named(

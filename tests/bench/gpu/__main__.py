@@ -5,7 +5,8 @@
     python -m tests.bench.gpu --device cpu --tiny     # the same code at sizes for a CPU: no figure means anything
 
 Each part runs in a process of its own with a time limit: an error, a crash or a hang is a line of the table. Parts that
-need two GPUs or vLLM say so where these are missing. The code is 1 if a part failed or a verdict is bad.
+need two GPUs, vLLM, DeepSpeed or Megatron-Core say so where these are missing. The code is 1 if a part failed or a
+verdict is bad.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from tests.bench.machine import tell
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """entry: module:function of a Check, which yields rows. num_gpus: needed at least."""
+    """entry: module:function of a Check, which yields rows. num_gpus: needed at least. module: needed too."""
 
     entry: str
     limit_s: float
     num_gpus: int = 1
-    needs_vllm: bool = False
+    module: str = ""
 
 
 HERE = "tests.bench.gpu"
@@ -47,11 +48,13 @@ PARTS = {
     "attention": Part(f"{HERE}.attention:measure", 60),
     "agreement native": Part(f"{HERE}.agreement:native", 90),
     "training": Part(f"{HERE}.training:measure", 120),
+    "training deepspeed": Part(f"{HERE}.training:deepspeed", 120, module="deepspeed"),
+    "training megatron": Part(f"{HERE}.training:megatron", 120, module="megatron"),
     "decode native": Part(f"{HERE}.decoding:native", 120),
     "two ranks": Part(f"{HERE}.peers:update", 100, num_gpus=2),
     "lost peer": Part(f"{HERE}.peers:lost_peer", 150, num_gpus=2),
-    "agreement vllm": Part(f"{HERE}.agreement:vllm", 120, needs_vllm=True),
-    "decode vllm": Part(f"{HERE}.decoding:vllm", 180, needs_vllm=True),
+    "agreement vllm": Part(f"{HERE}.agreement:vllm", 120, module="vllm"),
+    "decode vllm": Part(f"{HERE}.decoding:vllm", 180, module="vllm"),
 }
 ROW = "ROW "
 FAILURES = ("bad", "failed")
@@ -77,7 +80,7 @@ def run_part(entry: str, check: Check) -> NoReturn:
 
 def rows_of(name: str, part: Part, check: Check, limit_s: float, num_gpus: int) -> Iterator[Row]:
     """The rows of a part that runs in another process, and how it failed."""
-    if part.needs_vllm and importlib.util.find_spec("vllm") is None:
+    if part.module and importlib.util.find_spec(part.module) is None:
         yield Row(name, verdict="not installed")
         return
     if check.on_gpu and num_gpus < part.num_gpus:

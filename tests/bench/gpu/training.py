@@ -1,5 +1,5 @@
-"""A training step at the widths of Qwen2.5-7B with few layers: its rate, its peak memory beside the plan, giving memory
-back, and new weights for a generator on the same device."""
+"""A training step at the widths of Qwen2.5-7B with few layers: its rate with every engine; with FSDP2 its peak memory
+beside the plan, giving memory back, and new weights for a generator on the same device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 
 from hpcrl.config import parse
 from hpcrl.engines.gen.native.engine import NativeEngine
+from hpcrl.engines.train.base import TrainEngine
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch
+from hpcrl.spec.tables import TRAIN_ENGINES
 from tests.bench.gpu.agreement import trainer_of
 from tests.bench.gpu.common import GB, Check, Row, median, num_bytes
 from tests.engines.worlds import Weighted, make_batch, norms_of
@@ -24,21 +26,51 @@ PLAN_MARGIN = 1.1
 
 
 def measure(check: Check) -> Iterator[Row]:
-    """All rows of this part."""
+    """All rows of FSDP2."""
     (rows, length), shape = _sizes(check), check.model(few_layers=True)[1]
-    batch = make_batch([length] * rows, num_prompt_tokens=1)
-    halves = [list(range(rows // 2)), list(range(rows // 2, rows))]
-    work = (batch, halves, Weighted(), norms_of(batch))
+    work = _work(rows, length)
     with check.alone():
         trainer = trainer_of(check, "float32", torch.float32, max_tokens_per_micro_batch=rows * length // 2)
-        trainer.train_step(*work)
-        if check.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        seconds = median([check.seconds(lambda: trainer.train_step(*work)) for _ in range(3)])
-        yield from _rates(check, shape, batch, length, seconds)
+        yield from _rates(check, "training", shape, work[0], length, _seconds(check, trainer, work))
         yield from _peak(check, shape, rows, length)
         yield from _gave_back(check, trainer, work)
         yield from _update(check, trainer, shape)
+
+
+def deepspeed(check: Check) -> Iterator[Row]:
+    """The same step with ZeRO-3."""
+    yield from _of_engine(check, "deepspeed")
+
+
+def megatron(check: Check) -> Iterator[Row]:
+    """The same step with Megatron-Core, and with Transformer Engine where it is installed."""
+    yield from _of_engine(check, "megatron")
+
+
+def _of_engine(check: Check, name: str) -> Iterator[Row]:
+    """Rates of an engine in bf16 with an optimizer in fp32."""
+    (rows, length), shape = _sizes(check), check.model(few_layers=True)[1]
+    trainer = {"engine": name, "param_dtype": "bfloat16", "max_tokens_per_micro_batch": rows * length // 2}
+    config = parse({"trainer": trainer | {"logits_chunk_tokens": 1024}, "cluster": {"device": check.device}})
+    work = _work(rows, length)
+    with check.alone():
+        engine = TRAIN_ENGINES[name].load()(config, check.folder(), 10, True)
+        yield from _rates(check, f"training {name}", shape, work[0], length, _seconds(check, engine, work))
+
+
+def _work(rows: int, length: int) -> Any:
+    """The arguments of a step on two micro-batches of equal sequences."""
+    batch = make_batch([length] * rows, num_prompt_tokens=1)
+    halves = [list(range(rows // 2)), list(range(rows // 2, rows))]
+    return batch, halves, Weighted(), norms_of(batch)
+
+
+def _seconds(check: Check, engine: TrainEngine, work: Any) -> float:
+    """Of a step, after one that warms up."""
+    engine.train_step(*work)
+    if check.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    return median([check.seconds(lambda: engine.train_step(*work)) for _ in range(3)])
 
 
 def _sizes(check: Check) -> tuple[int, int]:
@@ -46,19 +78,19 @@ def _sizes(check: Check) -> tuple[int, int]:
     return check.pick(8, 4), check.pick(2048, 16)
 
 
-def _rates(check: Check, shape: ModelShape, batch: Batch, length: int, seconds: float) -> Iterator[Row]:
+def _rates(check: Check, part: str, shape: ModelShape, batch: Batch, length: int, seconds: float) -> Iterator[Row]:
     """Operations of forward and backward without what is computed twice, over time."""
     matrices = sum(p.size for p in shape.parameters if len(p.shape) > 1 and "embed_tokens" not in p.name)
     matrices += shape.vocab_size * shape.hidden_size * shape.tied
     # Causal attention: q k and p v, of half the pairs, twice more in the backward pass.
     per_token = 6 * matrices + 6 * shape.num_layers * length * shape.query_size
     rate = per_token * batch.num_tokens / seconds / 1e12
-    yield Row("training", "step", batch.num_tokens / seconds, "tokens/s")
-    yield Row("training", "rate, of a product's", rate, "TFLOP/s", check.facts.get("product"))
+    yield Row(part, "step", batch.num_tokens / seconds, "tokens/s")
+    yield Row(part, "rate, of a product's", rate, "TFLOP/s", check.facts.get("product"))
     name = torch.cuda.get_device_name() if check.on_gpu else ""
     peak = next((peak for card, peak in PEAKS.items() if card in name), None)
     if peak is not None:
-        yield Row("training", "MFU", rate / peak, "", note=f"of {peak:g} TFLOP/s")
+        yield Row(part, "MFU", rate / peak, "", note=f"of {peak:g} TFLOP/s")
 
 
 def _peak(check: Check, shape: ModelShape, rows: int, length: int) -> Iterator[Row]:
