@@ -256,6 +256,19 @@ def test_a_broken_model_folder_is_refused_before_the_start(
     assert all(line.startswith("model.path: ") for line in problems)
 
 
+def test_engines_without_a_model_need_its_tokenizer_but_no_weights(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).unlink()
+    lacking = [f"model.path: no weights in {folder}", f"model.path: no tokenizer in {folder}"]
+    words = [f"model.path={folder}", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64"]
+    for debug, expected in (("none", lacking), ("fake", lacking[1:])):
+        lines = refused(*words, f"debug={debug}", at=tmp_path)
+        assert [line for line in lines if line.startswith(tuple(lacking))] == [
+            next(line for line in lines if line.startswith(text)) for text in expected
+        ]
+
+
 def test_the_models_longest_sequence_and_family_are_checked(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     lines = refused(f"model.path={model}", at=tmp_path)

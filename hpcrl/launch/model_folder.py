@@ -46,9 +46,9 @@ class ModelFolder:
         return None if value is None or wrong_size("max_position_embeddings", value) else int(value)
 
 
-def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
+def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -> ModelFolder:
     """Read config.json and the headers of the weight files of a folder in HF layout. to_plan: missing weights or
-    tokenizer are notes."""
+    tokenizer are notes. weightless: missing weights are, since nothing will load them."""
     found = ModelFolder(path)
     if not path.is_dir():
         found.problems.append(f"model.path: no folder {path}; give one with config.json, *.safetensors and a tokenizer")
@@ -57,7 +57,7 @@ def inspect_model(path: Path, to_plan: bool = False) -> ModelFolder:
     if found.config and not found.model_type:
         found.problems.append(f"model.path: {path / 'config.json'} has no model_type")
     lacking = found.notes if to_plan else found.problems
-    for file, names in _weight_files(found, lacking):
+    for file, names in _weight_files(found, found.notes if weightless else lacking):
         header = _read_header(file, found)
         found.shapes |= header
         missing = sorted(names - header.keys()) if header else []

@@ -111,7 +111,7 @@ def _check_model(reading: Reading, config: Config) -> ModelFolder | None:
     """The model folder, if one is given; None for the tiny model."""
     if config.model.path is None:
         return None
-    model = inspect_model(Path(config.model.path), to_plan=config.dry_run)
+    model = inspect_model(Path(config.model.path), to_plan=config.dry_run, weightless=config.debug == "fake")
     reading.add([Problem((), line, (("model", "path"),)) for line in model.problems])
     if model.model_type:
         reading.add(list(check_family(config, model.model_type, ("model", "path"), model.config)))
