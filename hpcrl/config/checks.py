@@ -506,6 +506,7 @@ def _abilities(config: Config) -> Iterator[Problem]:
         instead = _able(GEN_ENGINES, generates, lambda spec: spec.deterministic)
         text = f"deterministic: the {gen_engine} generator cannot be; use false{instead}"
         yield Problem(("deterministic",), text, (generates,))
+    yield from _optimizers(config)
     yield from _heads(config)
     yield from _lora(config)
     for path, name, spec in chosen(config):
@@ -530,6 +531,20 @@ def _abilities(config: Config) -> Iterator[Problem]:
     if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
         text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
         yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
+
+
+def _optimizers(config: Config) -> Iterator[Problem]:
+    """An optimizer that the engine of the policy or of the critic lacks."""
+    if not config.learns:
+        return
+    wanted, engines = config.trainer.optimizer, {"trainer": config.trainer.engine}
+    if config.uses_critic and config.critic_engine != config.trainer.engine:
+        engines["critic"] = config.critic_engine
+    for role, name in engines.items():
+        if wanted not in (has := TRAIN_ENGINES[name].optimizers):
+            instead = _able(TRAIN_ENGINES, (role, "engine"), lambda spec: wanted in spec.optimizers)
+            text = f"the {name} {role} has no {wanted}; use {' or '.join(sorted(has))}{instead}"
+            yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", ((role, "engine"),))
 
 
 def _lora(config: Config) -> Iterator[Problem]:

@@ -222,8 +222,11 @@ class TrainerConfig(Section):
 
     engine: str = "fsdp2"
     """Training engine."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of layers, scaled to AdamW's learning rates (arXiv 2502.16982), AdamW for embedding,
+    vocabulary projection, norms and biases."""
     lr: PositiveFloat = 1e-6
-    """Peak learning rate (AdamW)."""
+    """Peak learning rate."""
     min_lr: NonNegative = 0.0
     """Final learning rate of a schedule."""
     warmup_steps: Natural = 0
@@ -231,7 +234,7 @@ class TrainerConfig(Section):
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning-rate schedule after the warm-up."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of matrices."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW's beta_1 and beta_2."""
     eps: Annotated[float, Field(gt=0, le=1), NUMBER] = 1e-8

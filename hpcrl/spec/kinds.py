@@ -150,6 +150,8 @@ class TrainEngineSpec(Spec):
     """Whether it can compute the same bits again (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
+    optimizers: frozenset[str] = frozenset({"adamw"})
+    """The values of trainer.optimizer that it has."""
     offloads: bool = True
     """Whether its memory moves to the host while a generator works on the same GPU (layout.offload)."""
     router_replay: bool = False

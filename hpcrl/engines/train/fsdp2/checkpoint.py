@@ -41,7 +41,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, whole: W
     if optimizer is not None and not optimizer.state:
         get_optimizer_state_dict(model, optimizer)  # runs an empty step, which creates the moments
         for state in optimizer.state.values():
-            state["step"].zero_()
+            if "step" in state:
+                state["step"].zero_()
     first: dict[int, str] = {}
     tensors = {}
     values = model.state_dict(keep_vars=True)

@@ -37,9 +37,30 @@ def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
     return max(0, min(block, rows - rank * block))
 
 
-def optimizer_bytes(shape: ModelShape, num_numbers: int, num_bytes: int) -> int:
-    """AdamW's two moments, in the type of the weights, and its counters."""
-    return 2 * num_numbers * num_bytes + STEP_BYTES * len(shape.parameters)
+def optimizer_bytes(config: Config, shape: ModelShape, num_shards: int = 1) -> int:
+    """Of these parameters' shards: AdamW's two moments, in the type of the weights, and its counters; Muon's momentum
+    of the matrices of layers."""
+    matrices = by_muon(config, shape)
+    moments = 2 * shard_size(shape, num_shards) - shard_size(matrices, num_shards)
+    counters = len(shape.parameters) - len(matrices.parameters)
+    return moments * BYTES[config.model.dtype] + STEP_BYTES * counters
+
+
+def by_muon(config: Config, shape: ModelShape) -> ModelShape:
+    """The shape with the parameters that Muon updates alone."""
+    muon = config.trainer.optimizer == "muon"
+    found = (p for p in shape.parameters if muon and p.layer is not None and len(p.shape) > 1)
+    return dataclasses.replace(shape, parameters=tuple(found))
+
+
+def _orthogonalization(config: Config, shape: ModelShape) -> Part:
+    """The largest matrix, or stack of matrices, as gathered, and as Newton-Schulz iterations hold it: before and after
+    one, a sum of both, and three products of its shorter side."""
+    parameters, compute = by_muon(config, shape).parameters, BYTES[config.trainer.param_dtype]
+    squares = {p: p.size // max(p.shape[-2:]) * min(p.shape[-2:]) for p in parameters}
+    most = max((3 * p.size * compute + 3 * squares[p] * compute for p in parameters), default=0)
+    gathered = max((p.size * BYTES[config.model.dtype] for p in parameters), default=0)
+    return Part("trainer", "matrix of Muon", most + gathered, ("update",))
 
 
 def _stays_gathered(shape: ModelShape, compute: int, num_trained: int) -> bool:
@@ -80,7 +101,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
     if own.activation_checkpointing:
         recomputed = recomputed_layer(shape, tokens, compute) + of_other_ranks(own, shape, tokens, compute, 1)
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
-    optimizer = optimizer_bytes(learnt, numbers, master)
+    optimizer = optimizer_bytes(config, learnt, shards)
     snapshot = numbers * master + optimizer
     # Gradients of a gathered model are reduced after the last backward, others after each backward.
     reduced: tuple[Phase, ...] = ("update",) if stays else ("train", "update")
@@ -88,6 +109,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "weights", _held_bytes(config, shape, shards), PHASES, offloaded),
         Part("trainer", "optimizer", optimizer, PHASES, offloaded),
         Part("trainer", "gradients", numbers * master, reduced, offloaded),
+        _orthogonalization(config, shape),
         Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
         Part("trainer", "gathered gradients", reduced_numbers * FP32, ("train", "update")),
         # Gradients are copied into one buffer before the reduction; a single rank has no reduction.
@@ -119,7 +141,7 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
     learnt = trained(config, shape)
     own, numbers = trainer.section(FSDP2Config), learnt.num_parameters
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
-    gradients, optimizer = numbers * num_bytes, optimizer_bytes(learnt, numbers, num_bytes)
+    gradients, optimizer = numbers * num_bytes, optimizer_bytes(config, learnt)
     if samples * config.max_sequence_tokens > trainer.max_tokens_per_micro_batch:
         kept = numbers * FP32  # of the micro-batches before
     else:
@@ -131,6 +153,7 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
         Part("trainer", "optimizer", optimizer),
         Part("trainer", "gradients", kept, ("train",)),
         Part("trainer", "gradients", gradients, ("update",)),
+        _orthogonalization(config, shape),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),
@@ -195,8 +218,8 @@ class FSDP2Plan:
         return forward_parts(config, shape, num_ranks, weights, gathered, own.cpu_offload, own.ranks_of_a_row)
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
-        learnt, master = trained(config, shape), BYTES[config.model.dtype]
-        return learnt.num_parameters * master + optimizer_bytes(learnt, learnt.num_parameters, master)
+        learnt = trained(config, shape)
+        return learnt.num_parameters * BYTES[config.model.dtype] + optimizer_bytes(config, learnt)
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer

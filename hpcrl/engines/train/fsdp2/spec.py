@@ -120,12 +120,26 @@ def check_attention(config: Any, own: Any, at: tuple[str, str]) -> Iterator[Prob
 def _check(config: Any) -> Iterator[Problem]:
     own = config.trainer.section(FSDP2Config)
     yield from check_attention(config, own, AT)
+    yield from _check_muon(config, own)
     if config.lora is not None and own.tensor_parallel > 1:
         text = (
             f"{own.tensor_parallel}, but matrices with adapters are not split; use 1, and context_parallel or replicas"
         )
         involved = (("trainer", "lora"), ("trainer", "fsdp2", "context_parallel"))
         yield Problem((*AT, "tensor_parallel"), f"trainer.fsdp2.tensor_parallel: {text}", involved)
+
+
+def _check_muon(config: Any, own: FSDP2Config) -> Iterator[Problem]:
+    """What divides matrices, or what trains none of them, beside Muon."""
+    if config.trainer.optimizer != "muon":
+        return
+    for key, beside in (("tensor_parallel", own.tensor_parallel > 1), ("cpu_offload", own.cpu_offload)):
+        if beside:
+            text = f"muon needs whole matrices on the device, without trainer.fsdp2.{key}; use adamw"
+            yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", ((*AT, key),))
+    if config.lora is not None:
+        text = "muon trains the matrices of layers, and trainer.lora freezes them; use adamw"
+        yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", (("trainer", "lora"),))
 
 
 SPEC = TrainEngineSpec(
@@ -147,6 +161,7 @@ SPEC = TrainEngineSpec(
     whole=is_whole,
     computes=frozenset({"entropy"}),
     deterministic=True,
+    optimizers=frozenset({"adamw", "muon"}),
     float32_head=True,
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",
