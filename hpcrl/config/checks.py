@@ -66,6 +66,10 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
     yield ("generator", "engine"), config.generator.engine, GEN_ENGINES[config.generator.engine]
     if config.uses_critic and (engine := config.critic.engine or config.trainer.engine) != config.trainer.engine:
         yield CRITIC_ENGINE, engine, TRAIN_ENGINES[engine]
+    if config.learns:
+        for engine in sorted({config.trainer.engine, config.critic_engine if config.uses_critic else ""} - {""}):
+            if (optimizer := TRAIN_ENGINES[engine].optimizers.get(config.trainer.optimizer)) is not None:
+                yield ("trainer", "optimizer"), config.trainer.optimizer, optimizer
     if config.reinforces:
         yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
     for domain, reward in config.reward.items():

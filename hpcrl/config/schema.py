@@ -222,9 +222,9 @@ class TrainerConfig(Section):
 
     engine: str = "fsdp2"
     """Training engine."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of layers, scaled to AdamW's learning rates (arXiv 2502.16982), AdamW for embedding,
-    vocabulary projection, norms and biases."""
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """For the matrices of layers; embedding, vocabulary projection, norms and biases have AdamW. muon: Muon, scaled to
+    AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861)."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegative = 0.0

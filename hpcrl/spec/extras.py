@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 EXTRAS = {
+    "bitsandbytes": ("bitsandbytes==0.50.*",),
     "deepspeed": ("deepspeed==0.19.*",),
     "megatron": ("megatron-core==0.16.1",),
     "mlflow": ("mlflow-skinny>=3.17,<4",),

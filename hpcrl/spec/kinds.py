@@ -125,6 +125,9 @@ class RoleSpec(Spec):
     """The slowest module that its ranks import; all of them import it in parallel before they meet."""
 
 
+ADAMW = {"adamw": Spec(about="AdamW, torch's own.", make="torch.optim:AdamW")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainEngineSpec(Spec):
     """`make(config, model_path, total_steps, trainable)`, called by all its ranks, returns a TrainEngine
@@ -150,7 +153,7 @@ class TrainEngineSpec(Spec):
     """Whether it can compute the same bits again (deterministic=true)."""
     float32_head: bool = False
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
-    optimizers: frozenset[str] = frozenset({"adamw"})
+    optimizers: Mapping[str, Spec] = field(default_factory=lambda: ADAMW)
     """The values of trainer.optimizer that it has."""
     offloads: bool = True
     """Whether its memory moves to the host while a generator works on the same GPU (layout.offload)."""

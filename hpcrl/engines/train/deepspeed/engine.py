@@ -16,6 +16,7 @@ from hpcrl.engines.train.deepspeed import zero
 from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, scalar
@@ -65,7 +66,7 @@ class ZeroEngine(FSDP2Engine):
         is_divided = self.zero.zero_stage == 3
         zero.fill(self.module, source, self.device, self.compute_dtype, settings if is_divided else None)
         self.shards = list(self.module.parameters())
-        self._adamw = super()._make_optimizer() if self.trainable else None
+        self._adamw = self._make_adamw() if self.trainable else None
         if self._adamw is None and not is_divided:
             return self.module
         engine = zero.start(self.module, self._adamw, settings)
@@ -85,8 +86,9 @@ class ZeroEngine(FSDP2Engine):
             dist.broadcast(values, 0)
             zero.set_state(parameter, "", values.float())
 
-    def _is_matrix(self, parameter: Tensor) -> bool:
-        return len(zero.shape_of(parameter)) >= 2
+    def _make_adamw(self) -> torch.optim.AdamW:
+        hf = self.module.hf
+        return make_optimizer(hf, self.config, self.compute_dtype, lambda parameter: len(zero.shape_of(parameter)) >= 2)
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         assert self._adamw is not None

@@ -31,7 +31,7 @@ from hpcrl.engines.train.fsdp2.attention import PackedLayout, shared_prefixes
 from hpcrl.engines.train.fsdp2.grid import Grid
 from hpcrl.engines.train.fsdp2.lora import Adapters
 from hpcrl.engines.train.fsdp2.model import Inputs, PackedCausalLM, empty_model, read_model, write_model
-from hpcrl.engines.train.fsdp2.muon import Muon, in_layers
+from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.probe import probe_packing
 from hpcrl.engines.train.fsdp2.replay import RouterReplay
 from hpcrl.engines.train.fsdp2.sharding import shard
@@ -197,26 +197,10 @@ class FSDP2Engine:
         parameter.grad = None
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        """AdamW with weight decay on matrices only, not on biases and norms; Muon for the matrices of layers."""
-        config, parameters = self.config, [p for p in self.shards if p.requires_grad]
-        muon = config.optimizer == "muon"
-        by_muon = {id(p) for p in in_layers(self.model.hf) if muon and self._is_matrix(p)}
-        matrices = [p for p in parameters if id(p) in by_muon]
-        parameters = [p for p in parameters if id(p) not in by_muon]
-        groups = [
-            {"params": [p for p in parameters if self._is_matrix(p)], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if not self._is_matrix(p)], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if muon:
-            return Muon(matrices, groups, config, self.compute_dtype)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        return make_optimizer(self.model.hf, self.config, self.compute_dtype, lambda parameter: parameter.ndim >= 2)
 
     def _make_snapshots(self) -> Any:
         return checkpoint.Snapshots(self.model, self.optimizer, self._as_part_of_whole, self._base)
-
-    def _is_matrix(self, parameter: Tensor) -> bool:
-        return parameter.ndim >= 2
 
     # ---- forward
 

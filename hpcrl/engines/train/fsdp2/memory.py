@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.fsdp2.spec import FSDP2Config, indivisible_heads, is_whole, problem
+from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_whole, problem
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.lora import trained, with_adapters
@@ -38,29 +38,52 @@ def _shard_rows(parameter: Parameter, num_ranks: int, rank: int) -> int:
 
 
 def optimizer_bytes(config: Config, shape: ModelShape, num_shards: int = 1) -> int:
-    """Of these parameters' shards: AdamW's two moments, in the type of the weights, and its counters; Muon's momentum
-    of the matrices of layers."""
-    matrices = by_muon(config, shape)
-    moments = 2 * shard_size(shape, num_shards) - shard_size(matrices, num_shards)
-    counters = len(shape.parameters) - len(matrices.parameters)
-    return moments * BYTES[config.model.dtype] + STEP_BYTES * counters
+    """Of these parameters' shards: AdamW's two moments, in the type of the weights, and its counters; of matrices of
+    layers Muon's momentum, or codes and scales of moments in 8 bits."""
+    return sum(_state_bytes(config, parameter, num_shards) for parameter in shape.parameters)
 
 
-def by_muon(config: Config, shape: ModelShape) -> ModelShape:
-    """The shape with the parameters that Muon updates alone."""
-    muon = config.trainer.optimizer == "muon"
-    found = (p for p in shape.parameters if muon and p.layer is not None and len(p.shape) > 1)
-    return dataclasses.replace(shape, parameters=tuple(found))
+def _state_bytes(config: Config, parameter: Parameter, num_shards: int) -> int:
+    rows, columns = _shard_rows(parameter, num_shards, 0), parameter.size // parameter.shape[0]
+    moment = rows * columns * BYTES[config.model.dtype]
+    if not _has_own_update(config, parameter):
+        return 2 * moment + STEP_BYTES
+    return (
+        moment
+        if config.trainer.optimizer == "muon"
+        else 2 * rows * _filled(columns) * (BLOCK + FP32) // BLOCK + STEP_BYTES
+    )
 
 
-def _orthogonalization(config: Config, shape: ModelShape) -> Part:
-    """The largest matrix, or stack of matrices, as gathered, and as Newton-Schulz iterations hold it: before and after
-    one, a sum of both, and three products of its shorter side."""
-    parameters, compute = by_muon(config, shape).parameters, BYTES[config.trainer.param_dtype]
-    squares = {p: p.size // max(p.shape[-2:]) * min(p.shape[-2:]) for p in parameters}
-    most = max((3 * p.size * compute + 3 * squares[p] * compute for p in parameters), default=0)
-    gathered = max((p.size * BYTES[config.model.dtype] for p in parameters), default=0)
-    return Part("trainer", "matrix of Muon", most + gathered, ("update",))
+def _filled(columns: int) -> int:
+    """The length of a row in whole blocks."""
+    return -(-columns // BLOCK) * BLOCK
+
+
+def _has_own_update(config: Config, parameter: Parameter) -> bool:
+    """Whether the optimizer treats it as a matrix of a layer, and not with AdamW."""
+    if parameter.layer is None or len(parameter.shape) < 2 or config.trainer.optimizer == "adamw":
+        return False
+    is_large = parameter.size >= LEAST_NUMBERS and parameter.size // parameter.shape[0] >= BLOCK
+    return is_large or config.trainer.optimizer == "muon"
+
+
+def _update_of_a_matrix(config: Config, shape: ModelShape, num_shards: int) -> Part:
+    """The most that the update of one matrix, or stack of matrices, takes. Muon: the whole, and as Newton-Schulz
+    iterations hold it: before and after one, a sum of both, and three products of its shorter side. In 8 bits: shards
+    of weights and gradients in whole blocks."""
+    master, compute = BYTES[config.model.dtype], BYTES[config.trainer.param_dtype]
+
+    def of(parameter: Parameter) -> int:
+        if config.trainer.optimizer == "muon":
+            square = parameter.size // max(parameter.shape[-2:]) * min(parameter.shape[-2:])
+            return parameter.size * master + 3 * (parameter.size + square) * compute
+        columns = parameter.size // parameter.shape[0]
+        filled = _shard_rows(parameter, num_shards, 0) * _filled(columns)
+        return 2 * filled * master * (columns % BLOCK > 0)
+
+    most = max((of(p) for p in shape.parameters if _has_own_update(config, p)), default=0)
+    return Part("trainer", "update of a matrix", most, ("update",))
 
 
 def _stays_gathered(shape: ModelShape, compute: int, num_trained: int) -> bool:
@@ -109,7 +132,7 @@ def fsdp2_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]
         Part("trainer", "weights", _held_bytes(config, shape, shards), PHASES, offloaded),
         Part("trainer", "optimizer", optimizer, PHASES, offloaded),
         Part("trainer", "gradients", numbers * master, reduced, offloaded),
-        _orthogonalization(config, shape),
+        _update_of_a_matrix(config, learnt, shards),
         Part("trainer", "gathered weights", gathered * compute, ("train", "update")),
         Part("trainer", "gathered gradients", reduced_numbers * FP32, ("train", "update")),
         # Gradients are copied into one buffer before the reduction; a single rank has no reduction.
@@ -153,7 +176,7 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
         Part("trainer", "optimizer", optimizer),
         Part("trainer", "gradients", kept, ("train",)),
         Part("trainer", "gradients", gradients, ("update",)),
-        _orthogonalization(config, shape),
+        _update_of_a_matrix(config, learnt, 1),
         Part("trainer", "activations", activations, ("train",)),
         Part("trainer", "recomputed layer", recomputed, ("train",)),
         Part("trainer", "recomputed scores", recomputed_scores(shape, tokens), ("train",)),

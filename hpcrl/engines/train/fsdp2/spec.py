@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
-from hpcrl.spec.kinds import TrainEngineSpec
+from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.rope import LENGTH_DEPENDENT, rope_types
 
@@ -120,7 +120,6 @@ def check_attention(config: Any, own: Any, at: tuple[str, str]) -> Iterator[Prob
 def _check(config: Any) -> Iterator[Problem]:
     own = config.trainer.section(FSDP2Config)
     yield from check_attention(config, own, AT)
-    yield from _check_muon(config, own)
     if config.lora is not None and own.tensor_parallel > 1:
         text = (
             f"{own.tensor_parallel}, but matrices with adapters are not split; use 1, and context_parallel or replicas"
@@ -129,18 +128,44 @@ def _check(config: Any) -> Iterator[Problem]:
         yield Problem((*AT, "tensor_parallel"), f"trainer.fsdp2.tensor_parallel: {text}", involved)
 
 
-def _check_muon(config: Any, own: FSDP2Config) -> Iterator[Problem]:
+def _check_muon(config: Any) -> Iterator[Problem]:
     """What divides matrices, or what trains none of them, beside Muon."""
-    if config.trainer.optimizer != "muon":
-        return
-    for key, beside in (("tensor_parallel", own.tensor_parallel > 1), ("cpu_offload", own.cpu_offload)):
-        if beside:
-            text = f"muon needs whole matrices on the device, without trainer.fsdp2.{key}; use adamw"
-            yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", ((*AT, key),))
+    yield from _needs(config, "muon", "whole matrices on the device", ("tensor_parallel", "cpu_offload"))
     if config.lora is not None:
         text = "muon trains the matrices of layers, and trainer.lora freezes them; use adamw"
         yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", (("trainer", "lora"),))
 
+
+def _check_adamw8bit(config: Any) -> Iterator[Problem]:
+    yield from _needs(config, "adamw8bit", "whole rows", ("tensor_parallel",))
+
+
+def _needs(config: Any, name: str, what: str, without: tuple[str, ...]) -> Iterator[Problem]:
+    """Keys of the section beside which an optimizer does not work."""
+    own = config.trainer.section(FSDP2Config)
+    for key in without:
+        if getattr(own, key) != FSDP2Config.model_fields[key].default:
+            text = f"{name} needs {what}, without trainer.fsdp2.{key}; use adamw"
+            yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", ((*AT, key),))
+
+
+BLOCK, LEAST_NUMBERS = 256, 4096
+"""Numbers that have a scale together in bitsandbytes, and those of the smallest matrix with moments in 8 bits; matrices
+with rows shorter than a block have none."""
+OPTIMIZERS = {
+    "muon": Spec(
+        about="Muon for the matrices of layers, AdamW for the rest.",
+        make="hpcrl.engines.train.fsdp2.muon:Muon",
+        check=_check_muon,
+    ),
+    "adamw8bit": Spec(
+        about="AdamW with moments in 8 bits for the matrices of layers, AdamW for the rest.",
+        make="hpcrl.engines.train.fsdp2.adamw8bit:AdamW8bit",
+        needs={"bitsandbytes": "bitsandbytes"},
+        tested={"bitsandbytes": "0.50"},
+        check=_check_adamw8bit,
+    ),
+}
 
 SPEC = TrainEngineSpec(
     about="PyTorch FSDP2, for any decoder of transformers.",
@@ -161,7 +186,7 @@ SPEC = TrainEngineSpec(
     whole=is_whole,
     computes=frozenset({"entropy"}),
     deterministic=True,
-    optimizers=frozenset({"adamw", "muon"}),
+    optimizers=ADAMW | OPTIMIZERS,
     float32_head=True,
     lora=True,
     make_critic="hpcrl.engines.train.fsdp2.critic:make",

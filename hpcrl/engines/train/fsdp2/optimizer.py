@@ -1,0 +1,67 @@
+"""AdamW for all parameters, or beside an optimizer for the matrices of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hpcrl.config import TrainerConfig
+from hpcrl.engines.train.fsdp2.spec import SPEC
+
+
+def make_optimizer(
+    hf: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, is_matrix: Callable[[Tensor], bool]
+) -> torch.optim.AdamW:
+    """The configured optimizer of what is trained, with weight decay on matrices only, not on biases and norms.
+    dtype: of the computation."""
+    kind: type[torch.optim.AdamW] = SPEC.optimizers[config.optimizer].load()
+    takes = kind.takes if issubclass(kind, ForMatrices) else lambda parameter: False
+    special = {id(p) for p in in_layers(hf) if is_matrix(p) and takes(p)}
+    parameters = [p for p in hf.parameters() if p.requires_grad]
+    rest = [p for p in parameters if id(p) not in special]
+    decayed = {"weight_decay": config.weight_decay}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if id(p) in special], "special": True, "dtype": dtype, **decayed},
+        {"params": [p for p in rest if is_matrix(p)], **decayed},
+        {"params": [p for p in rest if not is_matrix(p)], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def in_layers(hf: PreTrainedModel) -> Iterator[Tensor]:
+    """The parameters of the decoder but its embeddings: neither the vocabulary projection nor a critic's head."""
+    for module in hf.base_model.modules():
+        if not isinstance(module, nn.Embedding):
+            yield from module.parameters(recurse=False)
+
+
+class ForMatrices(torch.optim.AdamW):
+    """A base class: `special` groups have matrices, or stacks of them, such as those of all experts, with an update of
+    their own; other groups have AdamW's."""
+
+    @staticmethod
+    def takes(parameter: Tensor) -> bool:
+        """Whether a matrix of a layer is of this kind, on any number of ranks."""
+        return True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Collective over the ranks that share parameters."""
+        assert closure is None, "gradients are there"
+        every = self.param_groups
+        for group in (group for group in every if group.get("special")):
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                self._update(parameter, group)
+        self.param_groups = [group for group in every if not group.get("special")]
+        try:
+            super().step()
+        finally:
+            self.param_groups = every
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
