@@ -33,6 +33,7 @@ def gradients(
     engine: ZeroEngine, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms
 ) -> dict[str, Tensor]:
     engine.accumulate(batch, micro_batches, objective, norms)
-    found = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.hf.named_parameters()}
+    trained = {name: p for name, p in engine.module.hf.named_parameters() if p.requires_grad}
+    found = {name: safe_get_full_grad(p).float().clone() for name, p in trained.items()}
     engine.discard_gradients()
     return found

@@ -14,16 +14,19 @@ from torch import nn
 
 from hpcrl.checkpoint.writer import Files
 from hpcrl.engines.train.agreement import agreed
-from hpcrl.engines.train.dcp import readable, restore
+from hpcrl.engines.train.dcp import Base, readable, restore
 from hpcrl.engines.train.deepspeed.zero import MOMENTS, set_state, shape_of, state_of
 from hpcrl.engines.train.fsdp2.checkpoint import Layout
 
 
 class ZeroCheckpoints:
-    """The weights, moments and step counters of a model, gathered one parameter at a time."""
+    """The trained weights, moments and step counters of a model, gathered one parameter at a time."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self._parameters = dict(model.named_parameters())  # tied ones once, under their first name
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, base: Base | None = None):
+        """base: the frozen weights, if only adapters are saved."""
+        # Tied ones once, under their first name.
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._base = base
         self._optimizer = optimizer
         self._layout: Layout | None = None
 
@@ -39,12 +42,12 @@ class ZeroCheckpoints:
                     place.copy_(value)
             if (place := self._layout.places.get(_name(name, "step"))) is not None:
                 place.fill_(optimizer_step)
-        return self._layout.files(optimizer_step)
+        return self._layout.files(optimizer_step, base=self._base)
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """(optimizer step, warnings). Collective. Each rank reads the tensors that it would write and sends them to the
         others. ValueError on every rank if one cannot."""
-        step, warned = restore(folder, lambda: self._load_tensors(folder))
+        step, warned = restore(folder, lambda: self._load_tensors(folder), self._base)
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
         return step, warned

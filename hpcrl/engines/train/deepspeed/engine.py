@@ -18,6 +18,7 @@ from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.weights import fingerprint
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.metrics.stats import Stats, scalar
 from hpcrl.spec.weights import Held
@@ -34,6 +35,7 @@ def make(config: Config, model_path: Path, total_steps: int, trainable: bool) ->
         device="cuda" if torch.cuda.is_available() else "cpu",
         trainable=trainable,
         deterministic=config.deterministic,
+        seed=config.seed,
     )
 
 
@@ -55,14 +57,13 @@ class ZeroEngine(FSDP2Engine):
 
     # ---- building
 
-    def _whole(self, source: PreTrainedModel) -> Any:
-        return self._sharded(source, source)
+    def _is_sharded(self, dtype: torch.dtype) -> bool:
+        return True
 
     def _sharded(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> Any:
-        self.sharded = True
         self.module = self._wrapped(hf)
         zero.connect()
-        settings = zero.settings(self.zero, self.config.max_grad_norm, self.compute_dtype, self.num_parameters)
+        settings = zero.settings(self.zero, self.config.max_grad_norm, self.compute_dtype, self.num_trained)
         is_divided = self.zero.zero_stage == 3
         zero.fill(self.module, source, self.device, self.compute_dtype, settings if is_divided else None)
         self.shards = list(self.module.parameters())
@@ -77,7 +78,8 @@ class ZeroEngine(FSDP2Engine):
     def _fill_masters(self, source: PreTrainedModel | None) -> None:
         """Give the fp32 weights what the parameters of the computation have lost."""
         full = dict(source.named_parameters()) if source is not None else {}
-        for name, parameter in self.module.hf.named_parameters():
+        trained = ((name, p) for name, p in self.module.hf.named_parameters() if p.requires_grad)
+        for name, parameter in trained:
             values = (
                 full[name].detach().to(self.device)
                 if full
@@ -95,7 +97,12 @@ class ZeroEngine(FSDP2Engine):
         return self._adamw
 
     def _make_snapshots(self) -> ZeroCheckpoints | None:
-        return ZeroCheckpoints(self.module, self.optimizer) if self.optimizer is not None else None
+        return ZeroCheckpoints(self.module, self.optimizer, self._base) if self.optimizer is not None else None
+
+    def _fingerprint(self) -> str:
+        frozen = self.weights.frozen_names
+        layout = self._layout(frozen, self.compute_dtype)
+        return fingerprint(layout, (zero.whole(self.weights[name], self.compute_dtype) for name in frozen))
 
     def _reshard(self) -> None:
         """DeepSpeed frees gathered parameters itself."""
@@ -132,15 +139,18 @@ class ZeroEngine(FSDP2Engine):
     def _gathered(self, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             parameter, wanted = self.weights[name], dtypes.get(name, self.dtype)
-            if self.optimizer is not None and wanted.itemsize > self.compute_dtype.itemsize:
+            if parameter.requires_grad and wanted.itemsize > self.compute_dtype.itemsize:
                 yield name, zero.master(parameter).to(wanted)
             else:
                 yield name, zero.whole(parameter, wanted)
 
     def weight_layout(self) -> list[Held]:
         """See TrainEngine. ZeRO-3 divides a parameter's numbers, not its rows: every rank gathers it."""
-        dtype, ranks = str(self.dtype).removeprefix("torch."), range(self.data_parallel_size)
-        return [Held.whole(name, dtype, zero.shape_of(parameter), ranks) for name, parameter in self.weights.items()]
+        return self._layout(self.weights.names, self.dtype)
+
+    def _layout(self, names: Sequence[str], dtype: torch.dtype) -> list[Held]:
+        kind, ranks = str(dtype).removeprefix("torch."), range(self.data_parallel_size)
+        return [Held.whole(name, kind, zero.shape_of(self.weights[name]), ranks) for name in names]
 
     def held_weights(self) -> Iterator[Tensor]:
         """See TrainEngine. Collective."""

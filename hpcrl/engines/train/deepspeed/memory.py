@@ -9,6 +9,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.batch import samples_of_an_update
+from hpcrl.planner.lora import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
 from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import forward_parts
@@ -37,27 +38,30 @@ def part_size(shape: ModelShape, stage: int, num_ranks: int) -> int:
 
 def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part]:
     """Weights, optimizer state and gradients; with a stage or a place of their own each."""
-    zero, compute, numbers = own(config), BYTES[config.trainer.param_dtype], shape.num_parameters
-    part, on_host = part_size(shape, zero.zero_stage, num_ranks), zero.offload_optimizer == "cpu"
+    zero, compute = own(config), BYTES[config.trainer.param_dtype]
+    learnt, whole = trained(config, shape), with_adapters(config, shape)
+    part, on_host = part_size(learnt, zero.zero_stage, num_ranks), zero.offload_optimizer == "cpu"
+    counters = len({len(parameter.shape) >= 2 for parameter in learnt.parameters})
     step: tuple[Phase, ...] = ("train", "update")
     parts = [
         Part("trainer", "fp32 weights", part * FP32, on_host=on_host),
-        Part("trainer", "optimizer", part * OPTIMIZER_BYTES + 2 * FP32, on_host=on_host),
+        Part("trainer", "optimizer", part * OPTIMIZER_BYTES + counters * FP32, on_host=on_host),
     ]
     if on_host:
         parts.append(Part("trainer", "fp32 gradients", part * FP32, on_host=True))
     if zero.zero_stage == 3:
+        offloaded = zero.offload_parameters == "cpu"
         parts += [
-            Part("trainer", "weights", part * compute, on_host=zero.offload_parameters == "cpu"),
-            Part("trainer", "gathered weights", _persistent(shape) * compute),
-            Part("trainer", "gathered weights", _gathered(shape) * compute, step),
+            Part("trainer", "weights", part_size(whole, 3, num_ranks) * compute, on_host=offloaded),
+            Part("trainer", "gathered weights", _persistent(whole) * compute),
+            Part("trainer", "gathered weights", _gathered(whole) * compute, step),
             Part("trainer", "gradients", part * FP32, on_host=on_host),
         ]
     else:
-        whole = part * num_ranks
-        kept = part * FP32 if zero.zero_stage == 2 else numbers * (compute + FP32 * (compute < FP32))
+        kept = part * FP32 if zero.zero_stage == 2 else learnt.num_parameters * (compute + FP32 * (compute < FP32))
+        frozen = whole.num_parameters - learnt.num_parameters
         parts += [
-            Part("trainer", "weights", whole * compute),
+            Part("trainer", "weights", (part * num_ranks + frozen) * compute),
             Part("trainer", "gradients", kept, step),
         ]
     if not on_host:  # the gradients in one tensor, for AdamW
@@ -79,7 +83,7 @@ def _gathered(shape: ModelShape) -> int:
 def bucket_bytes(config: Config, shape: ModelShape) -> int:
     """The buffers in which gradients are reduced: two where communication overlaps, on GPUs."""
     zero = own(config).options.get("zero_optimization", {})
-    size = int(zero.get("reduce_bucket_size", min(BUCKET_NUMBERS, shape.num_parameters)))
+    size = int(zero.get("reduce_bucket_size", min(BUCKET_NUMBERS, trained(config, shape).num_parameters)))
     return size * FP32 * (1 if config.cluster.device == "cpu" else 2)
 
 
@@ -88,7 +92,7 @@ def trainer_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Par
     trainer, zero = config.trainer, own(config)
     tokens = Tokens.of(config, -(-samples_of_an_update(config) // num_ranks))
     compute, checkpointing = BYTES[trainer.param_dtype], zero.activation_checkpointing
-    largest = PLAN.largest_tensor(shape)
+    largest = PLAN.largest_tensor(trained(config, shape))
     converted = compute + FP32 * (compute < FP32 and zero.zero_stage == 3)  # for the reduction
     recomputed = recomputed_layer(shape, tokens, compute) if checkpointing else 0
     logits = logits_bytes(shape, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
@@ -127,7 +131,8 @@ class ZeroPlan:
         return forward_parts(config, shape, num_ranks, weights, gathered, zero.offload_parameters == "cpu")
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
-        return shape.num_parameters * (FP32 + OPTIMIZER_BYTES) + FP32 * len(shape.parameters)
+        learnt = trained(config, shape)
+        return learnt.num_parameters * (FP32 + OPTIMIZER_BYTES) + FP32 * len(learnt.parameters)
 
     def largest_tensor(self, shape: ModelShape) -> int:
         return max(parameter.size for parameter in shape.parameters)  # transformers has one for all experts of a layer

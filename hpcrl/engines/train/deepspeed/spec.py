@@ -110,4 +110,5 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     float32_head=True,
     offloads=False,
+    lora=True,
 )

@@ -137,6 +137,10 @@ def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config
             if any(len(shape_of(parameter)) == 3 for parameter in module.parameters(recurse=False)):
                 # All experts of a layer: which of them it calls, and how often, depends on the tokens of a rank.
                 deepspeed.utils.set_z3_leaf_module(module, True)
+            # Adapters are used by the linear layer beside which they stand, not by their own modules.
+            for adapter in (getattr(module, name, None) for name in ("lora_A", "lora_B")):
+                if isinstance(adapter, nn.Linear):
+                    deepspeed.zero.register_external_parameter(module, adapter.weight)
         projection = cast(nn.Module, model.hf.get_output_embeddings())
         for parameter in projection.parameters(recurse=False):  # used by the model, not by its own module
             deepspeed.zero.register_external_parameter(model, parameter)

@@ -109,7 +109,7 @@ class FSDP2Engine:
         self.dtype, self.compute_dtype = dtype, getattr(torch, config.param_dtype)
         self.lora = Adapters(config.lora) if config.lora.rank and trainable else None
         kept = self.compute_dtype if self.lora else dtype  # with adapters, the optimizer changes nothing else
-        self.sharded = self.grid.size > 1 or kept != self.compute_dtype or self.own.cpu_offload
+        self.sharded = self._is_sharded(kept)
         # Only rank 0 reads the weights; every problem with the folder is found before the first shard.
         hf = agreed(lambda: self._to_train(self._empty_model(kept), seed))
         source = agreed(lambda: self._to_train(self._read_model(kept), seed) if self.grid.rank == 0 else None)
@@ -136,10 +136,14 @@ class FSDP2Engine:
         dims = self.matrices.dims if self.matrices is not None else {}
         self.weights = NamedWeights(self.model.hf, self.grid, dims, adapters=self.lora is not None)
         self.optimizer = self._make_optimizer() if trainable else None
-        self._base = Base(str(model_path), self.weights.fingerprint()) if self.lora is not None else None
+        self._base = Base(str(model_path), self._fingerprint()) if self.lora is not None else None
         self._snapshots = self._make_snapshots()
 
     # ---- building
+
+    def _is_sharded(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of this type are more than plain tensors that compute as they are."""
+        return self.grid.size > 1 or dtype != self.compute_dtype or self.own.cpu_offload
 
     def _empty_model(self, dtype: torch.dtype) -> PreTrainedModel:
         return empty_model(self.model_path, dtype)
@@ -152,6 +156,9 @@ class FSDP2Engine:
         if self.lora is not None:
             return self.lora.add(hf, self.dtype, seed)
         return hf.requires_grad_(self.trainable)
+
+    def _fingerprint(self) -> str:
+        return self.weights.fingerprint()
 
     def _split_dim(self, name: str) -> int | None:
         """The dimension in which a parameter of the model is split over tensor parallel ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -45,13 +45,14 @@ class NamedWeights:
 
     def fingerprint(self) -> str:
         """Of the frozen weights' bits, on any number of ranks. Collective."""
-        frozen = [name for name in self.all_names if name not in set(self.names)]
-        layout = self._layout(frozen)
-        needs = [[Need("", (everything(held.shape),)) for held in layout]]
+        frozen = self.frozen_names
         shards = (local(self[name]).detach() for name in frozen)
-        sums = held_sums(dist.get_rank(), layout, needs, (shard for shard in shards if shard.numel()))
-        dist.all_reduce(sums := sums.to(local(self[frozen[0]]).device))
-        return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
+        return fingerprint(self._layout(frozen), (shard for shard in shards if shard.numel()))
+
+    @property
+    def frozen_names(self) -> list[str]:
+        """Of the weights beside which adapters are trained."""
+        return [name for name in self.all_names if name not in set(self.names)]
 
     def layout(self) -> list[Held]:
         """See TrainEngine.weight_layout."""
@@ -80,6 +81,15 @@ class NamedWeights:
         """See TrainEngine.held_weights. No collective: the shards as they are."""
         shards = (local(tensor).detach() for _, tensor in self.items())
         return (shard for shard in shards if shard.numel())
+
+
+def fingerprint(layout: Sequence[Held], held: Iterable[Tensor]) -> str:
+    """Of the weights' bits, however they are divided. held: this rank's parts, on one device. Collective."""
+    needs = [[Need("", (everything(whole.shape),)) for whole in layout]]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sums = held_sums(dist.get_rank(), layout, needs, held).to(device)
+    dist.all_reduce(sums)
+    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,177 @@
+"""Adapters on DeepSpeed: as on FSDP2, with every ZeRO stage; what is published, saved, continued and planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hpcrl.config import TrainerConfig, parse
+from hpcrl.engines.train.deepspeed import zero
+from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+from hpcrl.launch.model_folder import inspect_model
+from hpcrl.planner.shapes import read_shape
+from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts
+from hpcrl.rollout.batch import Batch
+from tests.checkpoint.writing import write_files
+from tests.contracts.test_train_engine import check_contract
+from tests.contracts.train.deepspeed import gradients
+from tests.engines import test_lora
+from tests.engines.test_lora import LENGTHS, LORA, check_generator, native, share, step
+from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks, worst_difference
+
+pytestmark = pytest.mark.numerics
+
+every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
+OFFLOAD = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+
+
+def engine(folder: Path, stage: int, seed: int = 0, **config: Any) -> ZeroEngine:
+    own = {key: config.pop(key) for key in DeepSpeedConfig.model_fields if key in config}
+    trainer = TrainerConfig(**{"lr": 1e-2, "logits_chunk_tokens": 8, "lora": LORA} | config)
+    section = DeepSpeedConfig(zero_stage=stage, **own)
+    return ZeroEngine(trainer, folder, zero=section, dtype=torch.float32, total_steps=10, seed=seed)
+
+
+def results(trainer: ZeroEngine, whole: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probs of policy and reference of this rank's rows, and the whole gradients by name. Collective."""
+    batch, plan = share(trainer, whole)
+    logprobs = [trainer.logprobs(batch, plan, 1.0), trainer.reference_logprobs(batch, plan, 1.0)]
+    return logprobs, gradients(trainer, batch, plan, Weighted(), norms_of(whole))
+
+
+def fsdp2_state(folder: Path, state: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """A checkpoint of FSDP2 after a step, and its results."""
+    trainer, whole = test_lora.engine(folder), make_batch(LENGTHS)
+    step(trainer, whole)
+    state.mkdir()
+    write_files(state, trainer.snapshot())
+    logprobs, found = test_lora.results(trainer, whole)
+    return [logprobs, trainer.reference_logprobs(*share(trainer, whole), 1.0)], found
+
+
+@every_stage
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_gradients_equal_those_of_fsdp2(family: str, stage: int, tmp_path: Path, world_of_one: None) -> None:
+    """Which says of which weights the adapters are, so that either continues the other."""
+    folder, whole = make_model_folder(family, tmp_path / "model"), make_batch(LENGTHS)
+    want, theirs = fsdp2_state(folder, tmp_path / "state")
+    trainer = engine(folder, stage)
+    assert trainer.load(tmp_path / "state") == []
+    for packing in ("auto", "off"):
+        other = engine(folder, stage, seed=1, packing=packing)
+        other.load(tmp_path / "state")
+        got, mine = results(other, whole)
+        assert all((a - b).abs().max() < 2e-5 for a, b in zip(got, want, strict=True))
+        assert (got[0] - got[1]).abs().max() > 1e-2
+        assert worst_difference(mine, theirs) < 1e-5 and mine.keys() == theirs.keys()
+    frozen = {
+        name: zero.whole(p, torch.float32) for name, p in trainer.weights._hf.named_parameters() if "lora" not in name
+    }
+    step(trainer, whole)
+    assert all(torch.equal(zero.whole(trainer.weights[name], torch.float32), frozen[name]) for name in frozen)
+    assert worst_difference(results(trainer, whole)[1], theirs) > 1e-3, "the comparison can fail"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_contract(stage: int, tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    check_contract(lambda path: engine(path, stage, lr=0.02), folder, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_generator_has_the_trainers_logprobs(stage: int, tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    trainer, generator = engine(folder, stage), native(folder)
+    check_generator(trainer, generator, lambda version: generator.load_weights(trainer.named_weights(), version))
+
+
+def test_an_exported_folder_has_merged_adapters(tmp_path: Path, world_of_one: None) -> None:
+    folder, whole = make_model_folder("qwen2", tmp_path / "model"), make_batch(LENGTHS)
+    fsdp2_state(folder, tmp_path / "state")
+    folders = []
+    for trainer in (test_lora.engine(folder), engine(folder, 3)):
+        trainer.load(tmp_path / "state")
+        folders.append(tmp_path / trainer.name)
+        trainer.export_hf(folders[-1])
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        theirs, mine = (load_file(path / name) for path in folders)
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert not torch.equal(mine[next(iter(mine))], torch.zeros(()))
+    plan = [list(range(len(LENGTHS)))]
+    merged = test_lora.engine(folders[1], lora={"rank": 0}).logprobs(whole, plan, 1.0)
+    assert (merged - trainer.logprobs(whole, plan, 1.0)).abs().max() < 2e-5
+
+
+@every_stage
+def test_adapters_in_float32_beside_bfloat16(stage: int, tmp_path: Path, world_of_one: None) -> None:
+    folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
+    fsdp2_state(folder, tmp_path / "state")
+    trainer = engine(folder, stage, param_dtype="bfloat16")
+    first = dict(trainer.named_weights())
+    origin = dict(test_lora.engine(folder).named_weights())
+    assert all(torch.equal(tensor, origin[name]) for name, tensor in first.items())
+    step(trainer, whole)
+    assert {tensor.dtype for _, tensor in trainer.named_weights()} == {torch.float32}
+    assert any((tensor - first[name]).any() for name, tensor in trainer.named_weights())
+    with pytest.raises(ValueError, match=r"has adapters of .* and this run trains"):  # of rounded weights
+        trainer.load(tmp_path / "state")
+
+
+@every_stage
+def test_the_plan_counts_frozen_weights_apart(stage: int, tmp_path: Path, world_of_one: None) -> None:
+    folder = make_model_folder("qwen2", tmp_path / "model")
+    trainer = engine(folder, stage, param_dtype="bfloat16")
+    section = {"engine": "deepspeed", "param_dtype": "bfloat16", "lora": LORA.model_dump()}
+    config = parse({"trainer": section | {"deepspeed": {"zero_stage": stage}}})
+    shape = read_shape(inspect_model(folder).config)
+    planned = {part.name: part.num_bytes for part in reversed(trainer_parts(config, shape, 1))}
+    assert trainer.optimizer is not None
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    assert planned["optimizer"] == sum(value.nbytes for value in states)
+    assert planned["fp32 weights"] == sum(flat.nbytes for flat in zero.flat_weights(trainer.model.optimizer))
+    assert planned["weights"] == 2 * trainer.num_parameters > 10 * planned["fp32 weights"] / 4
+    assert checkpoint_bytes(config, shape) == 12 * trainer.num_trained + 4 * len(trainer.weights.names)
+
+
+def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], list[Tensor], dict[str, Tensor]]]:
+    """Results of each stage from FSDP2's checkpoint; and from its own it goes on with the same bits."""
+    whole, found = make_batch(LENGTHS), {}
+    for name, stage, settings in (("1", 1, {}), ("2", 2, {}), ("3", 3, {}), ("offload", 3, OFFLOAD)):
+        trainer = engine(folder, stage, **settings)
+        assert len(trainer.load(scratch / "state")) == 1  # of one rank
+        batch, _ = share(trainer, whole)
+        found[name] = batch.sample_ids.tolist(), *results(trainer, whole)
+        step(trainer, whole)
+        (scratch / name).mkdir(exist_ok=True)
+        dist.barrier()
+        write_files(scratch / name, trainer.snapshot())
+        dist.barrier()
+        other = engine(folder, stage, seed=1, **settings)
+        assert other.load(scratch / name) == [] and other.optimizer_step == 2
+        for each in (trainer, other):
+            step(each, whole)
+        theirs = dict(other.named_weights())
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in trainer.named_weights())
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_fsdp2_on_one(tmp_path: Path, world_of_one: None) -> None:
+    folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
+    want, theirs = fsdp2_state(folder, tmp_path / "state")
+    for found in run_ranks(2, _on_two_ranks, folder, tmp_path):
+        for ids, logprobs, mine in found.values():
+            for got, all_rows in zip(logprobs, want, strict=True):
+                rows = dict(zip(whole.sample_ids.tolist(), all_rows.split(whole.lengths.tolist()), strict=True))
+                assert (got - torch.cat([rows[i] for i in ids])).abs().max() < 2e-5
+            assert worst_difference(mine, theirs) < 1e-5
+    for stage in (1, 3):
+        other = engine(folder, stage)
+        assert "was written by 2 trainer ranks" in other.load(tmp_path / "3")[0] and other.optimizer_step == 2
