@@ -16,7 +16,7 @@ import pytest
 
 from hpcrl import cli
 from hpcrl.config import load
-from hpcrl.config.checks import check_built
+from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.spec.extras import EXTRAS
 from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES

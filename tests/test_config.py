@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hpcrl.algorithms.specs import GRPO, Reinforce
 from hpcrl.config import Config, ConfigError, RolloutConfig, load, parse
-from hpcrl.config.checks import check_family
+from hpcrl.config.abilities import check_family
 from hpcrl.config.compose import conf_dir, groups
 from hpcrl.config.reading import known_keys
 from hpcrl.launch.meanings import meaning

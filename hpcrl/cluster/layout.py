@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hpcrl.config import Config, ConfigError, Problem, RoleName
-from hpcrl.config.checks import check_replicas, chosen
+from hpcrl.config.abilities import chosen
+from hpcrl.config.checks import check_replicas
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.tables import GEN_ENGINES, ROLES
 

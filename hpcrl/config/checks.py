@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from typing import Any
 
+from hpcrl.config.abilities import CRITIC_ENGINE, check_abilities, check_family, check_length, check_trainable, chosen
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
 from hpcrl.config.schema import (
     MOST_MEMBERS,
     Config,
     EnvConfig,
-    GeneratorConfig,
     RewardConfig,
     RolloutConfig,
-    TrainerConfig,
 )
-from hpcrl.spec.extras import install
-from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
-from hpcrl.spec.tables import ENVS, GEN_ENGINES, REWARDS, ROLES, TRACKERS, TRAIN_ENGINES
+from hpcrl.spec.tables import ENVS, REWARDS
 
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
 """Sampling settings that keep every token."""
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 100.0
 
-CRITIC_ENGINE = ("critic", "engine")
 
 FREE_TEXT = frozenset(("system_prompt", "stop", "options"))
 """Keys with text for the model, in which <answer> is not a placeholder."""
@@ -48,36 +44,14 @@ def check(config: Config) -> list[Problem]:
         *_asynchronous(config),
         *_evaluation(config),
         *_optimizer(config),
-        *_critic(config),
         *_model(config),
         *_user_code(config),
-        *_abilities(config),
+        *check_abilities(config),
         *(problem for path, _, spec in chosen(config) for problem in spec.check(_read_by(config, path))),
         *_components(config),
         *_slurm_options(config),
         *_warning(config),
     ]
-
-
-def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
-    """(key, name, specification) of every part that the configuration selects by name."""
-    yield ("pipeline",), config.pipeline, config.pipeline_spec
-    yield ("trainer", "engine"), config.trainer.engine, TRAIN_ENGINES[config.trainer.engine]
-    yield ("generator", "engine"), config.generator.engine, GEN_ENGINES[config.generator.engine]
-    if config.uses_critic and (engine := config.critic.engine or config.trainer.engine) != config.trainer.engine:
-        yield CRITIC_ENGINE, engine, TRAIN_ENGINES[engine]
-    if config.learns:
-        for engine in sorted({config.trainer.engine, config.critic_engine if config.uses_critic else ""} - {""}):
-            if (optimizer := TRAIN_ENGINES[engine].optimizers.get(config.trainer.optimizer)) is not None:
-                yield ("trainer", "optimizer"), config.trainer.optimizer, optimizer
-    if config.reinforces:
-        yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
-    for domain, reward in config.reward.items():
-        yield ("reward", domain, "name"), reward.name, REWARDS[reward.name]
-    for domain, env in config.envs.items():
-        yield ("env", domain, "name"), env.name, ENVS[env.name]
-    for index, name in enumerate(config.trackers):
-        yield ("trackers", index), name, TRACKERS[name]
 
 
 def _read_by(config: Config, path: Path) -> Config:
@@ -101,18 +75,6 @@ def _values(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
     inner: Iterable[tuple[Any, Any]] = data.items() if isinstance(data, Mapping) else enumerate(data)
     for key, value in inner:
         yield from _values(value, (*at, key))
-
-
-def check_built(config: Config) -> list[Problem]:
-    """Parts of the run that this version can plan but not run, and parts that are not installed. In a container the
-    preflight looks for them."""
-    problems = []
-    for path, name, spec in chosen(config):
-        if not spec.built:
-            problems.append(Problem(path, f"{dotted(path)}: {name} is not built yet"))
-        elif (lacking := spec.lacking()) and config.cluster.container == "none":
-            problems.append(Problem(path, f"{dotted(path)}: {name} is not installed; {install(lacking)}"))
-    return problems
 
 
 def _debug(config: Config) -> Iterator[Problem]:
@@ -402,31 +364,6 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield Problem(("trainer", "param_dtype"), text, (("model", "dtype"),))
 
 
-def _critic(config: Config) -> Iterator[Problem]:
-    """A critic whose engine has none, that never lets the policy learn, or that nothing fills with values."""
-    name = str(getattr(config.algorithm, "name", ""))
-    if config.reinforces and config.debug == "rollout_only" and config.algorithm_spec.uses_critic(config.algorithm):
-        text = f"algorithm.name: {name} needs values, and debug=rollout_only has no critic; use another algorithm"
-        yield Problem(("algorithm", "name"), text, (("debug",), ("algorithm",)))
-    if not config.uses_critic:
-        return
-    critic, engine = config.critic, config.critic.engine or config.trainer.engine
-    if not TRAIN_ENGINES[engine].make_critic:
-        instead = _able(TRAIN_ENGINES, CRITIC_ENGINE, lambda spec: bool(spec.make_critic))
-        text = f"critic.engine: {name} needs a critic, and the {engine} engine has no value head; use another algorithm"
-        yield Problem(CRITIC_ENGINE, text + instead, (("trainer", "engine"), ("algorithm",)))
-    elif config.deterministic and not TRAIN_ENGINES[engine].deterministic:
-        instead = _able(TRAIN_ENGINES, CRITIC_ENGINE, lambda spec: spec.deterministic and bool(spec.make_critic))
-        text = f"deterministic: the {engine} critic cannot be; use false{instead}"
-        yield Problem(("deterministic",), text, (CRITIC_ENGINE,))
-    if critic.warmup_steps >= config.max_steps:
-        text = f"{critic.warmup_steps} of max_steps={config.max_steps} steps leave none in which the policy learns"
-        yield Problem(("critic", "warmup_steps"), f"critic.warmup_steps: {text}; use less", (("max_steps",),))
-    if critic.lr_schedule != "constant" and critic.min_lr > critic.lr:
-        text = f"critic.min_lr: {critic.min_lr:g} is above critic.lr, which is {critic.lr:g}"
-        yield Problem(("critic", "min_lr"), text, (("critic", "lr"),))
-
-
 def _model(config: Config) -> Iterator[Problem]:
     if config.model.path is not None:
         return  # read from the folder by hpcrl.launch.model_folder
@@ -443,149 +380,6 @@ def _model(config: Config) -> Iterator[Problem]:
     yield from check_family(config, tiny.architecture, (*at, "architecture"))
     yield from check_trainable(config, {"model_type": tiny.architecture}, (*at, "architecture"))
     yield from check_length(config, tiny.max_position_embeddings, "model.tiny.max_position_embeddings")
-
-
-def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
-    """Whether the longest sequence fits into the model's `limit` positions; `name`: the key of this limit."""
-    prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
-    turns = config.max_turns
-    total = config.max_sequence_tokens
-    if total > limit:
-        sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns of {prompt} + {response}"
-        text = f"data.max_prompt_tokens: {sum_of} = {total} tokens exceed {name} = {limit}"
-        involved = (("rollout", "max_new_tokens"), ("eval", "max_new_tokens"), ("model",), ("env",))
-        yield Problem(("data", "max_prompt_tokens"), text, involved)
-
-
-def check_family(
-    config: Config, model_type: str, path: Path, model: Mapping[str, Any] | None = None
-) -> Iterator[Problem]:
-    """Whether the generation engine, if the run needs one, supports this model family and all features of `model`, a
-    config.json; `path`: the key of the model."""
-    if not (config.generates or config.evaluates):
-        return
-    name, spec = config.generator.engine, GEN_ENGINES[config.generator.engine]
-    if spec.families is not None and model_type not in spec.families:
-        wrong = f"supports {', '.join(spec.families)}, not {model_type}"
-    elif features := list(spec.unsupported(model, config.max_sequence_tokens)) if model is not None else []:
-        wrong = f"lacks {' and '.join(features)}"
-    else:
-        return
-    able = " or ".join(other for other, spec in GEN_ENGINES.items() if spec.offered and not spec.families)
-    text = f"{dotted(path)}: the {name} generator {wrong}; generator.engine={able} runs what that library supports"
-    yield Problem(path, text, (("generator", "engine"), ("model",)))
-
-
-def check_trainable(config: Config, model: Mapping[str, Any], path: Path) -> Iterator[Problem]:
-    """Whether the training engine, if the run needs one, can train the model of this config.json; `path`: the key of
-    the model."""
-    name = config.trainer.engine
-    pipeline, spec = config.pipeline_spec, TRAIN_ENGINES[name]
-    # A pipeline that is not built is planned, for models that no engine may train yet.
-    if not (pipeline.learns and pipeline.built) or config.debug == "fake":
-        return
-    own = None if spec.section is None else config.trainer.section(spec.section)
-    if lacking := list(spec.unsupported(own, model)):
-        default = {other: spec.section() if spec.section else None for other, spec in TRAIN_ENGINES.items()}
-        able = [
-            other
-            for other, spec in TRAIN_ENGINES.items()
-            if spec.offered and other != name and not list(spec.unsupported(default[other], model))
-        ]
-        way_out = f"; use trainer.engine={' or '.join(able)}" if able else ""
-        involved = (("trainer", "engine"), ("trainer", name), ("model",))
-        yield Problem(path, f"{dotted(path)}: the {name} trainer {' and '.join(lacking)}{way_out}", involved)
-
-
-def _abilities(config: Config) -> Iterator[Problem]:
-    """What the configuration asks of engines that cannot do it, or of roles that do not exist."""
-    train_engine, gen_engine = config.trainer.engine, config.generator.engine
-    trainer, generator = TRAIN_ENGINES[train_engine], GEN_ENGINES[gen_engine]
-    trains, generates = ("trainer", "engine"), ("generator", "engine")
-    if config.deterministic and not trainer.deterministic:
-        instead = _able(TRAIN_ENGINES, trains, lambda spec: spec.deterministic)
-        text = f"deterministic: the {train_engine} trainer cannot be; use false{instead}"
-        yield Problem(("deterministic",), text, (trains,))
-    if config.deterministic and not generator.deterministic and (config.generates or config.evaluates):
-        instead = _able(GEN_ENGINES, generates, lambda spec: spec.deterministic)
-        text = f"deterministic: the {gen_engine} generator cannot be; use false{instead}"
-        yield Problem(("deterministic",), text, (generates,))
-    yield from _optimizers(config)
-    yield from _heads(config)
-    yield from _lora(config)
-    for path, name, spec in chosen(config):
-        if unknown := [role for role in spec.roles if role not in list(ROLES)]:
-            text = f"{name} needs the role {unknown[0]}; there are {', '.join(ROLES)}"
-            yield Problem(path, f"{dotted(path)}: {text}; install the package that adds it")
-    if not config.reinforces:
-        return
-    if config.trainer.router_replay:
-        for path, kind, name, able in (
-            (trains, "trainer", train_engine, {n: spec.router_replay for n, spec in TRAIN_ENGINES.items()}),
-            (generates, "generator", gen_engine, {n: spec.gives_routes for n, spec in GEN_ENGINES.items()}),
-        ):
-            if (kind == "trainer" or config.generates) and not able.get(name, False):
-                has = " or ".join(n for n in able if able[n])
-                text = f"the {name} {kind} does not support it; use false or {dotted(path)}={has}"
-                yield Problem(("trainer", "router_replay"), f"trainer.router_replay: {text}", (path,))
-    if config.rollout.on_new_weights == "recompute" and config.rollout.max_lag and not generator.recompute:
-        instead = _able(GEN_ENGINES, generates, lambda spec: spec.recompute)
-        text = f"the {gen_engine} generator cannot recompute; use continue or restart{instead}"
-        yield Problem(("rollout", "on_new_weights"), f"rollout.on_new_weights: {text}", (generates,))
-    if config.learns and (lacking := sorted(config.algorithm_spec.outputs(config.algorithm) - trainer.computes)):
-        text = f"the objective needs {', '.join(lacking)}, which the {train_engine} trainer does not compute"
-        yield Problem(("algorithm",), f"algorithm: {text}; choose another trainer.engine", (trains,))
-
-
-def _optimizers(config: Config) -> Iterator[Problem]:
-    """An optimizer that the engine of the policy or of the critic lacks."""
-    if not config.learns:
-        return
-    wanted, engines = config.trainer.optimizer, {"trainer": config.trainer.engine}
-    if config.uses_critic and config.critic_engine != config.trainer.engine:
-        engines["critic"] = config.critic_engine
-    for role, name in engines.items():
-        if wanted not in (has := TRAIN_ENGINES[name].optimizers):
-            instead = _able(TRAIN_ENGINES, (role, "engine"), lambda spec: wanted in spec.optimizers)
-            text = f"the {name} {role} has no {wanted}; use {' or '.join(sorted(has))}{instead}"
-            yield Problem(("trainer", "optimizer"), f"trainer.optimizer: {text}", ((role, "engine"),))
-
-
-def _lora(config: Config) -> Iterator[Problem]:
-    """Adapters with an engine that has none."""
-    if config.lora is None:
-        return
-    for role, runs, table in (
-        ("trainer", True, TRAIN_ENGINES),
-        ("generator", config.generates or config.evaluates, GEN_ENGINES),
-    ):
-        path, name = (role, "engine"), str(getattr(config, role).engine)
-        if runs and not table[name].lora:  # type: ignore[attr-defined]
-            instead = _able(table, path, lambda spec: spec.lora)  # type: ignore[arg-type]
-            text = f"the {name} {role} has no adapters; use 0{instead}"
-            yield Problem(("trainer", "lora", "rank"), f"trainer.lora.rank: {text}", (path,))
-
-
-def _able(table: SpecTable[Any], path: Path, can: Callable[[Any], bool]) -> str:
-    """Names the engines that can, as a way out."""
-    names = [name for name, spec in table.items() if spec.offered and can(spec)]
-    return f", or {dotted(path)}={' or '.join(names)}" if names else ""
-
-
-def _heads(config: Config) -> Iterator[Problem]:
-    """A vocabulary projection in float32 in an engine that computes it in the model's type only."""
-    engines: tuple[tuple[str, bool, TrainerConfig | GeneratorConfig, SpecTable[Any]], ...] = (
-        ("trainer", config.learns, config.trainer, TRAIN_ENGINES),
-        ("generator", config.generates or config.evaluates, config.generator, GEN_ENGINES),
-    )
-    for role, runs, section, table in engines:
-        if runs and section.head_dtype and not table[section.engine].float32_head:
-            able = ", ".join(name for name, spec in table.items() if spec.float32_head and spec.offered)
-            text = (
-                f"{role}.head_dtype: {section.head_dtype}, but the {section.engine} {role} computes the vocabulary "
-                f"projection in the model's type only; use null, or {role}.engine={able}"
-            )
-            yield Problem((role, "head_dtype"), text, ((role, "engine"),))
 
 
 def _user_code(config: Config) -> Iterator[Problem]:

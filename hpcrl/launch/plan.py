@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, DataSource
-from hpcrl.config.checks import chosen
+from hpcrl.config.abilities import chosen
 from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer_rows, update_rows

@@ -10,7 +10,7 @@ from hpcrl.cluster.container import check_container
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
-from hpcrl.config.checks import check_built, check_family, check_length, check_trainable
+from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
 from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, inspect_model

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.cli import in_shell
-from hpcrl.config.checks import check_built
+from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare

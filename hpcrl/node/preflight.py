@@ -35,7 +35,7 @@ from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import CONTROLLER, RoleLayout
 from hpcrl.cluster.placement import Placement, cpus_of_node
 from hpcrl.config import Config, RoleName
-from hpcrl.config.checks import chosen
+from hpcrl.config.abilities import chosen
 from hpcrl.control.bootstrap import find_place
 from hpcrl.control.network import NoInterfaceError, is_loopback, listen, own_network, unreachable
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcrl.config import ConfigError, LoRAConfig, parse
-from hpcrl.config.checks import check_built
+from hpcrl.config.abilities import check_built
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner.shapes import read_shape
 from hpcrl.planner.trainer import checkpoint_bytes, trainer_parts

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from hpcrl.config import parse
-from hpcrl.config.checks import check_trainable
+from hpcrl.config.abilities import check_trainable
 from hpcrl.engines.train.megatron.families import attention_kinds
 from hpcrl.spec.rope import rope_types
 from tests.test_launch import CONFIG, SHORT, refused, write_model

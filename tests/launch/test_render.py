@@ -13,7 +13,7 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
 from hpcrl.config import load
-from hpcrl.config.checks import check_built
+from hpcrl.config.abilities import check_built
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.recipes import main as write_recipes
 from hpcrl.launch.recipes import recipes

@@ -14,7 +14,7 @@ import yaml
 
 from hpcrl import track
 from hpcrl.config import Config, ConfigError, parse
-from hpcrl.config.checks import check_built
+from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.trackers.telling import Telling
