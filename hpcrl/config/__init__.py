@@ -6,6 +6,7 @@ with every problem at once, one line each.
 
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.config.assembling import config_class
 from hpcrl.config.cluster import ClusterConfig, ComponentConfig, LayoutConfig, RoleConfig, RoleName
 from hpcrl.config.data import DataConfig, DataSource
 from hpcrl.config.fake import FakeConfig
@@ -21,7 +22,6 @@ from hpcrl.config.schema import (
     Timeouts,
     TinyModel,
     TrainerConfig,
-    config_class,
 )
 from hpcrl.spec.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.spec.policy_loss import PolicyLoss

@@ -10,11 +10,12 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from hpcrl.config.assembling import Named, config_class, unloadable
 from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
 from hpcrl.config.foreign import FOREIGN
-from hpcrl.config.schema import Config, EnvConfig, Named, config_class, unloadable
+from hpcrl.config.schema import Config, EnvConfig
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
 from hpcrl.spec.tables import PIPELINES

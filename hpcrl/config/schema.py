@@ -6,16 +6,12 @@ The docstring of every key gives its meaning and unit; `python -m hpcrl.launch -
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from hpcrl.config.cluster import ClusterConfig, LayoutConfig, layout_class
+from hpcrl.config.cluster import ClusterConfig, LayoutConfig
 from hpcrl.config.critic import CriticConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.fake import FakeConfig
@@ -31,12 +27,10 @@ from hpcrl.spec.fields import (
     Section,
     Seed,
     Share,
-    with_fields,
 )
 from hpcrl.spec.kinds import AlgorithmSpec, PipelineSpec, Spec
 from hpcrl.spec.policy_loss import PolicyLoss
-from hpcrl.spec.problems import Path
-from hpcrl.spec.table import SpecError, SpecTable, leave_out
+from hpcrl.spec.table import SpecError, SpecTable
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
@@ -543,123 +537,11 @@ def _asks_for_gpus(cluster: Any) -> bool:
 
 
 def _own_section(at: Section, name: str, spec: Spec, kind: type[S]) -> S:
-    section = getattr(at, _section_name(name, spec))
+    section = getattr(at, section_name(name, spec))
     assert isinstance(section, kind), f"the section of {name} is no {kind.__name__}"
     return section
 
 
-def _section_name(name: str, spec: Spec) -> str:
+def section_name(name: str, spec: Spec) -> str:
+    """The key of a part's section: of one that is named by path the name in its specification."""
     return spec.name if ":" in name else name
-
-
-@dataclass(frozen=True)
-class Named:
-    """The parts that a run names by the path of their specification, `module:NAME`; empty: an entry of the table."""
-
-    pipeline: str = ""
-    train_engine: str = ""
-    gen_engine: str = ""
-    algorithm: str = ""
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Named:
-        """The parts named in plain data."""
-        return cls(*(_path(data, *keys) for keys, _, _ in NAMED))
-
-
-NAMED: tuple[tuple[tuple[str, ...], SpecTable[Any], type[Section] | None], ...] = (
-    (("pipeline",), PIPELINES, Config),
-    (("trainer", "engine"), TRAIN_ENGINES, TrainerConfig),
-    (("generator", "engine"), GEN_ENGINES, GeneratorConfig),
-    (("algorithm", "name"), ALGORITHMS, None),
-)
-"""Keys that select a part with its own section, in the order of Named's fields, and what holds these sections."""
-
-
-def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Yields (key, error) for every part that is named by a path without a specification."""
-    for keys, table, base in NAMED:
-        if path := _path(data, *keys):
-            try:
-                if base is not None and (text := _clash(base, path, table[path])):
-                    yield keys, text
-            except SpecError as error:
-                yield keys, str(error)
-
-
-def _path(data: Any, *keys: str) -> str:
-    for key in keys:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data if isinstance(data, str) and ":" in data else ""
-
-
-@lru_cache
-def config_class(named: Named = Named()) -> type[Config]:
-    """Config with the choices and sections of all parts in the tables, and of parts named by path.
-
-    Raises SpecError if a specification cannot be loaded."""
-    pipelines = _choices(PIPELINES, named.pipeline, Config)
-    trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine, TrainerConfig))
-    generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine, GeneratorConfig))
-    layout = layout_class()
-    tracking = with_fields(TrackingConfig, **_sections(_choices(TRACKERS, "", TrackingConfig)))
-    algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
-    union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
-    algorithm: Any = Annotated[union, Field(discriminator="name")] if len(algorithms) > 1 else union
-    fields: dict[str, Any] = {
-        "pipeline": (_literal(pipelines), Config.model_fields["pipeline"].default),
-        "algorithm": (algorithm, Field(algorithms[0]())),
-        "layout": (layout, Field(layout())),
-        "tracking": (tracking, Field(tracking())),
-        "trainer": (trainer, Field(trainer())),
-        "generator": (generator, Field(generator())),
-        **_sections(pipelines),
-    }
-    return with_fields(Config, **fields)
-
-
-def _choices(table: SpecTable[Any], path: str, base: type[Section] | None = None) -> dict[str, Spec]:
-    """The entries that a key may select; without those of packages whose sections would hide a key of base."""
-    found: dict[str, Spec] = {}
-    for name, spec in table.items():
-        if base is not None and (text := _clash(base, name, spec)):
-            leave_out(f"the {table.kind} {name}", text)
-        elif getattr(spec, "offered", True):
-            found[name] = spec
-    return found | ({path: table[path]} if path else {})
-
-
-def _clash(base: type[Section], name: str, spec: Spec) -> str:
-    """Why a part's section cannot stand beside the keys of base; empty if it can."""
-    key = _section_name(name, spec)
-    if spec.section is None or not (key in base.model_fields or hasattr(base, key)):
-        return ""
-    return f"{base.__name__} has a key or a method {key} of its own; choose another name"
-
-
-def _named(name: str, spec: Spec) -> type[Section]:
-    """The section of an algorithm, with the name that selects it."""
-    assert spec.section is not None, f"{name} has a section"
-    if "name" in spec.section.model_fields:
-        return spec.section
-    key: Any = (Literal[name], Field(name, description="The algorithm."))  # type: ignore[valid-type]
-    return with_fields(spec.section, name=key)
-
-
-def _engine(base: type[S], engines: Mapping[str, Spec]) -> type[S]:
-    engine = (_literal(engines), base.model_fields["engine"].default)
-    fields: dict[str, Any] = {"engine": engine, **_sections(engines)}
-    return with_fields(base, **fields)
-
-
-def _sections(entries: Mapping[str, Spec]) -> dict[str, Any]:
-    """The sections of the entries that have keys."""
-    return {
-        _section_name(name, spec): (spec.section, Field(spec.section(), description=spec.about))
-        for name, spec in entries.items()
-        if spec.section is not None
-    }
-
-
-def _literal(names: Mapping[str, Any]) -> Any:
-    return Literal[tuple(names)]
