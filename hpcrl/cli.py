@@ -23,7 +23,7 @@ COMMANDS = {
     "plot": ("hpcrl.plot", "draw reward and held-out accuracy of a run"),
     "score": ("hpcrl.score", "try a reward on an answer or on a file of rows, without a run"),
     "convert": ("hpcrl.convert.__main__", "make a checkpoint a model in HF layout, or an HF model one of Megatron"),
-    "track": ("hpcrl.track", "tell a tracker on the network about a run that was tracked without, or not at all"),
+    "track": ("hpcrl.track", "upload the metrics of a run to a tracker, from a machine with network access"),
     "prefetch": ("hpcrl.prefetch", "fetch a model or a data file where the network is, for compute nodes without it"),
 }
 """Name -> (module with main(argv), what it does)."""

@@ -71,16 +71,16 @@ def control(
 
                 make_tiny_model(config.model.tiny, model_path)
             run = Run(config, run_dir, build(controller, background, layout, config, run_dir, model_path, attempt))
-        stop = run.stop
+        stop_run = run.stop
         for number in STOPPING:
-            signal.signal(number, lambda n, _: stop(n))
+            signal.signal(number, lambda n, _: stop_run(n))
         stopped = None
         try:
             pipeline.load()(run)
             print(run.finish(), flush=True)
             finish_run(run_dir, run.last_step, config.max_steps, run.reason)
-        except Stopped as stop:
-            stopped = stop
+        except Stopped as error:
+            stopped = error
         print(run.close(), end="", flush=True)
         controller.dismiss()
         world.leave()

@@ -1,4 +1,4 @@
-"""Tell a tracker on the network about a run, where the network is: the login node.
+"""Upload the metrics of a run to a tracker, from a machine with network access such as the login node.
 
 python -m hpcrl.track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker was not told before
 
@@ -18,7 +18,7 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.metrics.trackers.telling import Telling, run_id, tell_all
 from hpcrl.rundir import stored_config
-from hpcrl.runtime.tracking import folder_of, make_tracker
+from hpcrl.runtime.tracking import last_step_file, make_tracker
 from hpcrl.spec.extras import install
 from hpcrl.spec.tables import TRACKERS
 
@@ -35,11 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(error.problems), file=sys.stderr)
         return ExitCode.BAD_INPUT
     failed: list[str] = []
-    told = folder_of(config, run_dir, name).with_suffix(".told")
     tracker = Telling(
         name,
         functools.partial(make_tracker, config, run_dir, name, run_id(run_dir)),
-        told,
+        last_step_file(config, run_dir, name),
         resume_step=-1,
         rewinds=False,
         timeout_s=config.tracking.timeout_s,

@@ -9,7 +9,6 @@ fields, so that a reader needs no declaration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -80,16 +79,12 @@ def declare(*fields: Field) -> None:
             raise ValueError(f"field {field.name!r}: texts are fields of rows, not of a {field.level}")
 
 
-def fields_of(origin: Origin, *levels: Level, without: Iterable[str] = ()) -> list[Field]:
-    """The numeric fields of an origin and of these levels (none: all), except those named."""
-    left_out = set(without)
+def fields_of(origin: Origin, *levels: Level) -> list[Field]:
+    """The numeric fields of an origin and of these levels (none: all)."""
     return [
         field
         for field in FIELDS.values()
-        if field.origin is origin
-        and field.dtype != TEXT
-        and (not levels or field.level in levels)
-        and field.name not in left_out
+        if field.origin is origin and field.dtype != TEXT and (not levels or field.level in levels)
     ]
 
 

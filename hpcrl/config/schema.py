@@ -300,7 +300,7 @@ class EvalConfig(Section):
 
 
 class TrackingConfig(Section):
-    """What all trackers are told beside the metrics of each step."""
+    """Settings that all trackers share."""
 
     project: Annotated[str, Field(min_length=1, max_length=64)] = "hpcrl"
     """Project or experiment under which the tracker lists the run."""

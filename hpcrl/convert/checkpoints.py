@@ -45,7 +45,7 @@ def find(
     go_on: Callable[[], None] = lambda: None,
 ) -> Found:
     """The newest valid checkpoint of a run folder of hpcrl, the checkpoint of a step, the newest or a given one of
-    Megatron-LM. hashes: those of hpcrl are compared with their manifest byte by byte, else by size only; `tell`
+    Megatron-LM. hashes: the SHA-256 of each file of an hpcrl checkpoint is checked, else its size only; `tell`
     is told what takes long, and an exception of `go_on` ends it. ValueError if there is none, if it is damaged, or if
     the model is not known."""
 

@@ -28,7 +28,7 @@ class TextGame(ABC, Generic[Options]):
     """A game that is an Env (hpcrl.envs.base). The episode is a function of the seed and the actions alone.
 
     The action is the text between the first <tag> and </tag> of the response. One that the game does not know changes
-    nothing and gains options.invalid_reward. Metrics, all of the episode so far: success, and the shares of valid and
+    nothing and earns options.invalid_reward. Metrics, all of the episode so far: success, and the shares of valid and
     of effective actions (action_is_valid, action_is_effective).
     """
 

@@ -48,7 +48,7 @@ class GameOptions(Section):
     """First prompt; system_prompt of the data stays before it."""
     turn: Template = "{observation}"
     """Text after a valid action."""
-    invalid: Template = "This is no action. Answer with one of: {actions}, as in {answer}.\n{observation}"
+    invalid: Template = "That is not a valid action. Choose from {actions}, for example {answer}.\n{observation}"
     """Text after a response without a valid action."""
     tag: Annotated[str, AfterValidator(_tag)] = "answer"
     """The action stands between the first `<tag>` and `</tag>` of the response; empty: it is the whole response."""
@@ -111,6 +111,8 @@ class GuessOptions(GameOptions):
     """First prompt."""
     turn: Template = "The number is {observation}."
     """Text after a valid action."""
+    invalid: Template = "That is not a valid guess. Give {actions}, for example {answer}. The number is {observation}."
+    """Text after a response without a valid action."""
     low: Natural = 1
     """Smallest number."""
     high: Annotated[int, Field(ge=1, le=100000), NUMBER] = 100

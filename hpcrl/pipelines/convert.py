@@ -41,7 +41,7 @@ class ConvertConfig(Section):
     shard_gb: Annotated[float, Field(gt=0, le=1000), NUMBER] = 4.0
     """GB of a weight file at most, or one tensor."""
     hashes: bool = True
-    """Compare a checkpoint of hpcrl with its manifest byte by byte before; false: by file sizes only."""
+    """Check the SHA-256 of every file of an hpcrl checkpoint before; false: file sizes only."""
 
 
 def _check(config: Any) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ class ChoiceReward(Reward):
         return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That the answer is no option letter."""
+        """Reports an answer that is not the letter of an option."""
         if answer is None or letter_of(str(answer)) is not None:
             return ""
         return f"the answer {str(answer)[:40]!r} is no option, such as A or (B)"

@@ -43,10 +43,10 @@ class CodeReward(Reward):
         """Start the sandbox. ValueError if it does not reach the level, or the language cannot be run here."""
         options = self.options
         limits = Limits(
-            memory_bytes=options.memory_mb << 20,
-            file_bytes=options.max_file_mb << 20,
+            memory_bytes=options.memory_mib << 20,
+            file_bytes=options.max_file_mib << 20,
             processes=options.max_processes,
-            output_bytes=options.max_output_kb << 10,
+            output_bytes=options.max_output_kib << 10,
         )
         if options.language in PROGRAMS and self._command() is None:
             raise ValueError(
@@ -59,7 +59,7 @@ class CodeReward(Reward):
         return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That it has no test cases, or some of a wrong shape or another language."""
+        """Reports a row without test cases, or with cases of a wrong shape or another language."""
         try:
             self._check_language(cases_of(answer, extra))
         except ValueError as error:

@@ -59,7 +59,7 @@ class Composed(Reward):
         ]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That a part cannot score the row."""
+        """Reports a row that one of the parts cannot score."""
         for name, reward in self._parts.items():
             kind = self.options.parts[name].name
             if answer is None and REWARDS[kind].compares_answer:

@@ -110,7 +110,7 @@ class Endpoint:
 
 
 class Cache:
-    """Verdicts in a folder, one small file each, shared by all processes. A file that is damaged is none."""
+    """Verdicts in a folder, one small file each, shared by all processes. A damaged file counts as missing."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -33,7 +33,7 @@ class IFEval(Reward):
         return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That its instructions are missing, unknown, or lack arguments."""
+        """Reports instructions that are missing or unknown, or lack arguments."""
         try:
             instructions_of(answer, extra)
         except ValueError as error:

@@ -27,7 +27,7 @@ class MathReward(Reward):
         return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That the gold answer is too long: the time limit of a comparison does not include its normal form."""
+        """Reports a gold answer that is too long: the time limit of a comparison does not include its normal form."""
         return "" if answer is None else self._problem_of(gold_answer(as_text(answer)))
 
     def _problem_of(self, gold: str) -> str:

@@ -33,7 +33,7 @@ class Numeric(Reward):
         return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That the answer has no number."""
+        """Reports an answer without a number."""
         if answer is None or last_number(gold_answer(str(answer))) is not None:
             return ""
         return f"the answer {str(answer)[:40]!r} has no number"

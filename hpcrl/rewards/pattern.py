@@ -27,7 +27,7 @@ class Regex(Reward):
         return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That the answer is no regular expression."""
+        """Reports an answer that is not a regular expression."""
         if self.options.pattern is not None:
             return ""
         if not isinstance(answer, str):
@@ -61,7 +61,7 @@ class JsonSchema(Reward):
         return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """That the answer is no JSON schema."""
+        """Reports an answer that is not a JSON schema."""
         if self.options.json_schema is not None:
             return ""
         return _problem_of_schema(_parsed(answer)[1] if isinstance(answer, str) else answer)

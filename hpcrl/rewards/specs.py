@@ -174,13 +174,13 @@ class CodeOptions(Section):
     """Timeout of a case, seconds; all cases of a response together have 0.8 x reward.*.timeout_s."""
     min_level: Literal["L0", "L1", "L2", "L3"] = "L1"
     """Least isolation with which code is run (docs/security.md); L0 is unsafe."""
-    memory_mb: Annotated[int, Field(ge=64), NUMBER] = 1024
+    memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
     """Memory of all processes of a case, and address space of each, MiB."""
     max_processes: Count = 16
     """Processes and threads of a case; 1: threads only, 16 of them at most."""
-    max_file_mb: Positive = 16
+    max_file_mib: Positive = 16
     """Maximum size of a file, MiB; of all files of a case four times this."""
-    max_output_kb: Positive = 1024
+    max_output_kib: Positive = 1024
     """Maximum output of a case, KiB."""
 
 

@@ -285,7 +285,7 @@ def test_in_a_pool_with_its_level_and_refused_below(tmp_path: Path, capfd: pytes
 
 
 def test_a_level_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = make_reward(RewardConfig(name="code", options={"min_level": "L2", "max_output_kb": 1}))
+    reward = make_reward(RewardConfig(name="code", options={"min_level": "L2", "max_output_kib": 1}))
     monkeypatch.setattr("hpcrl.rewards.sandbox.syscalls.ARCHITECTURES", {})
     with pytest.raises(ValueError, match="no code sandbox of level L2 or above"):
         reward.start()
