@@ -48,12 +48,13 @@ def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
     """[N, heads, P, D]. q: [N, heads, P, D]; k and v: [N, kv_heads, keys, D]; visible: bool [N or 1, 1, P, keys], of
-    which each query needs one. softcap: as of causal_attention."""
+    which each query needs one. softcap: as of causal_attention. Without it v, and the result, may have another D."""
     # Heads that share keys are further rows, so that no kernel has to repeat keys.
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     visible = visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
     if softcap is None:
-        return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale).view(q.shape)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=scale)
+        return out.view(*q.shape[:-1], v.shape[-1])
     scores = torch.tanh(rows @ k.transpose(2, 3) * (scale / softcap)) * softcap
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32)
     return (weights.to(v.dtype) @ v).view(q.shape)

@@ -98,7 +98,7 @@ def _layer(shape: ModelShape, layer: int, tokens: Tokens, num_bytes: int) -> int
         kept += (2 * query + 2 * key) * num_bytes + FP32 * shape.num_heads
     if layer in shape.expert_layers:
         routed = (2 * hidden + 4 * shape.expert_size) * num_bytes + 4 * INDEX
-        kept += shape.experts_per_token * routed + FP32 * shape.num_experts
+        kept += shape.experts_per_token * routed + FP32 * shape.num_experts + 4 * shape.shared_size * num_bytes
     else:
         kept += 4 * shape.intermediate_size * num_bytes
     return tokens.total * kept

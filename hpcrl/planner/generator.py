@@ -74,7 +74,9 @@ def shares_weights(config: Config, layout: RoleLayout) -> bool:
 
 def token_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of the KV cache of one token on one rank; key and value heads are repeated if there are more ranks than
-    heads."""
+    heads. Latents are whole on every rank."""
+    if shape.latent is not None:
+        return shape.num_layers * (shape.latent.rank + shape.latent.rope) * BYTES[config.generator.dtype]
     heads = -(-shape.num_kv_heads // config.layout.generator.tensor_parallel)
     return 2 * shape.num_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 
@@ -141,7 +143,7 @@ def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tup
 def _mlp_width(shape: ModelShape) -> int:
     """Numbers per token in the widest feed-forward layer at once."""
     dense = 3 * shape.intermediate_size if len(shape.expert_layers) < shape.num_layers else 0
-    return max(dense, shape.experts_per_token * (shape.hidden_size + 3 * shape.expert_size))
+    return max(dense, shape.experts_per_token * (shape.hidden_size + 3 * shape.expert_size) + 3 * shape.shared_size)
 
 
 def check_engine_sizes(config: Config, shape: ModelShape) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -15,11 +15,25 @@ ParameterSplit = Literal["column", "row", "key", "vocabulary", "expert", "whole"
 """Tensor parallelism splits rows of a matrix, columns, rows of key and value heads, rows of the vocabulary, experts, or
 nothing."""
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen2_5_vl")
+FAMILIES = (
+    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "phi3", "gemma2", "gemma3_text", "qwen2_5_vl"),
+    "deepseek_v3",
+)
 GEMMA = ("gemma2", "gemma3_text")
 HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
 """Head width if config.json does not give it; for other families, hidden_size / heads."""
 EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+LATENT_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+}
+"""Of deepseek_v3."""
 VISION_DEFAULTS = {
     "depth": 32,
     "hidden_size": 3584,
@@ -58,6 +72,18 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention (arXiv 2405.04434): ranks of queries (None: one matrix) and of keys and
+    values, and the widths of a head's parts without and with positions, and of its values."""
+
+    query_rank: int | None
+    rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, named as in config.json, and all its parameters (tied ones once)."""
 
@@ -78,6 +104,9 @@ class ModelShape:
     expert_size: int
     expert_layers: frozenset[int]
     parameters: tuple[Parameter, ...] = ()
+    latent: Latent | None = None
+    shared_size: int = 0
+    """Width of the experts that every token has."""
 
     @property
     def qk_norm(self) -> bool:
@@ -146,6 +175,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise CannotPlanError(f"its parameters are not known for model_type {family!r} ({', '.join(FAMILIES)} are)")
+    if family == "deepseek_v3":
+        return _read_latent(config)
     text = {**config, **_section(config, "text_config")} if family == "qwen2_5_vl" else config
     heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
     bias = bool(text.get("attention_bias", False)) and family not in ("mistral", "phi3")
@@ -178,6 +209,44 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     )
     parameters = [*(_vision(_section(config, "vision_config")) if family == "qwen2_5_vl" else ()), *_decoder(shape)]
     return ModelShape(**{**shape.__dict__, "parameters": tuple(parameters)})
+
+
+def _read_latent(config: Mapping[str, Any]) -> ModelShape:
+    """Of DeepSeek-V3 (arXiv 2412.19437). The layers that predict further tokens are not in transformers' model. The
+    router's bias of each expert is counted as a parameter: it is in checkpoints, and travels to generators."""
+    sizes = {key: _size(config, key, default) for key, default in LATENT_DEFAULTS.items()}
+    narrow = config.get("q_lora_rank", 1536)
+    latent = Latent(
+        None if narrow is None else _size(config, "q_lora_rank", 1536),
+        sizes["kv_lora_rank"],
+        sizes["qk_nope_head_dim"],
+        sizes["qk_rope_head_dim"],
+        sizes["v_head_dim"],
+    )
+    layers, heads, dense = _size(config, "num_hidden_layers"), _size(config, "num_attention_heads"), 3
+    if (given := config.get("first_k_dense_replace")) is not None:
+        dense = given if isinstance(given, int) and given >= 0 else _size(config, "first_k_dense_replace")
+    shape = ModelShape(
+        family="deepseek_v3",
+        hidden_size=_size(config, "hidden_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=latent.nope + latent.rope,
+        intermediate_size=_size(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=bool(config.get("attention_bias", False)),
+        out_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=False,
+        num_experts=sizes["n_routed_experts"],
+        experts_per_token=sizes["num_experts_per_tok"],
+        expert_size=sizes["moe_intermediate_size"],
+        expert_layers=frozenset(range(dense, layers)),
+        latent=latent,
+        shared_size=sizes["moe_intermediate_size"] * sizes["n_shared_experts"],
+    )
+    return replace(shape, parameters=tuple(_decoder(shape)))
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -223,6 +292,9 @@ ParameterEntry = tuple[str, tuple[int, ...], ParameterSplit]
 
 def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
     hidden, at = shape.hidden_size, "self_attn."
+    if shape.latent is not None:
+        yield from _latent_attention(shape, shape.latent)
+        return
     if shape.family == "phi3":
         yield at + "qkv_proj.weight", (shape.query_size + 2 * shape.key_size, hidden), "column"
         yield at + "o_proj.weight", (hidden, shape.query_size), "row"
@@ -244,6 +316,28 @@ def _attention(shape: ModelShape) -> Iterator[ParameterEntry]:
         yield at + "k_norm.weight", (shape.head_dim,), "whole"
 
 
+def _latent_attention(shape: ModelShape, latent: Latent) -> Iterator[ParameterEntry]:
+    """The matrices that make latents are whole on every tensor parallel rank."""
+    hidden, at, query = shape.hidden_size, "self_attn.", (shape.query_size, latent.query_rank or shape.hidden_size)
+    if latent.query_rank is None:
+        yield at + "q_proj.weight", query, "column"
+    else:
+        yield at + "q_a_proj.weight", (latent.query_rank, hidden), "whole"
+        if shape.qkv_bias:
+            yield at + "q_a_proj.bias", (latent.query_rank,), "whole"
+        yield at + "q_a_layernorm.weight", (latent.query_rank,), "whole"
+        yield at + "q_b_proj.weight", query, "column"
+    compressed = latent.rank + latent.rope
+    yield at + "kv_a_proj_with_mqa.weight", (compressed, hidden), "whole"
+    if shape.qkv_bias:
+        yield at + "kv_a_proj_with_mqa.bias", (compressed,), "whole"
+    yield at + "kv_a_layernorm.weight", (latent.rank,), "whole"
+    yield at + "kv_b_proj.weight", (shape.num_heads * (latent.nope + latent.value), latent.rank), "column"
+    yield at + "o_proj.weight", (hidden, shape.num_heads * latent.value), "row"
+    if shape.out_bias:
+        yield at + "o_proj.bias", (hidden,), "whole"
+
+
 def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     if layer in shape.expert_layers:
@@ -251,6 +345,11 @@ def _mlp(shape: ModelShape, layer: int) -> Iterator[ParameterEntry]:
         yield "mlp.experts.gate_up_proj", (count, 2 * inner, hidden), "expert"
         yield "mlp.experts.down_proj", (count, hidden, inner), "expert"
         yield "mlp.gate.weight", (count, hidden), "whole"
+        if shape.latent is not None:
+            yield "mlp.gate.e_score_correction_bias", (count,), "whole"
+            yield "mlp.shared_experts.gate_proj.weight", (shape.shared_size, hidden), "column"
+            yield "mlp.shared_experts.up_proj.weight", (shape.shared_size, hidden), "column"
+            yield "mlp.shared_experts.down_proj.weight", (hidden, shape.shared_size), "row"
         return
     if shape.family == "phi3":
         yield "mlp.gate_up_proj.weight", (2 * inner, hidden), "column"

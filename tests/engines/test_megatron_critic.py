@@ -104,6 +104,7 @@ def check(splits: list[Split], folders: dict[str, Path], scratch: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_values_and_gradients_are_those_of_transformers_on_every_split(tmp_path: Path) -> None:
     folders = {family: critic_folder(family, tmp_path / family) for family in ("qwen2", "qwen3_moe")}
     with process_group(0, 1, str(tmp_path / "world")):

@@ -26,6 +26,22 @@ from hpcrl.rollout.types import FinishReason, Sample
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
 VOCAB = 100
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+}
+"""Sizes of a small DeepSeek-V3."""
 
 
 def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
@@ -44,10 +60,17 @@ def make_model_folder(family: str, folder: Path, **changes: Any) -> Path:
     }
     if family == "qwen3_moe":
         settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family == "deepseek_v3":  # with a width of its own for every part of a head
+        del settings["head_dim"]
+        settings |= LATENT
     if family == "gemma2":  # soft caps and a window small enough to matter
         settings |= {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     config = AutoConfig.for_model(family, **settings | changes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # new ones are zero
+            torch.nn.init.normal_(buffer, std=0.3)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -108,6 +108,7 @@ def test_sizes_that_fit(model: str, ranks: int, change: dict[str, Any]) -> None:
         ("Qwen2.5-7B", 8, {"expert_tensor_parallel": 2}, "qwen2 has no experts"),
         ("Qwen2.5-7B", 8, {"aux_loss": 0.01}, "aux_loss: 0.01, but qwen2 has no experts; use 0"),
         ("Qwen2.5-7B", 8, {"z_loss": 0.01}, "z_loss: 0.01, but qwen2 has no experts; use 0"),
+        ("Qwen3-30B-A3B", 8, {"expert_bias_rate": 0.001}, "0.001, but the routers of qwen3_moe have no bias"),
         ("Qwen3-30B-A3B", 8, {"tensor_parallel": 4}, "only with sequence_parallel=true"),
         ("Qwen3-30B-A3B", 24, {"expert_parallel": 24}, "24 does not divide the 128 experts"),
         ("Qwen3-30B-A3B", 5, {"expert_tensor_parallel": 5}, "5 does not divide the experts' width 768"),

@@ -13,6 +13,7 @@ from hpcrl.config import TinyModel
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.launch.model_folder import inspect_model
 from hpcrl.planner.shapes import CannotPlanError, read_shape, tiny_config
+from tests.engines.worlds import LATENT
 from tests.planner.models import PUBLISHED, published
 
 
@@ -22,7 +23,8 @@ def built(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(AutoConfig.for_model(config["model_type"], **settings))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    return {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *biases)}
 
 
 def planned(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -46,12 +48,22 @@ def test_every_parameter_of_published_models(name: str) -> None:
         {"model_type": "gemma2", "attention_bias": True, "tie_word_embeddings": False},
         {"model_type": "qwen3_moe", "num_experts": 6, "mlp_only_layers": [1], "decoder_sparse_step": 2},
         {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "deepseek_v3", **LATENT},
+        {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None, "attention_bias": True},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_every_option_that_changes_shapes(changes: dict[str, Any]) -> None:
     config = published("", 64, 4, 4, 2, 96, 128) | changes
     assert planned(config) == built(config)
+
+
+def test_every_parameter_of_deepseek_v3() -> None:
+    """With transformers' defaults, which are its sizes; its layer that predicts further tokens is not counted."""
+    config = published("deepseek_v3", 7168, 61, 128, 128, 18432, 129280)
+    assert planned(config) == built(config)
+    shape = read_shape(config)
+    assert shape.num_parameters == 671_026_419_200 and 37e9 < shape.num_active < 38e9
 
 
 def test_a_wrong_size_shows() -> None:

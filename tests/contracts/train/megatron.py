@@ -21,11 +21,25 @@ def gradients(
     engine: MegatronEngine, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms
 ) -> dict[str, Tensor]:
     engine.accumulate(batch, micro_batches, objective, norms, everywhere=True)
-    of_parameters = {name: parameter.main_grad for name, parameter in engine.weights.parameters.items()}  # type: ignore[attr-defined]
+    weights = engine.weights.parameters.items()  # biases of routers have no gradients
+    of_parameters = {name: weight.main_grad for name, weight in weights if hasattr(weight, "main_grad")}
     return {name: tensor.clone() for name, tensor in engine.weights.whole(of_parameters, {})}
 
 
 OVERLAPPED = {"overlap_gradients": True, "overlap_parameters": True}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+    },
+    "max_position_embeddings": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 SPLITS = {
     "dp2": Split(2, {}),
@@ -47,6 +61,11 @@ SPLITS = {
     "ep2, overlapped": Split(2, OVERLAPPED | {"expert_parallel": 2}, family="qwen3_moe"),
     "etp2": Split(2, {"expert_tensor_parallel": 2}, family="qwen3_moe", model={"norm_topk_prob": True}),
     "tp2 ep2": Split(2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, family="qwen3_moe"),
+    "tp2 ep2, latent attention": Split(
+        2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, family="deepseek_v3"
+    ),
+    "cp2, latent attention": Split(2, {"context_parallel": 2}, family="deepseek_v3", model=YARN),
+    "pp2, latent attention": Split(2, {"pipeline_parallel": 2}, family="deepseek_v3", model={"q_lora_rank": None}),
     "tp2 sp pp2": Split(
         4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}, model=FOUR_LAYERS
     ),

@@ -31,7 +31,7 @@ def _megatron_layer(shape: ModelShape, megatron: MegatronConfig, layer: int, tok
     if layer in shape.expert_layers:
         routed = (hidden + 3 * shape.expert_size // megatron.expert_tensor_parallel) * num_bytes + 2 * INDEX
         routed *= shape.experts_per_token * megatron.expert_tensor_parallel
-        kept += (routed + 2 * FP32 * shape.num_experts) // outer
+        kept += (routed + 2 * FP32 * shape.num_experts) // outer + 3 * shape.shared_size * num_bytes // tensor
     else:
         kept += 3 * shape.intermediate_size * num_bytes // tensor
     return tokens * kept

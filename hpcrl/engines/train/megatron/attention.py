@@ -63,14 +63,15 @@ class PackedAttention(nn.Module):
             spans = Spans(starts, packed_seq_params.max_seqlen_q, self.scale, self.window)
             return sequence_by_sequence(query, key, value, spans).flatten(1)
         ranks, rank = self.group.size(), dist.get_rank(self.group)
-        # [rank, token, key or value, head, D]; the backward pass sums the gradients of all ranks' queries.
-        both = gather_from_sequence_parallel_region(torch.stack([key, value], 1), group=self.group)
+        widths = (key.shape[-1], value.shape[-1])
+        # [rank, token, head, key and value]; the backward pass sums the gradients of all ranks' queries.
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.group)
         both = both.unflatten(0, (ranks, -1))
         results = []
         for first, end in pairwise((starts // ranks).tolist()):
             half = (end - first) // 2
             early, late = both[:, first : first + half], both[:, first + half : end].flip(0)
-            k, v = torch.cat([early, late]).flatten(0, 1).unbind(1)
+            k, v = torch.cat([early, late]).flatten(0, 1).split(widths, -1)
             for chunk, at in ((rank, first), (2 * ranks - 1 - rank, first + half)):
                 reach = (chunk + 1) * half
                 results.append(self._chunk(query[at : at + half], k[:reach], v[:reach]))

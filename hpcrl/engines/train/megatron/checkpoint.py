@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
 from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, shard_name
 from hpcrl.engines.train.megatron.optimizer import Optimizer
+from hpcrl.engines.train.megatron.weights import state_of
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -72,11 +73,11 @@ class StatePiece:
 def pieces(chunks: Sequence[Any], optimizer: Optimizer) -> Iterator[StatePiece]:
     """The state of this rank: all that it needs, of which it writes what no other rank does."""
     for chunk in chunks:
-        parameters = dict(chunk.module.named_parameters())
+        tensors, parameters = dict(state_of(chunk.module)), dict(chunk.module.named_parameters())
         for name, value in _sharded(chunk).items():
-            if name in parameters:
-                parameter = parameters[name]
-                first, state = optimizer.state_of(parameter)
+            if name in tensors:
+                parameter = tensors[name]
+                first, state = optimizer.state_of(parameter) if name in parameters else (0, {})
                 for shard in value if isinstance(value, list) else [value]:
                     yield from _of_shard(shard, parameter, first, state, optimizer.is_distributed)
 

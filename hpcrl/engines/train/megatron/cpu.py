@@ -32,6 +32,7 @@ def install() -> bool:
         return True
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # `with torch.device(...)` knows torch's functions by a table that it makes when it is first used.
@@ -57,6 +58,8 @@ def install() -> bool:
         (megatron_random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
         # Without Transformer Engine, a router that computes in fp32 looks for one of its functions.
         (moe_utils, "te_general_gemm", None),
+        # Latent attention takes a module that can be imported for Transformer Engine itself.
+        (multi_latent_attention, "HAVE_TE", False),
         # A tensor on the CPU is taken for one that was moved there before, and not converted.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _moved),
         # Gloo exchanges parts of one size only.

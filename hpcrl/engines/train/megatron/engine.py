@@ -36,6 +36,7 @@ from hpcrl.engines.train.megatron.model import (
 from hpcrl.engines.train.megatron.optimizer import Optimizer, distribute
 from hpcrl.engines.train.megatron.packing import Packed, pack, padded_lengths
 from hpcrl.engines.train.megatron.replay import ChosenExperts
+from hpcrl.engines.train.megatron.router_bias import RouterBias
 from hpcrl.engines.train.megatron.router_losses import RouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
@@ -106,7 +107,7 @@ class MegatronEngine:
         for chunk in chunks:
             chunk.requires_grad_(trainable)
         part = parallel_state.get_tensor_model_parallel_rank() if self.own.sequence_parallel else 0
-        self.routing: list[ChosenExperts | RouterLosses] = []
+        self.routing: list[ChosenExperts | RouterLosses | RouterBias] = []
         if replay:
             layers = sorted(self.description.shape.expert_layers)
             self.routing.append(ChosenExperts(chunks, layers, self._split()[2], part))
@@ -114,6 +115,10 @@ class MegatronEngine:
         if trainable and self.description.shape.expert_layers:
             self.router_losses = RouterLosses(chunks, self.own, self._split()[2], part)
             self.routing.append(self.router_losses)
+        self.router_bias = None
+        if trainable and self.own.expert_bias_rate:
+            self.router_bias = RouterBias(chunks, self.own.expert_bias_rate, self._split()[2], part)
+            self.routing.append(self.router_bias)
         # The buffers of gradients take the parameters' memory over, so the optimizer comes after the weights.
         self.chunks: list[Any] = distribute(chunks, core, self.own) if trainable else list(chunks)
         self.optimizer = Optimizer(self.chunks, config, self.own, self.dtype) if trainable else None
@@ -252,8 +257,9 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             chunk.force_all_reduce = everywhere
-        if self.router_losses is not None:
-            self.router_losses.see_mini_batch(norms)
+        for routers in (self.router_losses, self.router_bias):
+            if routers is not None:
+                routers.see_mini_batch(norms)
 
         def use(micro_batch: Batch, *found: Tensor) -> tuple[Tensor, Any]:
             outputs, used = self._outputs(objective, *found)
@@ -285,6 +291,8 @@ class MegatronEngine:
         norm = self.optimizer.step(rate)
         finite = math.isfinite(norm)
         self.optimizer_step += finite
+        if finite and self.router_bias is not None:
+            self.router_bias.update()
         if self.data_parallel_rank != 0:
             return {}
         stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}

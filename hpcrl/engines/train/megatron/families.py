@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcrl.spec.rope import rope_types
+from hpcrl.spec.rope import rope_type, rope_types, ropes
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "deepseek_v3")
 """The values of model_type."""
 ROPE_TYPES = ("default", "linear", "llama3")
 """Kinds of rotary embedding whose frequencies do not depend on the sequence, and that scale nothing else."""
@@ -19,12 +19,39 @@ def lacking(own: object, model: Mapping[str, Any]) -> Iterator[str]:
     if family not in FAMILIES:
         yield f"trains {', '.join(FAMILIES)}, not {family}"
         return
-    biases = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",), "qwen3_moe": ("attention_bias",)}
-    yield from (f"has no {key}=true" for key in biases.get(str(family), ()) if model.get(key))
-    for kind in sorted(rope_types(model).difference(ROPE_TYPES)):
-        yield f"has no rope_type={kind}, only {', '.join(ROPE_TYPES)}"
+    if model.get("quantization_config"):
+        yield "has no quantized weights (quantization_config); convert them to bfloat16"
+    biases = {"llama": ("attention_bias", "mlp_bias")}
+    able = ("attention_bias",) if family in ("qwen3", "qwen3_moe", "deepseek_v3") else ()
+    yield from (f"has no {key}=true" for key in biases.get(str(family), able) if model.get(key))
+    latent = family == "deepseek_v3"
+    allowed = ("default", "yarn") if latent else ROPE_TYPES
+    for kind in sorted(rope_types(model).difference(allowed)):
+        yield f"has no rope_type={kind}, only {', '.join(allowed)}"
+    if latent:
+        yield from _lacking_of_latent(model)
+        return
     if len(kinds := attention_kinds(model)) > 1:
         yield f"has no layers of {len(kinds)} kinds of attention ({', '.join(sorted(kinds))})"
+
+
+def _lacking_of_latent(model: Mapping[str, Any]) -> Iterator[str]:
+    """Where Megatron-Core's layers compute something else than transformers' DeepseekV3."""
+    for key in ("rope_interleave", "norm_topk_prob"):
+        if not model.get(key, True):
+            yield f"has no {key}=false"
+    if (eps := model.get("rms_norm_eps", 1e-6)) != 1e-6:
+        yield f"has norms of latents with 1e-06, not with rms_norm_eps={eps}"
+    for rope in (rope for rope in ropes(model) if rope_type(rope) == "yarn"):
+        both = rope.get("mscale"), rope.get("mscale_all_dim")
+        if not both[0] or both[0] != both[1] or rope.get("attention_factor"):
+            yield f"has yarn with mscale equal to mscale_all_dim only, not with {both[0]} and {both[1]}"
+    groups, chosen = model.get("n_group", 8), model.get("topk_group", 4)
+    if groups and groups > 1 and model.get("num_experts_per_tok", 8) // chosen != 2:
+        yield (
+            f"chooses groups of experts by their best num_experts_per_tok / topk_group, which must be 2, the model has "
+            f"{model.get('num_experts_per_tok', 8)} / {chosen}"
+        )
 
 
 def attention_kinds(model: Mapping[str, Any]) -> set[str]:

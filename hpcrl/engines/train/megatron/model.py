@@ -15,18 +15,20 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hpcrl.engines.train.megatron.attention import PackedAttention, RMSNorm
 from hpcrl.engines.train.megatron.families import attention_kinds, lacking
+from hpcrl.engines.train.megatron.latent import latent_options
 from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
@@ -40,7 +42,7 @@ _INITIALIZED: list[Any] = []
 class Description:
     """A model as its config.json describes it. json: the file's content; shape: the sizes; eps: of the norms;
     frequencies: of the rotary embedding; window: tokens to which a token attends; tops_normalised: whether the weights
-    of the chosen experts add up to one."""
+    of the chosen experts add up to one; options: further keys of Megatron's configuration."""
 
     json: dict[str, Any]
     shape: ModelShape
@@ -48,6 +50,7 @@ class Description:
     frequencies: Tensor
     window: int | None
     tops_normalised: bool
+    options: dict[str, Any]
 
 
 def describe(folder: Path) -> Description:
@@ -68,13 +71,15 @@ def describe(folder: Path) -> Description:
     rope = getattr(hf, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+        rotated = shape.head_dim if shape.latent is None else shape.latent.rope
+        exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
         frequencies = 1.0 / (rope.get("rope_theta", 10000.0) ** exponents)
     else:
         frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     window = getattr(hf, "sliding_window", None) if attention_kinds(content) == {"sliding_attention"} else None
     normalised = bool(getattr(hf, "norm_topk_prob", True))
-    return Description(content, shape, float(hf.rms_norm_eps), frequencies, window, normalised)
+    options = latent_options(shape, hf) if shape.latent is not None else {}
+    return Description(content, shape, float(hf.rms_norm_eps), frequencies, window, normalised, options)
 
 
 def initialize_parallel(megatron: MegatronConfig) -> None:
@@ -124,7 +129,8 @@ def transformer_config(
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif megatron.recompute == "selective" and not on_cuda:  # Transformer Engine's attention recomputes by itself
         options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return TransformerConfig(
+    latent = shape.latent is not None
+    return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.intermediate_size,
@@ -137,7 +143,7 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or latent,
         window_size=None if model.window is None else (model.window - 1, 0),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -165,10 +171,10 @@ def transformer_config(
         bias_activation_fusion=on_cuda,
         bias_dropout_fusion=on_cuda,
         masked_softmax_fusion=False,
-        apply_rope_fusion=on_cuda,
+        apply_rope_fusion=on_cuda and not latent,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **options,
+        **options | model.options,
     )
 
 
@@ -229,7 +235,7 @@ def build(
         if not on_cuda:
             spec = dataclasses.replace(spec, layer_norm=RMSNorm)
             for layer in spec.layer_specs:
-                _use_own_layers(layer.submodules, model.shape.qk_norm)
+                _use_own_layers(layer.submodules, model.shape)
         chunk = chunk_class(
             config,
             spec,
@@ -242,16 +248,25 @@ def build(
             **stage_options,
         )
         chunk.words = model.shape.vocab_size
-        chunk.rotary_pos_emb.inv_freq = model.frequencies.to(torch.cuda.current_device())
+        rotaries = [chunk]
+        if model.shape.latent is not None:
+            rotaries = [layer.self_attention for layer in chunk.decoder.layers]
+        for owner in rotaries:
+            owner.rotary_pos_emb.inv_freq = model.frequencies.to(torch.cuda.current_device())
         built = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         assert built == list(layers), f"Megatron-Core built the layers {built}, not {layers}"
         chunks.append(chunk)
     return chunks
 
 
-def _use_own_layers(submodules: Any, qk_norm: bool) -> None:
+def _use_own_layers(submodules: Any, shape: ModelShape) -> None:
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if qk_norm:
+    if shape.latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        # Megatron's local layers divide these two and gather the latents, and lose the gradient of the positions' part
+        # from the heads of other tensor parallel ranks. A copy on each rank, as with Transformer Engine, does not.
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

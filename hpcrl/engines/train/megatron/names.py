@@ -24,8 +24,9 @@ from hpcrl.spec.weights import Box
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "deepseek_v3")
 """The values of model_type in config.json that have a table."""
 
-LayerSpec = Literal["local", "fused"]
-"""Megatron's own layers, or those of Transformer Engine, which has the norm before a matrix in the matrix's module."""
+LayerSpec = Literal["local", "copied", "fused"]
+"""Megatron's own layers; these with a copy of the matrices that make latents on every tensor parallel rank; or those of
+Transformer Engine, which has such copies too, and the norm before a matrix in the matrix's module."""
 
 EntryPlace = Literal["embedding", "layer", "norm", "head"]
 
@@ -134,7 +135,7 @@ def table(
     found = [_whole(EMBEDDING, "model.embed_tokens.weight", around, "embedding", split=0, count=vocabulary)]
     for layer in range(model.num_layers):
         at, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        inside = [*model.attention(fused), *model.mlp(layer, fused, stacked)]
+        inside = [*model.attention(layers), *model.mlp(layer, fused, stacked)]
         found += [replace(_below(entry, at, hf), layer=layer) for entry in inside]
     found.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", around[1:], "norm"))
     if values:
@@ -320,9 +321,9 @@ class _Grouped:
                 f"num_key_value_heads={shape.num_kv_heads}"
             )
 
-    def attention(self, fused: bool) -> Iterator[Entry]:
+    def attention(self, layers: LayerSpec) -> Iterator[Entry]:
         shape, at, hf, hidden = self._shape, "self_attention.", "self_attn.", self.hidden
-        norm = at + "linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+        norm = at + "linear_qkv.layer_norm_weight" if layers == "fused" else "input_layernorm.weight"
         yield _whole(norm, "input_layernorm.weight", (hidden,))
         yield _qkv(shape, "weight", (hidden,))
         if shape.qkv_bias:
@@ -376,14 +377,13 @@ class _Latent:
             raise ValueError(f"{key} in config.json is {wrong}")
         return int(value)  # type: ignore[arg-type]
 
-    def attention(self, fused: bool) -> Iterator[Entry]:
-        at, hf, size = "self_attention.", "self_attn.", self._size
+    def attention(self, layers: LayerSpec) -> Iterator[Entry]:
+        at, hf, size, fused = "self_attention.", "self_attn.", self._size, layers == "fused"
+        down = 0 if layers == "local" else None
         heads, nope, rope, value = map(
             size, ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         )
         latent = size("kv_lora_rank")
-        # Transformer Engine's copies of these two are whole on each rank; Megatron's own are divided and gathered.
-        down = None if fused else 0
         yield _whole("input_layernorm.weight", "input_layernorm.weight", (self.hidden,))
         if self._config.get("q_lora_rank") is None:
             query = (heads * (nope + rope), self.hidden)

@@ -100,10 +100,16 @@ def _experts(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
         for key, value in (("expert_parallel", expert), ("expert_tensor_parallel", within)):
             if value > 1:
                 yield problem(key, f"{value}, but {shape.family} has no experts; use 1")
-        for key in ("aux_loss", "z_loss"):
+        for key in ("aux_loss", "z_loss", "expert_bias_rate"):
             if value := getattr(megatron, key):
                 yield problem(key, f"{value:g}, but {shape.family} has no experts; use 0")
         return
+    if megatron.expert_bias_rate and shape.latent is None:
+        text = (
+            f"{megatron.expert_bias_rate:g}, but the routers of {shape.family} have no bias, so that generators and an "
+            "exported model would choose other experts; use 0"
+        )
+        yield problem("expert_bias_rate", text)
     if shape.num_experts % expert:
         yield problem("expert_parallel", f"{expert} does not divide the {shape.num_experts} experts of a layer")
     if shape.expert_size % within:

@@ -37,9 +37,11 @@ class _Tokens:
 class RouterLosses:
     """The losses of all routers of a rank: measured, and with their coefficients added to that of the mini-batch.
 
-    With the softmax p [E] of a token's logits, and the share f [E] of the choices in its sequence that fell on each of
-    E experts, a token has aux_loss * E * sum(f * p) + z_loss * logsumexp(logits)^2; f has no gradient. A router sees
-    one of num_parts parts of the tokens of its context parallel rank, `part` (sequence parallelism; otherwise 1 and 0).
+    With the softmax p [E] of a token's logits (DeepSeek-V3: their sigmoids over the sum of these), and the share f [E]
+    of the choices in its sequence that fell on each of E experts, a token has
+    aux_loss * E * sum(f * p) + z_loss * logsumexp(logits)^2; f has no gradient, and is of choices without a bias. A
+    router sees one of num_parts parts of the tokens of its context parallel rank, `part` (sequence parallelism;
+    otherwise 1 and 0).
     """
 
     def __init__(self, chunks: Sequence[Any], own: MegatronConfig, num_parts: int, part: int):
@@ -50,9 +52,12 @@ class RouterLosses:
         self._sums = torch.zeros_like(self._coefficients)  # of both losses, since see_mini_batch()
         self._group = parallel_state.get_tensor_and_context_parallel_group()
         self._tokens: list[OfMicroBatch[_Tokens]] = []
+        self._scores: Callable[[Tensor], Tensor] = _softmax
         for _, router in routers_of(chunks):
             tokens = OfMicroBatch[_Tokens]()
             self._tokens.append(tokens)
+            if router.score_function == "sigmoid":
+                self._scores = _sigmoids
             router.gating = functools.partial(self._gating, router.gating, router.topk, tokens)
 
     def see_mini_batch(self, norms: Norms) -> None:
@@ -104,7 +109,7 @@ class RouterLosses:
         flat = logits.view(-1, logits.shape[-1]).float()
         with torch.set_grad_enabled(self._adds):
             shares = self._chosen(flat.detach(), topk, tokens) / (topk * tokens.lengths[:, None])
-            balance = flat.shape[-1] * (shares[tokens.rows] * flat.softmax(-1)).sum(-1)
+            balance = flat.shape[-1] * (shares[tokens.rows] * self._scores(flat)).sum(-1)
             losses = torch.stack([balance, flat.logsumexp(-1).square()]) @ tokens.shares
             self._sums += losses.detach()
             return _WithLoss.apply(logits, losses @ self._coefficients) if self._adds else logits
@@ -117,6 +122,16 @@ class RouterLosses:
         if self._group.size() > 1:
             dist.all_reduce(counts, group=self._group)
         return counts
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _sigmoids(logits: Tensor) -> Tensor:
+    """Divided by their sum (DeepSeek-V3, arXiv 2412.19437)."""
+    scores = logits.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
 
 
 def _weights(batch: Batch) -> Tensor:

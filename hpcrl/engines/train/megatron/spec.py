@@ -51,6 +51,10 @@ class MegatronConfig(Section):
     """Mixture of experts: coefficient of the mean square of the log-sum-exp of router logits (arXiv 2202.08906), of
     each sequence and layer, averaged over sequences."""
 
+    expert_bias_rate: NonNegative = 0.0
+    """Mixture of experts whose routers have a bias of each expert (DeepSeek-V3): change of a bias in a step, towards an
+    even load (arXiv 2408.15664; .001 in the model's own training). 0: they stay as they are."""
+
     @property
     def ranks_of_a_copy(self) -> int:
         """Ranks that share one copy of the model."""
@@ -121,7 +125,9 @@ SPEC = TrainEngineSpec(
     deterministic=True,
     float32_head=True,
     router_replay=True,
-    resume_keys=tuple(key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss")),
+    resume_keys=tuple(
+        key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss", "expert_bias_rate")
+    ),
     computes=frozenset({"entropy"}),
     make_critic="hpcrl.engines.train.megatron.critic:make",
 )

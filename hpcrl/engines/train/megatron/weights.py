@@ -19,12 +19,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpcrl.engines.train.megatron.model import Description
-from hpcrl.engines.train.megatron.names import HEAD, Entry, NameTable, held, parts, shard, table
+from hpcrl.engines.train.megatron.names import HEAD, Entry, LayerSpec, NameTable, held, parts, shard, table
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.spec.weights import Box, Held
 
+EXPERT_BIAS = "router.expert_bias"
+"""The end of the name of the bias of a router, which is in fp32 whatever the type of the parameters."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def state_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a chunk, and the biases of its routers, which no optimizer moves."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(EXPERT_BIAS))
 
 
 class TensorFiles(Mapping[str, Any]):
@@ -113,14 +121,14 @@ class HFWeights:
         self._layers = {layer: stage for stage, chunks in enumerate(self._stages) for c in chunks for layer in c}
 
     def _table(self, stacked: bool) -> NameTable:
-        fused = "fused" if torch.cuda.is_available() else "local"
+        layers: LayerSpec = "fused" if torch.cuda.is_available() else "copied"
         padded = padded_vocabulary(self._description.shape.vocab_size, self._megatron)
-        return table(self._description.json, fused, padded, stacked, self._values)  # type: ignore[arg-type]
+        return table(self._description.json, layers, padded, stacked, self._values)
 
     def _own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Of each chunk, under the names of the whole model. The second copy of a tied embedding is left out."""
         for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
-            for name, parameter in chunk.named_parameters():
+            for name, parameter in state_of(chunk):
                 entry = self._find(self.table, name, layers[0] if layers else 0)
                 if entry.split is not None and not hasattr(parameter, "tensor_model_parallel"):
                     # For the norm of the gradients; of weights, Megatron does it where it draws values.
@@ -151,7 +159,7 @@ class HFWeights:
         stacked = any(name.endswith("mlp.experts.gate_up_proj") for name in files)
         names = self._table(stacked)
         for chunk, layers in zip(self._chunks, self._stages[self._place.stage], strict=True):
-            for name, parameter in chunk.named_parameters():
+            for name, parameter in state_of(chunk):
                 entry = self._find(names, name, layers[0] if layers else 0)
                 if self._values and entry.place == "head" and entry.rows[0].hf not in files:
                     parameter.zero_()
@@ -170,11 +178,13 @@ class HFWeights:
     # ---- whole tensors
 
     def whole(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-        """Whole copies under HF names of tensors that have the names and parts of this rank's parameters; each in the
-        type of dtypes, into which it is converted before it is exchanged. Collective over a pipeline stage: every rank
-        must exhaust it."""
+        """Whole copies under HF names of tensors that have the names and parts of this rank's parameters, or of some
+        of them; each in the type of dtypes, into which it is converted before it is exchanged. Collective over a
+        pipeline stage: every rank must exhaust it."""
         for run in self._runs(self._place.stage):
             experts = [self._gathered(entry, tensors[entry.name], dtypes) for entry in run if entry.name in tensors]
+            if not experts:
+                continue
             named = self._hf(run[0], experts[0]) if run[0].expert is None else self._stacked(run, experts)
             for name, tensor in named:
                 yield name, tensor.to(dtypes.get(name, tensor.dtype))
@@ -192,7 +202,8 @@ class HFWeights:
                 for name in dict.fromkeys(rows.hf for rows in run[0].rows):
                     tensor = None if own is None else next(own)[1].contiguous()
                     if rank == 0 and tensor is None:
-                        tensor = torch.empty(self.table.shapes[name], dtype=self.dtype, device=self.device)
+                        dtype = self._dtype(run[0], self.dtype)
+                        tensor = torch.empty(self.table.shapes[name], dtype=dtype, device=self.device)
                         dist.recv(tensor, sender)
                     elif rank == sender != 0 and tensor is not None:
                         dist.send(tensor, 0)
@@ -254,11 +265,21 @@ class HFWeights:
     def layout(self, dtype: torch.dtype) -> list[Held]:
         """See TrainEngine.weight_layout."""
         return [
-            Held(name, str(dtype).removeprefix("torch."), self.table.shapes[name], self._parts_of(run, name))
+            Held(
+                name,
+                str(self._dtype(run[0], dtype)).removeprefix("torch."),
+                self.table.shapes[name],
+                self._parts_of(run, name),
+            )
             for stage in range(len(self._stages))
             for run in self._runs(stage)
             for name in dict.fromkeys(rows.hf for entry in run for rows in entry.rows)
         ]
+
+    @staticmethod
+    def _dtype(entry: Entry, dtype: torch.dtype) -> torch.dtype:
+        """Of a tensor of a model whose parameters have this type."""
+        return torch.float32 if entry.name.endswith(EXPERT_BIAS) else dtype
 
     def _parts_of(self, run: Sequence[Entry], name: str) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         found: dict[Box, list[int]] = {}

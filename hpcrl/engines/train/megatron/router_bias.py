@@ -1,0 +1,69 @@
+"""The bias of each expert in the routers' choice, which evens their load out without a loss (arXiv 2408.15664)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+from torch import Tensor
+
+from hpcrl.engines.train.megatron.packing import Packed
+from hpcrl.engines.train.megatron.replay import OfMicroBatch, routers_of
+from hpcrl.rollout.batch import Batch, Norms
+
+
+class RouterBias:
+    """The biases of all routers of a rank. After an optimizer step, the bias of an expert that got fewer tokens of the
+    mini-batch than the average grows by `rate`; that of one with more becomes smaller by it.
+
+    Megatron counts padding too, so that the split of a batch would change the biases; here it is not counted. A router
+    sees one of num_parts parts of the tokens of its context parallel rank, `part` (sequence parallelism; otherwise 1
+    and 0).
+    """
+
+    def __init__(self, chunks: Sequence[Any], rate: float, num_parts: int, part: int):
+        self._rate, self._num_parts, self._part = rate, num_parts, part
+        self._routers = [router for _, router in routers_of(chunks)]
+        self._counts = [torch.zeros_like(router.expert_bias) for router in self._routers]
+        self._real: list[OfMicroBatch[Tensor]] = []  # bool [t]: which of the tokens are no padding
+        for router, counts in zip(self._routers, self._counts, strict=True):
+            real = OfMicroBatch[Tensor]()
+            self._real.append(real)
+            router._apply_expert_bias = functools.partial(_count, real, counts)
+
+    def see_mini_batch(self, norms: Norms) -> None:
+        """Forget what the mini-batch before has counted."""
+        for counts in self._counts:
+            counts.zero_()
+
+    def expect_recomputation(self, recomputes: bool) -> None:
+        """See OfMicroBatch."""
+        for real in self._real:
+            real.expect_recomputation(recomputes)
+
+    def see(self, batch: Batch, packed: Packed) -> None:
+        """The micro-batch of the next forward pass."""
+        for real in self._real:
+            real.value = (packed.sources >= 0).chunk(self._num_parts)[self._part]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the biases by the counts of the mini-batch. Collective over the ranks of a pipeline stage."""
+        if not self._routers:
+            return
+        biases = torch.stack([router.expert_bias for router in self._routers])
+        moved = get_updated_expert_bias(torch.stack(self._counts), biases, self._rate)
+        for router, bias in zip(self._routers, moved, strict=True):
+            router.expert_bias.copy_(bias)
+
+
+def _count(
+    of_micro_batch: OfMicroBatch[Tensor], counts: Tensor, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> None:
+    """Takes the place of a router's _apply_expert_bias: add the choices of the tokens, bool [t, experts]."""
+    real = of_micro_batch.take()
+    if real is not None and torch.is_grad_enabled():
+        counts += (routing_map & real[:, None]).sum(0)

@@ -1,0 +1,115 @@
+"""The bias of experts in Megatron's routers: moved by the load that transformers' model has, on every split."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hpcrl.algorithms.base import Objective, Outputs
+from hpcrl.metrics.stats import Stats
+from hpcrl.rollout.batch import Batch, Norms
+from tests.engines.test_megatron import make, weights_of_all_shares, write
+from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, process_group, run_ranks
+
+pytestmark = pytest.mark.numerics
+
+LENGTHS, RATE = (9, 12, 5, 14, 7), 0.125
+ON_ONE: list[dict[str, Any]] = [{}, {"recompute": "full"}]
+ON_TWO: list[dict[str, Any]] = [
+    {},
+    {"expert_parallel": 2},
+    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"context_parallel": 2, "recompute": "full"},
+    {"pipeline_parallel": 2},
+]
+
+
+class Infinite(Objective):
+    """A loss that no step follows."""
+
+    def loss(self, outputs: Outputs, batch: Batch, norms: Norms) -> tuple[Tensor, Stats]:
+        return outputs.logprobs.sum() * torch.inf, {}
+
+
+def _count(counts: Tensor, gate: Any, inputs: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
+    counts += found[2].flatten().bincount(minlength=len(counts))
+
+
+def moved(folder: Path, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The biases of the folder's model, and those after a step with this batch."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    before, after = {}, {}
+    for name, gate in ((name, part) for name, part in model.named_modules() if name.endswith("mlp.gate")):
+        counts = torch.zeros(gate.num_experts)
+        gate.register_forward_hook(functools.partial(_count, counts))
+        before[f"{name}.e_score_correction_bias"] = gate.e_score_correction_bias.clone()
+        after[f"{name}.e_score_correction_bias"] = counts
+    with torch.no_grad():
+        for tokens in batch.token_ids.split(batch.lengths.tolist()):
+            model(tokens[None])
+    for name, counts in after.items():
+        assert counts.sum() == batch.num_tokens * 4
+        after[name] = before[name] + RATE * (counts.mean() - counts).sign()
+    return before, after
+
+
+def check(folder: Path, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], splits: list[Any], scratch: Path) -> None:
+    """Every rank runs it."""
+    before, after = wanted
+    whole, saved = make_batch(LENGTHS), None
+    for number, own in enumerate(splits):
+
+        def biases(engine: Any) -> dict[str, Tensor]:
+            named = weights_of_all_shares(engine)
+            return {name: tensor for name, tensor in named.items() if name in before}
+
+        def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+            return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+
+        engine = make(folder, expert_bias_rate=RATE, **own)
+        rank, size = engine.data_parallel_rank, engine.data_parallel_size
+        batch = whole.select(list(range(rank, len(LENGTHS), size)))
+        plan = [[0], list(range(1, batch.num_sequences)), []]
+        engine.logprobs(batch, plan, 1.0)
+        engine.accumulate(batch, plan, Weighted(), norms_of(whole))
+        engine.train_step(batch, plan, Infinite(), norms_of(whole))
+        assert same(biases(engine), before), f"{own}: moved without a step"
+        engine.train_step(batch, plan, Weighted(), norms_of(whole))
+        assert same(biases(engine), after), own
+        state = write(engine, scratch / f"state{size}.{number}")
+        resumed = make(folder, expert_bias_rate=RATE, **own)
+        resumed.load(saved or state)
+        assert same(biases(resumed), after), own
+        saved = saved or state  # of another split from now on
+        if not number:
+            still = make(folder, **own)
+            still.train_step(batch, plan, Weighted(), norms_of(whole))
+            assert same(biases(still), before), "moved without a rate"
+    engine.export_hf(scratch / f"hf{dist.get_world_size()}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_biases_follow_the_load_on_every_split(tmp_path: Path) -> None:
+    """Padding and micro-batches change nothing, and no bias moves without a step. Checkpoints, also of another split,
+    and exports have them."""
+    folder = make_model_folder("deepseek_v3", tmp_path / "model", first_k_dense_replace=0)
+    wanted = moved(folder, make_batch(LENGTHS))
+    assert len(wanted[0]) == 2
+    assert all(
+        {-RATE, RATE} <= set((wanted[1][name] - wanted[0][name]).round(decimals=3).tolist()) for name in wanted[0]
+    )
+    with process_group(0, 1, str(tmp_path / "world")):
+        check(folder, wanted, ON_ONE, tmp_path)
+    run_ranks(2, check, folder, wanted, ON_TWO, tmp_path)
+    for ranks in (1, 2):
+        exported = load_file(tmp_path / f"hf{ranks}" / "model.safetensors")
+        assert all(torch.equal(exported[name], bias) for name, bias in wanted[1].items())
