@@ -27,7 +27,7 @@ from tests.engines.worlds import make_batch, make_model_folder, norms_of, proces
 pytestmark = pytest.mark.numerics
 
 Split = tuple[str, dict[str, Any]]
-ON_ONE: list[Split] = [("qwen2", {}), ("qwen3_moe", {"recompute": "full"})]
+ON_ONE: list[Split] = [("qwen2", {}), ("qwen3_moe", {"recompute": "full"}), ("deepseek_v3", {})]
 ON_TWO: list[Split] = [
     ("qwen2", {}),
     ("qwen2", {"tensor_parallel": 2}),
@@ -106,7 +106,7 @@ def check(splits: list[Split], folders: dict[str, Path], scratch: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_values_and_gradients_are_those_of_transformers_on_every_split(tmp_path: Path) -> None:
-    folders = {family: critic_folder(family, tmp_path / family) for family in ("qwen2", "qwen3_moe")}
+    folders = {family: critic_folder(family, tmp_path / family) for family in ("qwen2", "qwen3_moe", "deepseek_v3")}
     with process_group(0, 1, str(tmp_path / "world")):
         check(ON_ONE, folders, tmp_path)
     run_ranks(2, check, ON_TWO, folders, tmp_path)

@@ -79,7 +79,6 @@ def check(folder: Path, wanted: tuple[dict[str, Tensor], dict[str, Tensor]], spl
         batch = whole.select(list(range(rank, len(LENGTHS), size)))
         plan = [[0], list(range(1, batch.num_sequences)), []]
         engine.logprobs(batch, plan, 1.0)
-        engine.accumulate(batch, plan, Weighted(), norms_of(whole))
         engine.train_step(batch, plan, Infinite(), norms_of(whole))
         assert same(biases(engine), before), f"{own}: moved without a step"
         engine.train_step(batch, plan, Weighted(), norms_of(whole))
