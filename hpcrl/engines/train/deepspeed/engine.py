@@ -63,7 +63,8 @@ class ZeroEngine(FSDP2Engine):
     def _sharded(self, hf: PreTrainedModel, source: PreTrainedModel | None) -> Any:
         self.module = self._wrapped(hf)
         zero.connect()
-        settings = zero.settings(self.zero, self.config.max_grad_norm, self.compute_dtype, self.num_trained)
+        reduced = self.num_trained or self.num_parameters  # a frozen model reduces none
+        settings = zero.settings(self.zero, self.config.max_grad_norm, self.compute_dtype, reduced)
         is_divided = self.zero.zero_stage == 3
         zero.fill(self.module, source, self.device, self.compute_dtype, settings if is_divided else None)
         self.shards = list(self.module.parameters())
