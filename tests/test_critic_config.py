@@ -33,11 +33,6 @@ def refused(*words: str) -> list[str]:
         (["critic.lr=1e-4"], "critic.lr: not read here, grpo has no critic"),
         (["pipeline=sft", "critic.path=x"], "critic.path: not read here, sft has no critic"),
         ([PPO, "critic.min_lr=1e-6"], "critic.min_lr: not read here, the learning rate is constant"),
-        (
-            [PPO, "trainer.engine=deepspeed"],
-            "critic.engine: gae needs a critic, and the deepspeed engine has no value head; use another algorithm, or "
-            "critic.engine=fsdp2 or megatron",
-        ),
         ([PPO, "critic.engine=fake"], "critic.engine: expected fsdp2 or megatron or deepspeed, got 'fake'"),
         ([PPO, "critic.warmup_steps=5", "max_steps=5"], "critic.warmup_steps: 5 of max_steps=5 steps leave none"),
         ([PPO, "debug=rollout_only"], "algorithm.name: gae needs values, and debug=rollout_only has no critic"),

@@ -91,6 +91,7 @@ def _train_and_save(folder: Path, splits: dict[Path, dict[str, Any]]) -> list[di
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ranks_share_blocks(tmp_path: Path) -> None:
     """Two ranks, with experts, copies of the model, and state on the host; then one goes on."""
     folder = make_folder(tmp_path / "model", "qwen3_moe")

@@ -163,6 +163,7 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], lis
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_ranks_equal_fsdp2_on_one(tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
     want, theirs = fsdp2_state(folder, tmp_path / "state")

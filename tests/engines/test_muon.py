@@ -116,6 +116,7 @@ def _train_and_save(folder: Path, splits: dict[Path, dict[str, Any]]) -> list[di
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ranks_share_matrices_and_their_momentum(tmp_path: Path) -> None:
     """Two ranks, with uneven shards and experts, and copies of the model."""
     folder = make_model_folder("qwen3_moe", tmp_path / "model", hidden_size=36, num_experts=3, num_experts_per_tok=2)

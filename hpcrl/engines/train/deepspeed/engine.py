@@ -15,7 +15,8 @@ from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.train.deepspeed import zero
 from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
-from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments
+from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.weights import fingerprint
@@ -26,17 +27,8 @@ from hpcrl.spec.weights import Held
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> ZeroEngine:
     """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
-    return ZeroEngine(
-        config.trainer,
-        model_path,
-        zero=config.trainer.section(DeepSpeedConfig),
-        dtype=getattr(torch, config.model.dtype),
-        total_steps=total_steps,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        trainable=trainable,
-        deterministic=config.deterministic,
-        seed=config.seed,
-    )
+    own = config.trainer.section(DeepSpeedConfig)
+    return ZeroEngine(config.trainer, model_path, zero=own, trainable=trainable, **arguments(config, total_steps))
 
 
 class ZeroEngine(FSDP2Engine):
@@ -47,7 +39,7 @@ class ZeroEngine(FSDP2Engine):
     """
 
     name = "deepspeed"
-    model_class = zero.ZeroCausalLM
+    model_class: type[PackedCausalLM] = zero.ZeroCausalLM
 
     def __init__(self, config: TrainerConfig, model_path: Path, *, zero: DeepSpeedConfig | None = None, **others: Any):
         """As FSDP2Engine. Collective. ValueError on every rank if the folder cannot be used."""

@@ -111,4 +111,5 @@ SPEC = TrainEngineSpec(
     float32_head=True,
     offloads=False,
     lora=True,
+    make_critic="hpcrl.engines.train.deepspeed.critic:make",
 )

@@ -141,9 +141,9 @@ def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config
             for adapter in (getattr(module, name, None) for name in ("lora_A", "lora_B")):
                 if isinstance(adapter, nn.Linear):
                     deepspeed.zero.register_external_parameter(module, adapter.weight)
-        projection = cast(nn.Module, model.hf.get_output_embeddings())
-        for parameter in projection.parameters(recurse=False):  # used by the model, not by its own module
-            deepspeed.zero.register_external_parameter(model, parameter)
+        for parameter in model.projection():
+            if parameter is not None:  # used by the model, not by its own module
+                deepspeed.zero.register_external_parameter(model, parameter)
     parsed = deepspeed.DeepSpeedConfig(config)
     engine = _Engine(args=None, model=model, optimizer=optimizer, config=config, config_class=parsed)
     if optimizer is not None:

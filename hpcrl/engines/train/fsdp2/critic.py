@@ -14,7 +14,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.config import Config
 from hpcrl.engines.train.fsdp2.attention import PackedLayout
-from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, spread
+from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments, spread
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.logits import token_logprobs
 from hpcrl.engines.train.fsdp2.model import Kind, PackedCausalLM, empty_model, read_model
@@ -33,15 +33,8 @@ CRITIC = Kind(
 
 def make(config: Config, model_path: Path, total_steps: int) -> FSDP2Critic:
     """The critic's engine; config: Config.of_critic(). Collective over the ranks of the default group."""
-    return FSDP2Critic(
-        config.trainer,
-        model_path,
-        own=config.trainer.section(FSDP2Config),
-        dtype=getattr(torch, config.model.dtype),
-        total_steps=total_steps,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        deterministic=config.deterministic,
-    )
+    own = config.trainer.section(FSDP2Config)
+    return FSDP2Critic(config.trainer, model_path, own=own, **arguments(config, total_steps))
 
 
 class PackedCritic(PackedCausalLM):
@@ -54,7 +47,7 @@ class PackedCritic(PackedCausalLM):
         """See PackedCausalLM."""
         yield self.hf.get_submodule(HEAD)
 
-    def _projection(self) -> tuple[Tensor, Tensor | None]:
+    def projection(self) -> tuple[Tensor, Tensor | None]:
         embedding: Any = self.hf.get_input_embeddings()
         return embedding.weight, None
 
@@ -62,7 +55,7 @@ class PackedCritic(PackedCausalLM):
         """See PackedCausalLM."""
         self._forget_lengths()
         hidden = self.hf.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state[0, :-1]
-        weight, bias = self._projection()
+        weight, bias = self.projection()
         return token_logprobs(
             hidden,
             weight,

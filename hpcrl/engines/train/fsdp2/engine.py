@@ -50,18 +50,20 @@ and one reduce-scatter after it. A larger model gathers layer by layer and reduc
 
 def make(config: Config, model_path: Path, total_steps: int, trainable: bool) -> FSDP2Engine:
     """The trainer's engine, or a frozen one. Collective over the ranks of the default group."""
-    return FSDP2Engine(
-        config.trainer,
-        model_path,
-        own=config.trainer.section(FSDP2Config),
-        dtype=getattr(torch, config.model.dtype),
-        total_steps=total_steps,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        trainable=trainable,
-        deterministic=config.deterministic,
-        replay=trainable and routes_of(config, model_path) is not None,
-        seed=config.seed,
-    )
+    own, replay = config.trainer.section(FSDP2Config), trainable and routes_of(config, model_path) is not None
+    given = arguments(config, total_steps)
+    return FSDP2Engine(config.trainer, model_path, own=own, trainable=trainable, replay=replay, **given)
+
+
+def arguments(config: Config, total_steps: int) -> dict[str, Any]:
+    """What every engine with this model gets from the configuration, beside its section."""
+    return {
+        "dtype": getattr(torch, config.model.dtype),
+        "total_steps": total_steps,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "deterministic": config.deterministic,
+        "seed": config.seed,
+    }
 
 
 class FSDP2Engine:
@@ -70,7 +72,7 @@ class FSDP2Engine:
 
     computes = SPEC.computes
     name = "fsdp2"
-    model_class = PackedCausalLM
+    model_class: type[PackedCausalLM] = PackedCausalLM
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ class PackedCausalLM(nn.Module):
         """
         num_targets = len(targets)
         states, mine = self._states(token_ids, positions, layout, before)
-        weight, bias = self._projection()
+        weight, bias = self.projection()
         logprobs, entropies = token_logprobs(
             states,
             weight,
@@ -154,7 +154,7 @@ class PackedCausalLM(nn.Module):
         logprobs = assemble(logprobs, mine, num_targets, axis)
         return logprobs, None if entropies is None else assemble(entropies, mine, num_targets, axis)
 
-    def _projection(self) -> tuple[Tensor, Tensor | None]:
+    def projection(self) -> tuple[Tensor, Tensor | None]:
         """Matrix [V, h] and bias [V] of the vocabulary projection."""
         projection = self.hf.get_output_embeddings()
         return projection.weight, projection.bias

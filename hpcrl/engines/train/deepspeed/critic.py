@@ -1,0 +1,60 @@
+"""The critic on DeepSpeed ZeRO: the model and the values are those of FSDP2's critic, DeepSpeed divides its state."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcrl.config import Config
+from hpcrl.engines.train.deepspeed.engine import ZeroEngine
+from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
+from hpcrl.engines.train.fsdp2.critic import HEAD, FSDP2Critic, PackedCritic
+from hpcrl.engines.train.fsdp2.engine import arguments, spread
+from hpcrl.rollout.batch import Batch
+
+
+def make(config: Config, model_path: Path, total_steps: int) -> ZeroCritic:
+    """The critic's engine; config: Config.of_critic(). Collective over the ranks of the default group."""
+    own = config.trainer.section(DeepSpeedConfig)
+    return ZeroCritic(config.trainer, model_path, zero=own, **arguments(config, total_steps))
+
+
+class ZeroPackedCritic(PackedCritic):
+    """With all forward passes in one method, as ZeroCausalLM. The head has the type of the other weights, and computes
+    in that of its input, float32."""
+
+    def __init__(self, *given: Any, **keys: Any):
+        super().__init__(*given, **keys)
+        head = cast(nn.Linear, self.hf.get_submodule(HEAD))
+        head.forward = functools.partial(_in_type_of_input, head)  # type: ignore[method-assign]
+
+    def forward(self, *given: Any) -> Any:
+        """PackedCritic.own_logprobs of a sequence, values of a batch, or for the probe PackedCausalLM.forward."""
+        if len(given) == 1:
+            return super().own_logprobs(*given)
+        return super().values(*given) if len(given) == 4 else super().forward(*given)
+
+    def own_logprobs(self, token_ids: Tensor) -> Tensor:
+        logprobs: Tensor = self(token_ids)
+        return logprobs
+
+
+def _in_type_of_input(linear: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if linear.bias is None else linear.bias.to(x.dtype)
+    return F.linear(x, linear.weight.to(x.dtype), bias)
+
+
+class ZeroCritic(ZeroEngine, FSDP2Critic):
+    """TrainEngine and ValueEngine (hpcrl.engines.train.base) on the default process group.
+
+    The optimizer keeps the head in float32, as all weights. It is zero at first, unless the folder has one."""
+
+    model_class = ZeroPackedCritic
+
+    def _values(self, batch: Batch) -> Tensor:
+        inputs, places = self._inputs(batch)
+        return spread(self.model(*inputs), places, batch)
