@@ -66,9 +66,11 @@ def make_requests() -> tuple[list[list[int]], list[int]]:
     return prompts, lengths.tolist()
 
 
-def native(path: Path, prompts: list[list[int]], lengths: list[int], slots: int) -> Callable[[], int]:
+def native(
+    path: Path, prompts: list[list[int]], lengths: list[int], slots: int, dtype: torch.dtype = torch.float32
+) -> Callable[[], int]:
     """One run of the native engine; returns the number of tokens."""
-    engine = NativeEngine(path, max_slots=slots, max_length=512, dtype=torch.float32)
+    engine = NativeEngine(path, max_slots=slots, max_length=512, dtype=dtype)
     weights = list(read_safetensors(path))
     requests = [
         Request(i, prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), seed=i)
@@ -149,6 +151,7 @@ def main() -> None:
         path = Path(folder)
         make_model(path)
         runs = {f"native_{slots}_slots": timed(native(path, prompts, lengths, slots)) for slots in SLOTS}
+        runs["native_bf16"] = timed(native(path, prompts, lengths, SLOTS[-1], torch.bfloat16))
         others = {"transformers_generate": timed(generate(path, prompts, lengths))}
         if find_spec("vllm") is not None:
             for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):

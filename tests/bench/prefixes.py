@@ -1,7 +1,7 @@
 """Shared prefixes in the native generator: groups of 8 and 64 on prompts of 1,000 tokens, episodes of 8 turns, and long
 queues of single prompts. Prints one JSON line.
 
-    python -m tests.bench.prefixes [--repeats 3] [--only groups_of_8 ...]
+    python -m tests.bench.prefixes [--repeats 3] [--only groups_of_8 ...] [--vllm]
 
 The model is that of tests/bench/generator.py; one thread, 64 slots, log-normal response lengths of 8 to 256 tokens
 (mean about 70). For every case: tokens per CPU-second, the best of the repeats; prefill_ratio, the tokens whose keys
@@ -9,6 +9,10 @@ and values are computed before decoding, over those of one prompt per group (of 
 and responses, each counted once); kv_reserved_ratio, the memory of the KV cache over what the running requests have in
 it (a token that several share is counted for each of them), both averaged over the bursts. Episodes also run with an
 engine that finds no prefix: over_no_cache is the median ratio of tokens per CPU-second within a repeat.
+
+--vllm: vLLM in its place (fp32, eager, with its prefix cache), whose cache is as large as it is by default here: all
+slots at full length. Its kv_used_blocks_ratio counts the blocks that running requests use instead of all. What it
+prefills is not counted, and there is no engine without a prefix cache beside it.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from hpcrl.engines.gen.native.weights import read_safetensors
 from tests.bench.generator import VOCAB, make_model
 from tests.bench.machine import tell
 
+KV_TOKEN_BYTES = 2 * 4 * 2 * 64 * 4
+"""Keys and values of one token: 4 layers, 2 heads of 64 numbers, fp32."""
 SLOTS, PROMPT, TURNS, EPISODES, OBSERVATION, BURST = 64, 1000, 8, 64, 40, 16
 
 
@@ -62,6 +68,30 @@ class Forgetful(Measured):
     def clear(self, path: Path) -> None:
         super().clear(path)
         self._blocks.match = lambda tokens: Match([])
+
+
+def vllm(path: Path, length: int):
+    """vLLM with the same figures, and `blocks`: those that running requests use, in tokens."""
+    from hpcrl.engines.gen.vllm.engine import VLLMEngine
+    from hpcrl.engines.gen.vllm.memory import BLOCK_TOKENS
+
+    class MeasuredVLLM(VLLMEngine):
+        def clear(self, path: Path) -> None:
+            self.load_weights(read_safetensors(path), self.version + 1)  # another version: no prefix is known
+            self.reserved, self.used, self.blocks = 0, 0, 0
+
+        def burst(self):
+            outputs = self.step(BURST)
+            scheduler = self._engine.engine_core.engine_core.scheduler
+            pool = scheduler.kv_cache_manager.block_pool
+            self.reserved += pool.num_gpu_blocks * BLOCK_TOKENS
+            self.blocks += (pool.num_gpu_blocks - pool.get_num_free_blocks()) * BLOCK_TOKENS
+            self.used += sum(request.num_computed_tokens for request in scheduler.running)
+            return outputs
+
+    blocks = SLOTS * -(-length // BLOCK_TOKENS) + 1
+    sizes = {"max_slots": SLOTS, "max_length": length, "cache_bytes": blocks * BLOCK_TOKENS * KV_TOKEN_BYTES}
+    return MeasuredVLLM(path, dtype="float32", **sizes)
 
 
 def lengths(rng: np.random.Generator, count: int) -> list[int]:
@@ -135,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--vllm", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
@@ -143,7 +174,8 @@ def main() -> None:
         for name in args.only:
             length = 512 if name == "singles" else 4096 if name == "episodes" else PROMPT + 256
             kinds = (Forgetful, Measured) if name == "episodes" else (Measured,)
-            engines = [kind(Path(folder), max_slots=SLOTS, max_length=length, dtype=torch.float32) for kind in kinds]
+            sizes = {"max_slots": SLOTS, "max_length": length, "dtype": torch.float32}
+            engines = [vllm(Path(folder), length)] if args.vllm else [kind(Path(folder), **sizes) for kind in kinds]
             rates: list[list[float]] = [[] for _ in engines]
             for _ in range(args.repeats):
                 for engine, found in zip(engines, rates, strict=True):
@@ -156,10 +188,14 @@ def main() -> None:
                 figures[f"{name}_over_no_cache"] = round(median(ratios), 2)
             figures |= {
                 f"{name}_tokens_per_cpu_s": round(max(rates[-1])),
-                f"{name}_prefill_ratio": round(engine.computed / once, 3),
                 f"{name}_kv_reserved_ratio": round(engine.reserved / engine.used, 2),
             }
-    tell({"bench": "prefixes"} | figures)
+            if args.vllm:
+                figures[f"{name}_kv_used_blocks_ratio"] = round(engine.blocks / engine.used, 2)
+                engine.close()
+            else:
+                figures[f"{name}_prefill_ratio"] = round(engine.computed / once, 3)
+    tell({"bench": "prefixes", "engine": "vllm" if args.vllm else "native"} | figures)
 
 
 if __name__ == "__main__":

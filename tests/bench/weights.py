@@ -5,10 +5,11 @@
 
 Prints one JSON line per case. `share_cpu`, `share_wall`: cost of the broadcast over that of the update. The update
 converts (unless `--held bfloat16`), packs, sends, puts rows together and copies every tensor to its place; the
-broadcast, one step at a time into one buffer, does nothing else. `bytes_over_needed`: what a receiver gets over what it
+broadcast, one step at a time into one buffer, does nothing else. `most_cpu`: the share if an update cost nothing but
+the broadcast and its copies, which run alone in turns with both. `bytes_over_needed`: what a receiver gets over what it
 must hold. `extra_steps`: the most memory that a rank had beyond its weights, over two steps and (a receiver's) the
 tensor that it puts together. colocated: four ranks gather through FSDP2's tensors, against each of them broadcasting
-its quarter; `extra_steps`: over two of the largest tensors.
+its quarter; `extra_steps`: over two of the largest tensors; its `most_cpu` is not measured (1).
 
 --plan: bytes and seconds of an update of published models, by the plan, at several link speeds; measures nothing.
 """
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,19 @@ STEP_BYTES = 16 << 20
 WIDTH = 1024
 LIMIT = timedelta(seconds=300)
 Work = Callable[[], None]
+
+
+class Still(dist.ProcessGroupGloo):
+    """Sends and receives nothing."""
+
+    class Done:
+        def wait(self, *_: Any) -> None:
+            pass
+
+    def send(self, *_: Any) -> Done:
+        return self.Done()
+
+    recv = send
 
 
 def layout_of(mib: int, trainers: int, dtype: str) -> list[Held]:
@@ -96,7 +111,7 @@ class Rank:
             dist.init_process_group("gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=size)
             self.mesh = init_device_mesh("cpu", (size,))
             self.received = mib << 20
-            self.update, self.plain = self._gather, self._broadcast_own
+            self.update, self.plain, self.copies = self._gather, self._broadcast_own, lambda: None
 
     def _join(self, store: Any, generators: int, tensor: int) -> None:
         rank, trainers = self.rank, self.trainers
@@ -107,25 +122,31 @@ class Rank:
             if rank in ranks:
                 needs = {r: [sliced(held, i, tensor) for held in self.layout] for i, r in enumerate(replica)}
                 channels[number] = Channel(_group(store, f"{number}", ranks, rank), ranks, self.layout, needs)
-        self.schedule = Schedule(rank, channels) if rank < trainers else None
+        still = {key: replace(channel, group=Still(dist.HashStore(), 0, 1)) for key, channel in channels.items()}
         self.receiving = Receiving(rank, next(iter(channels.values()))) if rank >= trainers else None
         channel = next(iter(channels.values()))
         first_rank = min(channel.needs)
         boxes = [box for need in channel.needs[first_rank] for box in need.boxes]
         self.received = sum(2 * torch.Size([b - a for a, b in box]).numel() for box in boxes)
-        self.update, self.plain = self._transfer, self._broadcast
+        self.update, self.copies = (self._transfer(some) for some in (channels, still))
+        self.plain = self._broadcast
 
-    def _transfer(self) -> None:
-        if self.schedule is not None:
-            sending = Sending(self.schedule, list(self.schedule.channels), iter(self.shards), LIMIT.total_seconds())
-            sending.finish()
-            assert not sending.errors
-        if self.receiving is not None:
-            needs = self.receiving.channel.needs[self.rank]
-            boxes = {held.name: need.boxes[0] for held, need in zip(self.layout, needs, strict=True)}
-            self._load(
-                (name, tensor[tuple(slice(*b) for b in boxes[name])]) for name, tensor in self.receiving.tensors()
-            )
+    def _transfer(self, channels: dict[int, Channel]) -> Work:
+        if self.rank < self.trainers:
+            schedule = Schedule(self.rank, channels)
+
+            def send() -> None:
+                sending = Sending(schedule, list(channels), iter(self.shards), LIMIT.total_seconds())
+                sending.finish()
+                assert not sending.errors
+
+            return send
+        receiving = Receiving(self.rank, next(iter(channels.values())))
+        needs = receiving.channel.needs[self.rank]
+        boxes = {held.name: need.boxes[0] for held, need in zip(self.layout, needs, strict=True)}
+        return lambda: self._load(
+            (name, tensor[tuple(slice(*b) for b in boxes[name])]) for name, tensor in receiving.tensors()
+        )
 
     def _gather(self) -> None:
         def full() -> Iterator[tuple[str, Tensor]]:
@@ -195,9 +216,10 @@ def run_rank(case: str, rank: int, mib: int, dtype: str, rounds: int, folder: Pa
     bench = Rank(case, rank, mib, dtype, folder)
     store = dist.FileStore(str(folder / "store2"), sum(CASES[case][:2]))
     bench.prepare_plain(store)
-    spent: dict[str, list[tuple[float, float]]] = {"update": [], "plain": []}
+    works = {"plain": bench.plain, "copies": bench.copies, "update": bench.update}
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     for number in range(rounds + 1):
-        for name, work in (("update", bench.update), ("plain", bench.plain)):
+        for name, work in works.items():
             _all(bench.group, 0.0)
             wall, cpu = time.perf_counter(), time.process_time()
             work()
@@ -222,6 +244,7 @@ def run_rank(case: str, rank: int, mib: int, dtype: str, rounds: int, folder: Pa
                 "mib_per_receiver": round(bench.received / 2**20),
                 "share_wall": round(medians["plain"][0] / medians["update"][0], 2),
                 "share_cpu": round(medians["plain"][1] / medians["update"][1], 2),
+                "most_cpu": round(medians["plain"][1] / (medians["plain"][1] + medians["copies"][1]), 2),
                 "gib_per_s": round(bench.received / 2**30 / medians["update"][0], 2),
                 "bytes_over_needed": round(over, 4),
                 "extra_steps": round(most, 2),
