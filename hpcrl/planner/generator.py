@@ -164,6 +164,9 @@ def check_replicas_split(config: Config, shape: ModelShape) -> Iterator[Problem]
     for reason in (f"the {size} {name}" for name, size in sizes.items() if size % tensor):
         text = f"layout.generator.tensor_parallel: {tensor} does not divide {reason} of the model"
         yield Problem(path, text, (("model",),))
+    if shape.expert_layers and tensor > shape.num_experts:
+        text = f"layout.generator.tensor_parallel: {tensor} is more than the {shape.num_experts} experts of the model"
+        yield Problem(path, text, (("model",),))
     if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
         text = f"{tensor} neither divides the {shape.num_kv_heads} key and value heads nor is a multiple of them"
         yield Problem(path, f"layout.generator.tensor_parallel: {text}", (("model",),))

@@ -180,3 +180,15 @@ def test_tensor_parallel_generators(model: str, tensor: int, said: str | None) -
     config = run_of(tensor, generator=tensor)
     found = [text for text in problems(config, model) if text.startswith("layout.generator.tensor_parallel")]
     assert (found == []) if said is None else any(said in text for text in found), found
+
+
+def test_a_generator_of_more_ranks_than_experts_is_refused() -> None:
+    """vLLM refuses it on the ranks (models/qwen3_moe.py)."""
+    config = run_of(8, generator=8)
+    for experts, found in (
+        (8, []),
+        (4, ["layout.generator.tensor_parallel: 8 is more than the 4 experts of the model"]),
+    ):
+        shape = read_shape(PUBLISHED["Qwen3-30B-A3B"][0] | {"num_experts": experts})
+        told = [problem.text for problem in check_sizes(config, RoleLayout.from_config(config), shape)]
+        assert [text for text in told if "generator" in text] == found
