@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -234,6 +235,33 @@ def test_rotations_by_the_short_factors_end_at_the_original_length(tmp_path: Pat
     engine_of(tmp_path, max_length=128, load=False)
     with pytest.raises(ValueError, match="max_length 129 exceeds the 128 positions"):
         engine_of(tmp_path, max_length=129, load=False)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what computes or copies, each of which is a kernel or more on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not operation.is_view
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen2", 24), ("qwen3_moe", 44)])
+def test_a_layer_takes_few_operations_to_decode(family: str, most: int, tmp_path: Path) -> None:
+    """So that a GPU waits little for the host; a loop over experts would take more the more there are."""
+    counts = {}
+    for layers in (2, 4):
+        config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | {"num_hidden_layers": layers, "layer_types": None})
+        folder = tmp_path / str(layers)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        engine = NativeEngine(folder, max_slots=4, max_length=64, dtype=torch.float32)
+        engine.add([Request(i, [5 + i] * 9, SamplingParams(40, ignore_eos=True), seed=i) for i in range(4)])
+        engine.step(4)
+        with Operations() as operations:
+            engine.step(1)
+        counts[layers] = operations.count
+    assert 2 * 10 < counts[4] - counts[2] <= 2 * most, counts
 
 
 def test_a_mixture_reads_no_choice_of_experts_on_the_host(tmp_path: Path) -> None:
