@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrl.convert.__main__ import main as convert
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
-from tests.e2e.test_parity import GRADIENTS, LOGPROBS, WORDS
+from tests.e2e.test_parity import GRADIENTS, LOGPROBS, WORDS, reference_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics, pytest.mark.timeout(400)]
 
@@ -94,3 +95,22 @@ def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> 
     pytest.importorskip("vllm")
     runs.start(f"{trainer}_vllm", *TRAINERS[trainer], "generator.engine=vllm")
     check_same(runs, f"{trainer}_vllm")
+
+
+def test_a_converted_checkpoint_of_megatron_trains_with_fsdp2_and_generates_in_vllm(
+    runs: Runs, wide_digit_model: Path
+) -> None:
+    """From the folder that hpcrl.convert wrote, a run begins where Megatron's ended, as its own export tells."""
+    pytest.importorskip("vllm")
+    origin, target = runs.folder / "megatron", runs.folder / "converted"
+    if not (origin / "hf").exists():
+        runs.start(origin.name, *TRAINERS["megatron"])
+    assert convert(["--checkpoint", str(origin), "--output", str(target), "--verify"]) == 0
+    runs.start("further", f"model.path={target}", "generator.engine=vllm", "max_steps=1")
+    batch = RolloutReader(runs.folder / "further").batch(1)
+    wanted, before = (reference_logprobs(model, batch) for model in (origin / "hf", wide_digit_model))
+    for field in ("gen_logprobs", "old_logprobs", "ref_logprobs"):
+        got = getattr(batch, field)[batch.loss_mask]
+        assert torch.allclose(got, wanted[batch.loss_mask], rtol=0, atol=LOGPROBS), field
+    assert not torch.allclose(wanted, before, rtol=0, atol=100 * LOGPROBS), "Megatron has changed the model"
+    assert metrics(runs.folder / "further")[1]["actor/grad_norm"] > 0
