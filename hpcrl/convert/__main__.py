@@ -57,7 +57,7 @@ def _parser() -> ArgumentParser:
         "--skip-hashes", action="store_true", help="compare a checkpoint of hpcrl with its manifest by file sizes only"
     )
     parser.add_argument("--shard-gb", type=float, default=4.0, help="GB of a weight file at most, or one tensor (4)")
-    parser.add_argument("--threads", type=int, help="files written at the same time; default: cores, at most 8")
+    parser.add_argument("--threads", type=int, help="threads that write; default: cores, at most 8")
     return parser
 
 

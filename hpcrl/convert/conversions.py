@@ -30,7 +30,7 @@ VOCABULARY_MULTIPLE = 128
 class ConvertOptions:
     """model: folder of config.json and tokenizer, where the source has none. dtype: None: as in the source. verify:
     read the output back. hashes: check the SHA-256 of each file of an hpcrl checkpoint. most_bytes: of a weight
-    file. num_threads: files written at once (default: cores, at most 8). stream: of progress (default: stderr).
+    file. num_threads: that write (default: cores, at most 8). stream: of progress (default: stderr).
     go_on: called by all threads between two blocks; its exception ends the conversion, from which the same call goes
     on. fence: called before the output gets its name. again: an output that is complete may be there, since an earlier
     call of the same work was perhaps killed after its last file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import math
 import os
@@ -16,7 +17,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 from rich.console import Console
@@ -27,9 +28,11 @@ from hpcrl.convert.sources import TensorSource
 from hpcrl.files import find_room, fsync_path, naming, remove, rename_durably, write_durably
 from hpcrl.metrics.duration import duration
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 2 << 20
 """Numbers that a thread holds at once, in the dtype of the checkpoint and once more in that of the output. Larger
 blocks are slower: malloc gives their memory back, and each has new pages."""
+PART_BYTES = 32 << 20
+"""Of a file, for one thread: the threads write the files one after another, all threads the same one."""
 SYNC_BYTES = 256 << 20
 PLAN = "plan.sha256"
 NOT_COPIED = ("config.json", "metadata.json", "manifest.json", "state.json", "trainer.json")
@@ -55,6 +58,27 @@ class OutFile:
     size: int
     known: tuple[tuple[int, bytes], ...]
     slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of a slot."""
+
+    slot: Slot
+    first: int
+    last: int
+
+    @property
+    def offset(self) -> int:
+        """Where they are in the file."""
+        dtype = getattr(torch, self.slot.dtype)
+        return self.slot.offset + self.first * math.prod(self.slot.shape[1:]) * int(dtype.itemsize)
+
+    def read(self, source: TensorSource) -> memoryview:
+        """Their bytes in the file."""
+        slot = self.slot
+        rows = source.read(slot.name, slot.first + self.first, slot.first + self.last)
+        return bytes_of(rows.to(getattr(torch, slot.dtype)).contiguous())
 
 
 class Progression:
@@ -150,10 +174,15 @@ def write_folder(
         progress = Progression(sum(file.size for file in files) * (1 + verify), stream, go_on)
         try:
             progress.skip(sum(file.size for file in files if file.name in done))
-            rest = [file for file in files if file.name not in done]
-            _in_threads([_writing(partial, file, source, progress) for file in rest], num_threads)
+            growing = [_Growing(partial, file, source, progress) for file in files if file.name not in done]
+            try:
+                _in_threads([job for file in growing for job in file.jobs()], num_threads)
+            finally:
+                for file in growing:
+                    file.drop()
             if verify:
-                _in_threads([_checking(partial, file, source, progress) for file in files], num_threads)
+                checks = (_checking(partial, file, source, progress) for file in files)
+                _in_threads([job for jobs in checks for job in jobs], num_threads)
         finally:
             progress.close()
         small(partial)
@@ -216,51 +245,87 @@ def _in_threads(jobs: Sequence[Callable[[threading.Event], None]], num_threads: 
             raise error
 
 
-def _writing(
-    folder: Path, file: OutFile, source: TensorSource, progress: Progression
-) -> Callable[[threading.Event], None]:
-    def write(stopped: threading.Event) -> None:
-        path, temporary = folder / file.name, folder / f"{file.name}.part"
-        try:
-            with naming(path), open(temporary, "wb", buffering=0) as out:
-                for offset, known in file.known:
-                    _write_at(out.fileno(), known, offset)
-                unsynced = 0
-                for offset, numbers in _blocks(file, source):
-                    if stopped.is_set():
-                        return
-                    _write_at(out.fileno(), numbers, offset)
-                    progress.add(len(numbers))
-                    unsynced += len(numbers)
-                    if unsynced >= SYNC_BYTES:
-                        os.fdatasync(out.fileno())
-                        unsynced = 0
-                os.ftruncate(out.fileno(), file.size)
-                os.fsync(out.fileno())
-            os.rename(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)  # what is not whole would keep a full disk full
+class _Growing:
+    """A file that several threads write, part by part. It gets its name when all parts are there."""
 
-    return write
+    def __init__(self, folder: Path, file: OutFile, source: TensorSource, progress: Progression):
+        self._path, self._temporary = folder / file.name, folder / f"{file.name}.part"
+        self._file, self._source, self._progress = file, source, progress
+        self._parts = _parts(file, source)
+        self._left, self._unsynced = len(self._parts), 0
+        self._lock = threading.Lock()
+        self._out: BinaryIO | None = None
+
+    def jobs(self) -> list[Callable[[threading.Event], None]]:
+        """One for each part."""
+        return [functools.partial(self._write, part) for part in self._parts]
+
+    def drop(self) -> None:
+        """Remove what is not whole: it would keep a full disk full."""
+        if self._out is not None:
+            self._out.close()
+            self._temporary.unlink(missing_ok=True)
+
+    def _write(self, part: Sequence[Block], stopped: threading.Event) -> None:
+        with naming(self._path):
+            out = self._begin()
+            written = 0
+            for block in part:
+                if stopped.is_set():
+                    return
+                numbers = block.read(self._source)
+                _write_at(out.fileno(), numbers, block.offset)
+                self._progress.add(len(numbers))
+                written += len(numbers)
+            self._end(out, written)
+
+    def _begin(self) -> BinaryIO:
+        with self._lock:
+            if self._out is None:
+                self._out = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 - the last part closes it
+                for offset, known in self._file.known:
+                    _write_at(self._out.fileno(), known, offset)
+            return self._out
+
+    def _end(self, out: BinaryIO, written: int) -> None:
+        with self._lock:
+            self._left -= 1
+            self._unsynced += written
+            is_last, is_due = self._left == 0, self._unsynced >= SYNC_BYTES
+            self._unsynced = 0 if is_due else self._unsynced
+        if is_last:
+            os.ftruncate(out.fileno(), self._file.size)
+            os.fsync(out.fileno())
+            out.close()
+            os.rename(self._temporary, self._path)
+        elif is_due:
+            os.fdatasync(out.fileno())
 
 
 def _checking(
     folder: Path, file: OutFile, source: TensorSource, progress: Progression
-) -> Callable[[threading.Event], None]:
-    def check(stopped: threading.Event) -> None:
+) -> list[Callable[[threading.Event], None]]:
+    """Jobs that read a file back, one for each part."""
+
+    def check(part: Sequence[Block], known: Sequence[tuple[int, bytes]], stopped: threading.Event) -> None:
         with open(folder / file.name, "rb", buffering=0) as written:
-            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is on the disk is compared
-            for offset, known in file.known:
-                if os.pread(written.fileno(), len(known), offset) != known:
+            for offset, content in known:
+                if os.pread(written.fileno(), len(content), offset) != content:
                     raise ValueError(f"{folder / file.name} differs from what was written, at byte {offset}")
-            for offset, numbers in _blocks(file, source):
+            for block in part:
                 if stopped.is_set():
                     return
-                if os.pread(written.fileno(), len(numbers), offset) != numbers:
-                    raise ValueError(f"{folder / file.name} differs from the checkpoint, at byte {offset} or after")
+                numbers = block.read(source)
+                if os.pread(written.fileno(), len(numbers), block.offset) != numbers:
+                    raise ValueError(
+                        f"{folder / file.name} differs from the checkpoint, at byte {block.offset} or after"
+                    )
                 progress.add(len(numbers))
 
-    return check
+    with open(folder / file.name, "rb", buffering=0) as written:
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is on the disk is compared
+    first, *others = _parts(file, source)
+    return [functools.partial(check, first, file.known), *(functools.partial(check, part, ()) for part in others)]
 
 
 def _write_at(descriptor: int, numbers: bytes | memoryview, offset: int) -> None:
@@ -270,16 +335,23 @@ def _write_at(descriptor: int, numbers: bytes | memoryview, offset: int) -> None
         rest, offset = rest[count:], offset + count
 
 
-def _blocks(file: OutFile, source: TensorSource) -> Iterator[tuple[int, memoryview]]:
-    """(offset, bytes) of the numbers of a file, block by block."""
+def _parts(file: OutFile, source: TensorSource) -> list[list[Block]]:
+    """The blocks of a file in groups of about PART_BYTES, at least one group."""
+    parts: list[list[Block]] = [[]]
+    size = 0
     for slot in file.slots:
         dtype = getattr(torch, slot.dtype)
-        row_bytes = math.prod(slot.shape[1:]) * max(dtype.itemsize, source.dtypes[slot.name].itemsize)
-        count = max(1, BLOCK_BYTES // max(1, row_bytes))
+        numbers_per_row = math.prod(slot.shape[1:])
+        held = numbers_per_row * max(dtype.itemsize, source.dtypes[slot.name].itemsize)
+        count = max(1, BLOCK_BYTES // max(1, held))
         for first in range(0, slot.shape[0], count):
-            last = min(first + count, slot.shape[0])
-            rows = source.read(slot.name, slot.first + first, slot.first + last).to(dtype)
-            yield slot.offset + first * math.prod(slot.shape[1:]) * dtype.itemsize, bytes_of(rows.contiguous())
+            block = Block(slot, first, min(first + count, slot.shape[0]))
+            if size >= PART_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(block)
+            size += (block.last - first) * numbers_per_row * dtype.itemsize
+    return parts
 
 
 def default_threads() -> int:

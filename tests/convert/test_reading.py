@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -248,6 +249,26 @@ main({words!r})
     assert {name: (tmp_path / "hf" / name).stat().st_ino for name in done} == done, "they were written once"
     assert same(weights(tmp_path / "hf"), weights(tmp_path / "model"))
     assert not list((tmp_path / "hf").glob("*.part"))
+
+
+def test_several_threads_write_one_file(megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part by part; after an error in one of them nothing is left of the file, and it is written anew."""
+    for name, size in (("BLOCK_BYTES", 512), ("PART_BYTES", 2048), ("SYNC_BYTES", 8192)):
+        monkeypatch.setattr(streaming, name, size)
+    words = ("--checkpoint", megatron, "--output", tmp_path / "hf", "--threads", 4, "--verify")
+    write, count = streaming._write_at, itertools.count()
+
+    def failing(descriptor: int, numbers: bytes | memoryview, offset: int) -> None:
+        if next(count) == 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(descriptor, numbers, offset)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(streaming, "_write_at", failing)
+        assert run(*words) == 18
+    assert not list((tmp_path / ".hf.converting").glob("*.part")) and next(count) > 20
+    assert run(*words) == 0
+    assert same(weights(tmp_path / "hf"), weights(tmp_path / "model"))
 
 
 def test_another_conversion_does_not_go_on_with_old_files(megatron: Path, tmp_path: Path) -> None:
