@@ -24,6 +24,7 @@ LAYOUTS = {
     ),
     "single": (1, ["layout=single"]),
     "colocated": (3, ["layout=colocated"]),
+    "deepspeed": (3, ["layout=colocated", "trainer.engine=deepspeed"]),
     "apart": (
         4,
         """layout=disaggregated layout.generator.num_ranks=1 layout.reward.colocate_with=generator
@@ -71,7 +72,7 @@ def check_metrics(one: Path, other: Path) -> None:
     assert rows[STEPS]["critic/kl"] > 10 * LOGPROBS  # there is something to compare
 
 
-@pytest.mark.parametrize("layout", ["colocated", "apart"])
+@pytest.mark.parametrize("layout", ["colocated", "deepspeed", "apart"])
 def test_every_layout_computes_the_same(outcomes: dict[str, Outcome], layout: str, folder: Path) -> None:
     assert compare(outcomes["single"], outcomes[layout]) == []
     check_metrics(folder / "single", folder / layout)
