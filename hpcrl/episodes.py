@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from hpcrl.files import write_durably
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MIN_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2, 2, 64
+MIN_ROWS, MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2, 64, 2, 64
 """Lines of text that are taken for a grid."""
+MAX_PICTURES = 64
+"""The first states of an episode: formats of pictures end at 65535 pixels."""
 TILE, MARGIN = 28, 8
 """Pixels of a cell and between pictures."""
 MAX_CAPTION_CHARS = 34
@@ -79,7 +82,7 @@ def grid_of(text: str) -> list[str]:
         if fits and (not block or len(line) == len(block[0])):
             block.append(line)
             continue
-        found = block if len(block) >= MIN_ROWS else found
+        found = block if MIN_ROWS <= len(block) <= MAX_ROWS else found
         block = [line] if fits else []
     return found
 
@@ -136,6 +139,7 @@ def _pictures(spoken: Sequence[_Spoken]) -> dict[int, Image]:
     }
     if not grids:
         return {}
+    grids = dict(islice(grids.items(), MAX_PICTURES))
     size = max(len(grid[0]) for grid in grids.values()), max(len(grid) for grid in grids.values())
     captions = {number: _caption(spoken[:number]) for number in grids}
     return {number: _drawn(grid, captions[number], size) for number, grid in grids.items()}

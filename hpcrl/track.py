@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell_all([tracker], rows)
     if (plot := run_dir / "plot.png").is_file():
         tracker.put(lambda tracker: tracker.image("plot", plot))
+    tracker.drain()  # however long all of it takes
     tracker.close(within_s=config.tracking.timeout_s)
     if failed:
         print(f"hpcrl: {failed[0]}", file=sys.stderr)

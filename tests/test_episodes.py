@@ -63,3 +63,11 @@ def test_without_two_grids_there_are_no_pictures(tmp_path: Path, messages: list[
     paths = write_episode(tmp_path, "worst", shown)
     assert [path.suffix for path in paths] == [".txt", ".html"]
     assert paths[0].read_text().startswith("score 0, reward 0, 0 turns, error: it raised\n")
+
+
+def test_long_texts_and_long_episodes_make_no_endless_pictures(tmp_path: Path) -> None:
+    tall = "\n".join(["ab"] * 3000)
+    assert grid_of(tall) == [] and grid_of(f"P_\n_G\n\n{tall}") == ["P_", "_G"]
+    write_episode(tmp_path, "long", episode(*LAKES * 70))
+    with Image.open(tmp_path / "long.png") as row:
+        assert row.size[0] < 65535

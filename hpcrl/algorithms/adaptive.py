@@ -1,6 +1,6 @@
 """Coefficients that follow a target from step to step, as numbers of the algorithm.
 
-KL (arXiv 1909.08593):       scale *= 1 + clip(KL / kl_target - 1, -.2, .2) responses / kl_horizon
+KL (arXiv 1909.08593):       scale *= 1 + clip(KL / kl_target - 1, -.2, .2) min(responses / kl_horizon, 1)
 entropy (arXiv 2505.22312):  c += entropy_coef_step if the entropy is below entropy_target, else c -= entropy_coef_step;
                              c is never below 0; the bonus has weight c after an entropy below the target, else 0
 
@@ -10,6 +10,7 @@ critic/entropy/mean. A step without model tokens to learn from changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from hpcrl.algorithms.base import Numbers
@@ -28,7 +29,8 @@ def adapted(config: PolicyLoss, numbers: Numbers, stats: Mapping[str, Stat]) -> 
     new = {name: numbers[name] for name in (KL_SCALE, ENTROPY_COEF, ENTROPY_LEVEL) if name in numbers}
     if config.kl_target is not None and (kl := _mean(stats, "critic/kl")) is not None:
         error = min(max(kl / config.kl_target - 1.0, -MOST_ERROR), MOST_ERROR)
-        new[KL_SCALE] = numbers.get(KL_SCALE, 1.0) * (1.0 + error * stats["critic/score/*"].count / config.kl_horizon)
+        share = min(stats["critic/score/*"].count / config.kl_horizon, 1.0)  # of a longer step it would be below 0
+        new[KL_SCALE] = numbers.get(KL_SCALE, 1.0) * (1.0 + error * share)
     if config.entropy_target is not None and (entropy := _mean(stats, "critic/entropy/mean")) is not None:
         below = entropy < config.entropy_target
         level = numbers.get(ENTROPY_LEVEL, config.entropy_loss_coef)
@@ -38,5 +40,7 @@ def adapted(config: PolicyLoss, numbers: Numbers, stats: Mapping[str, Stat]) -> 
 
 
 def _mean(stats: Mapping[str, Stat], name: str) -> float | None:
+    """None if there is none or it is not finite, which would stay in the numbers of every later step."""
     stat = stats.get(name)
-    return stat.total / stat.count if stat is not None and stat.count else None
+    mean = stat.total / stat.count if stat is not None and stat.count else math.nan
+    return mean if math.isfinite(mean) else None

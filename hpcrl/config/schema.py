@@ -153,6 +153,13 @@ def _listed(table: SpecTable[Any], name: str) -> str:
     return name
 
 
+def _once(names: list[str]) -> list[str]:
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ValueError(f"every name once, {name} is there twice")
+    return names
+
+
 class RewardConfig(Section):
     """The reward of one domain's rows: built-in, or `function`, an import path or file."""
 
@@ -382,7 +389,9 @@ class Config(Section):
     """Ranks of each role."""
     fake: FakeConfig = FakeConfig()
     """Engines of debug=fake."""
-    trackers: list[Annotated[str, AfterValidator(functools.partial(_listed, TRACKERS))]] = ["tensorboard"]
+    trackers: Annotated[
+        list[Annotated[str, AfterValidator(functools.partial(_listed, TRACKERS))]], AfterValidator(_once)
+    ] = ["tensorboard"]
     """Trackers beside metrics.jsonl (tracking)."""
     tracking: TrackingConfig = TrackingConfig()
     """Trackers."""

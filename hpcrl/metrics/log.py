@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -73,11 +74,15 @@ class MetricsLog:
             tracker.put(call)
 
     def close(self, within_s: float = math.inf) -> list[str]:
-        """End, at most this many seconds later for each tracker; the commands that upload what trackers kept."""
+        """End, at most this many seconds later; the commands that upload what trackers kept."""
         self._progress.close()
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a row of which log() has told that it cannot be written
+            self._file.close()
         trackers, self._trackers = self._trackers, ()
-        return [hint for tracker in trackers if (hint := tracker.close(within_s))]
+        ends = time.monotonic() + within_s
+        for tracker in trackers:
+            tracker.finish()
+        return [hint for tracker in trackers if (hint := tracker.close(max(0.0, ends - time.monotonic())))]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

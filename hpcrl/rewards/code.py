@@ -19,7 +19,8 @@ from hpcrl.rewards.sandbox.wire import decode, encode
 from hpcrl.rewards.specs import CodeOptions
 from hpcrl.spec.options import read_options
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE)
+"""Possessive, so that no line takes time that grows with the square of its length."""
 NAMES = {"python": ("python", "py", "python3"), "cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
 """Language -> names of its blocks."""
 PROGRAMS = {"cpp": ("g++", "main.cpp"), "bash": ("bash", "main.sh")}
@@ -32,7 +33,7 @@ CLOSE = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
 class CodeReward(Reward):
     """1 if the code of a response passes all cases of its row, else 0 or with `partial` the share that it passes; the
-    score is 1 or 0. What cases compare with never enters a process that runs the code (docs/security.md)."""
+    score is 1 or 0. What cases compare with stays outside of the process that runs the code (docs/security.md)."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(CodeOptions, config.options)
@@ -182,14 +183,14 @@ def _value(result: bytes) -> Any:
     """What a process has sent; None if it is no value."""
     try:
         return decode(result)
-    except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError):
         return None
 
 
 def _is(result: bytes, expected: Any) -> bool:
     try:
         return same(decode(result), expected)
-    except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError):
         return False
 
 

@@ -16,7 +16,7 @@ from hpcrl.metrics.progress import summary
 from hpcrl.metrics.stats import Stats, flatten, merge
 from hpcrl.plot import plot as draw_plot
 from hpcrl.runtime.building import Parts
-from hpcrl.runtime.deadline import Deadline
+from hpcrl.runtime.deadline import SPARE_S, Deadline
 from hpcrl.runtime.debug import StoredRollouts
 from hpcrl.runtime.guard import Guard, Stopped
 from hpcrl.runtime.rollouts import Rollouts
@@ -141,9 +141,9 @@ class Run:
         return "\n".join([examples, told, *early, f"plot {plot}", f"HF checkpoint {self._run_dir / 'hf'}"])
 
     def close(self, within_s: float = math.inf) -> str:
-        """End the trackers, each within this time and in what is left of the job's; how to upload what they kept, as
-        text for the user."""
-        hints = self._metrics.close(within_s=min(within_s, max(1.0, self.guard.left_s())))
+        """End the trackers within this time and what is left of the job's, less what leaving takes; how to upload what
+        they kept, as text for the user."""
+        hints = self._metrics.close(within_s=min(within_s, max(1.0, self.guard.left_s() - SPARE_S)))
         return in_shell("".join(f"upload  {hint}\n" for hint in hints))
 
 

@@ -33,7 +33,9 @@ def test_the_kl_coefficients_follow_the_target(kl: float, factor: float) -> None
     first = adapted(config, {}, told(kl))
     assert first == {"actor/kl_scale": pytest.approx(factor)}
     assert adapted(config, first, told(kl)) == {"actor/kl_scale": pytest.approx(factor**2)}
+    assert 0 < adapted(config, {}, told(0.0, responses=5000))["actor/kl_scale"] == pytest.approx(0.8)
     assert adapted(config, first, {}) == first, "a step of which masks leave nothing changes nothing"
+    assert adapted(config, first, told(math.nan)) == first, "it would stay in every later step"
     assert adapted(GRPO(kl_loss_coef=0.1), {}, told(kl)) == {}
 
 

@@ -219,3 +219,13 @@ def test_the_plot_command_draws_and_says_where_nothing_was_measured(
     assert "no metrics to plot" in capsys.readouterr().err
     assert plot_command([str(tmp_path / "nowhere")]) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err == f"hpcrl: {tmp_path}/nowhere: no such folder\n"
+
+
+def test_a_log_on_a_full_disk_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the row is the one that the run ends with."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    monkeypatch.setattr("hpcrl.metrics.log.read_metrics", lambda _: [])
+    log = MetricsLog(tmp_path, -1, 10)
+    with pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
+        log.log(0, {"x": 1.0})
+    assert log.close() == []

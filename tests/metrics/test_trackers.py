@@ -17,8 +17,8 @@ from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import MetricsLog, read_metrics
-from hpcrl.metrics.trackers.telling import Telling
-from hpcrl.runtime.tracking import start_trackers
+from hpcrl.metrics.trackers.telling import Telling, tell_all
+from hpcrl.runtime.tracking import last_step_file, start_trackers
 from hpcrl.spec.tables import TRACKERS
 
 
@@ -249,3 +249,47 @@ def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -
     text = board.Tensors("examples/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "| 0 | 2+2 | &#124; &lt;script> &#96;4&#96; | 1.0 |" in text
     assert set(TRACKERS) == {"tensorboard", "wandb", "swanlab", "mlflow"}, "each has a test above"
+
+
+def test_a_run_longer_than_the_queue_and_than_the_timeout_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcrl.metrics.trackers.telling.MOST_WAITING", 5)
+
+    class Slow(Recorder):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            time.sleep(0.05)
+            super().log(step, metrics)
+
+    seen: list[Any] = []
+    warnings: list[str] = []
+    telling = Telling("own", lambda _: Slow(seen), tmp_path / "own.told", -1, False, 1.0, warnings.append)
+    tell_all([telling], [{"step": step, "x": 1.0} for step in range(30)])
+    telling.drain()
+    assert telling.close(1.0) == "sync it" and [step for step, _ in seen] == list(range(30)) and not warnings
+
+
+def test_every_tracker_has_its_own_last_step(tmp_path: Path) -> None:
+    names = [("a.b:FIRST", False), ("a.b:FIRST", True), ("a.c:SECOND", False), ("mlflow", False), ("mlflow", True)]
+    configs = [(Config(tracking={"online": online}), name) for name, online in names]
+    assert len({last_step_file(config, tmp_path, name) for config, name in configs}) == len(names)
+
+
+def test_trackers_that_hang_share_the_time_at_the_end(tmp_path: Path) -> None:
+    forever, seen = threading.Event(), list[Any]()
+    makes: list[Callable[[int], Any]] = [lambda _: forever.wait(), lambda _: forever.wait(), lambda _: Recorder(seen)]
+    told = [tmp_path / f"{number}.told" for number in range(3)]
+    tellings = [
+        Telling("own", make, path, -1, False, 60, lambda _: None) for make, path in zip(makes, told, strict=True)
+    ]
+    log = MetricsLog(tmp_path, -1, 10, trackers=lambda: tellings)
+    log.log(0, {"x": 1.0})
+    start = time.monotonic()
+    assert log.close(within_s=2.0) == ["sync it"]
+    assert 1.9 < time.monotonic() - start < 3.9 and seen
+    forever.set()
+
+
+def test_a_tracker_is_given_once() -> None:
+    with pytest.raises(ConfigError, match=r"trackers: expected every name once, mlflow is there twice"):
+        parse({"trackers": ["mlflow", "wandb", "mlflow"]})

@@ -99,10 +99,11 @@ STOPPED = {
         "n = mmap.mmap(-1, 70 << 20)\nfor i in range(0, len(n), 4096): n[i] = 1\ntime.sleep(60)",
         "memory",
     ),
-    "many files": ("n = 0\nwhile True: n += 1; open(str(n), 'w').close()", ""),
-    "much disk": ("n = 0\nwhile True: n += 1; open(str(n), 'wb').write(bytes(1 << 20))", ""),
+    "many files": ("n = 0\nwhile True: n += 1; open(str(n), 'w').close()", "files"),
+    "much disk": ("n = 0\nwhile True: n += 1; open(str(n), 'wb').write(bytes(1 << 20))", "files"),
 }
-"""Name -> a program without an end, and the limit that ends it; empty: one of several."""
+"""Name -> a program without an end, and the limit that ends it; empty: one of several. At L3 files end it with an
+exception."""
 
 LEFT = {
     "daemon": "if not os.fork():\n os.setsid()\n os.fork() or time.sleep(600)\n os._exit(0)\nos.wait(); reached()",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -301,3 +302,37 @@ def test_kinds_of_cases() -> None:
         for case in cases_of([{"stdin": "", "stdout": ""}, {"call": "f", "returns": 1}, {"assert": "assert f()"}], {})
     ]
     assert kinds == [Program, Call, Suite]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "for got, wanted in zip(map(f, [1, 2]), [7919, 15838]): assert got == wanted",
+        "assert all(map(lambda case: f(case[0]) == case[1], [(1, 7919), (2, 15838)]))",
+    ],
+)
+def test_the_end_of_an_iteration_ends_no_test(make: Any, test: str) -> None:
+    reward = make()
+    assert score(reward, TIMES, [{"assert": test}]).reward == 1.0
+    assert score(reward, "def f(x): raise StopIteration", [{"assert": test}]).reward == 0.0
+    ends = "it = g(1)\nassert next(it) == 7919\nassert next(it, None) is None"
+    assert score(reward, "def g(x): yield x * 7919", [{"assert": ends}]).reward == 1.0
+
+
+def test_a_test_that_makes_a_global_name(make: Any) -> None:
+    tests = "def test_a():\n global made\n made = 1\n assert f(1) == 7919\ndef test_b(): assert f(2) == 15838"
+    assert score(make(), TIMES, [{"pytest": tests}]).reward == 1.0
+
+
+def test_numbers_beyond_a_float_are_wrong_and_no_error(make: Any) -> None:
+    case = [{"call": "f", "args": [1], "returns": 1.5}]
+    forged = "import os\ndef f(x):\n os.write(3, b'{\"float\": 1' + b'0' * 400 + b'}'); os._exit(0)"
+    for code in ("def f(x): return 10**400", forged):
+        found = score(make(), code, case)
+        assert found.score == 0.0 and not found.error
+
+
+def test_a_long_line_after_a_fence_is_read_at_once() -> None:
+    start = time.perf_counter()
+    extract("```" + "a" * 200_000, "python")
+    assert time.perf_counter() - start < 20.0  # 200 s with a pattern that goes back

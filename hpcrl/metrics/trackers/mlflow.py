@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hpcrl.files import write_durably
 from hpcrl.metrics.trackers.base import TrackedRun, flat
 from hpcrl.metrics.trackers.specs import MLflowConfig
 
@@ -37,7 +38,7 @@ class MLflow:
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         self._id = str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
-        kept.write_text(self._id)
+        write_durably(kept, self._id.encode())
         self._client.log_text(self._id, json.dumps(run.config, indent=1, default=str), "config.json")
         self._log_params(run.config)
 

@@ -7,7 +7,6 @@ attempt before, which it has. A tracker that takes steps back (TrackerSpec.rewin
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import secrets
 import threading
@@ -39,10 +38,11 @@ class Telling:
         if rewinds:
             self.told = min(self.told, resume_step)
         first = self.told + 1
-        self._calls: queue.Queue[TrackerCall | None] = queue.Queue(MOST_WAITING)
+        self._calls: queue.Queue[TrackerCall | None] = queue.Queue()
+        self._most = MOST_WAITING
         self._lock = threading.Lock()
         self._since: float | None = time.monotonic()
-        self._ended, self._hint = False, ""
+        self._ended, self._finishing, self._hint = False, False, ""
         self._thread = threading.Thread(target=self._run, args=(lambda: make(first),), name=f"tracker {name}")
         self._thread.daemon = True
         self._thread.start()
@@ -64,20 +64,35 @@ class Telling:
         self._check()
         if self._ended:
             return
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            self._end(f"is {MOST_WAITING} calls behind")
+        if self._calls.qsize() >= self._most:
+            self._end(f"is {self._most} calls behind")
+        else:
+            self._calls.put(call)
+
+    def expect(self, num_calls: int) -> None:
+        """Let this many more calls wait: those that tell what happened before."""
+        self._most += num_calls
+
+    def drain(self) -> None:
+        """Return when nothing is queued, or the tracker has ended: at a call that is overdue."""
+        while self._calls.qsize() and not self._ended:
+            self._check()
+            time.sleep(0.02)
+
+    def finish(self) -> None:
+        """Queue the end, for which close() waits."""
+        if not self._finishing:
+            self._finishing = True
+            self.put(self._close)
+            self._calls.put(None)
 
     def close(self, within_s: float) -> str:
         """End the tracker after what is queued, at most this many seconds later; what it says about an upload."""
-        self.put(self._close)
+        self.finish()
         if not self._ended:
-            with contextlib.suppress(queue.Full):
-                self._calls.put_nowait(None)
             self._thread.join(min(within_s, self._timeout_s))
             if self._thread.is_alive():
-                self._end(f"did not end within {min(within_s, self._timeout_s):g} s")
+                self._end(f"did not end within {min(within_s, self._timeout_s):.3g} s")
         return self._hint
 
     def _close(self, tracker: Tracker) -> None:
@@ -119,6 +134,7 @@ def run_id(run_dir: Path) -> str:
 def tell_all(tellings: Sequence[Telling], rows: Sequence[Mapping[str, Any]]) -> None:
     """The rows of metrics.jsonl that each tracker misses."""
     for telling in tellings:
+        telling.expect(len(rows))
         for row in rows:
             telling.log(
                 row["step"], {name: value for name, value in row.items() if name != "step" and value is not None}

@@ -124,11 +124,12 @@ class SandboxServer:
                 self._others = _num_threads_of(self._proc, os.getuid())
             children = [self._start(n, request, places[n * FDS : (n + 1) * FDS]) for n in range(request["tasks"])]
         except OSError as error:
+            self._end_tree()
             return {"status": 0, "reason": f"lost: {error}"}
         finally:
             for place in places:
                 os.close(place)
-        tick = FIRST_TICK_S
+        tick, checked = FIRST_TICK_S, time.monotonic()
         while not reason and children[-1] not in self._statuses:
             ready, _, _ = select.select([self._wake, self._control.fileno()], [], [], tick)
             if self._control.fileno() in ready:
@@ -138,9 +139,10 @@ class SandboxServer:
             if self._wake in ready:
                 os.read(self._wake, 1 << 12)
             self._reap()
-            if not ready:
+            if not ready or time.monotonic() - checked > TICK_S:  # children that end all the time do not put it off
                 tick = min(2 * tick, TICK_S)
                 reason = reason or self._exceeded(request)
+                checked = time.monotonic()
         self._end_tree()
         return {"status": self._statuses.get(children[-1], 0), "reason": reason}
 
@@ -344,18 +346,25 @@ def make_executable(folder: str) -> None:
 
 
 def fits(folder: str, num_bytes: int) -> bool:
-    """Whether the files below a folder are within both limits."""
+    """Whether the files below a folder are within both limits, and none is where they cannot be counted: too deep for a
+    path, or in a folder that cannot be read."""
     waiting, files, total = [folder], 0, 0
     while waiting:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                files += 1
-                if files > MAX_FILES:
-                    return False
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                else:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if files > MAX_FILES:
+                        return False
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return False
     return total <= num_bytes
 
 

@@ -171,6 +171,8 @@ class _Link:
         if not done:
             kind = getattr(builtins, str(value), None)
             known = isinstance(kind, type) and issubclass(kind, Exception)
+            if kind is StopIteration and name != "__next__":
+                raise RuntimeError("the code raised StopIteration")  # which would end loops of the test early
             raise (kind if known else RemoteError)(more)  # type: ignore[misc]
         for given, changed in zip(arguments or (), more or (), strict=False):
             if type(given) is type(changed) and isinstance(given, list | dict | set):
@@ -280,7 +282,7 @@ def _provide(tree: ast.Module, space: dict[str, Any], link: _Link) -> None:
 
 def pytest_cases(space: Mapping[str, Any]) -> Iterator[Any]:
     """The test functions and methods of a module, once for each set of parameters, as functions without arguments."""
-    for name, value in space.items():
+    for name, value in list(space.items()):
         if name.startswith("test") and callable(value) and not isinstance(value, Remote):
             yield from _parametrised(value, value)
         elif name.startswith("Test") and isinstance(value, type):

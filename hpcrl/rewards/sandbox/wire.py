@@ -23,7 +23,8 @@ def encode(value: Any, other: Other = _none) -> bytes:
 
 
 def decode(line: bytes, other: Other = _none) -> Any:
-    """The inverse of encode(); safe for any line. ValueError, TypeError or RecursionError if it is invalid."""
+    """The inverse of encode(); safe for any line. ValueError, TypeError, OverflowError or RecursionError if it
+    is invalid."""
     return unpack(json.loads(line, parse_constant=_refuse), other)
 
 
