@@ -63,8 +63,8 @@ def test_another_engine_reads_its_section() -> None:
     words = [PPO, "trainer.engine=megatron", "critic.engine=fsdp2", "trainer.fsdp2.activation_checkpointing=true"]
     config = load([*words, "trainer.megatron.recompute=full", "critic.lr=3e-5", "critic.lr_warmup_steps=7"])
     own = config.of_critic()
-    assert (own.trainer.engine, own.trainer.lr, own.trainer.warmup_steps) == ("fsdp2", 3e-5, 7)
-    assert (config.trainer.engine, config.trainer.lr, config.trainer.warmup_steps) == ("megatron", 1e-6, 0)
+    assert (own.trainer.engine, own.trainer.lr, own.trainer.lr_warmup_steps) == ("fsdp2", 3e-5, 7)
+    assert (config.trainer.engine, config.trainer.lr, config.trainer.lr_warmup_steps) == ("megatron", 1e-6, 0)
     assert refused("algorithm=grpo", "trainer.engine=megatron", "trainer.fsdp2.activation_checkpointing=true")
     whole = load([PPO, "trainer.lora.rank=4", "trainer.lora.alpha=8"])
     assert whole.lora is not None and whole.of_critic().lora is None

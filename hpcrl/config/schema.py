@@ -230,7 +230,7 @@ class TrainerConfig(Section):
     """Peak learning rate."""
     min_lr: NonNegative = 0.0
     """Final learning rate of a schedule."""
-    warmup_steps: Natural = 0
+    lr_warmup_steps: Natural = 0
     """Optimizer steps of linear learning-rate warm-up."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning-rate schedule after the warm-up."""
@@ -492,7 +492,7 @@ class Config(Section):
         in place of the policy's."""
         critic, own = self.critic, ("lr", "min_lr", "lr_schedule", "weight_decay", "max_grad_norm")
         changes: dict[str, Any] = {name: getattr(critic, name) for name in own}
-        changes |= {"engine": critic.engine or self.trainer.engine, "warmup_steps": critic.lr_warmup_steps}
+        changes |= {"engine": critic.engine or self.trainer.engine, "lr_warmup_steps": critic.lr_warmup_steps}
         changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None}
         model = self.model.model_copy(update={"path": critic.path or self.model.path})
         return self.model_copy(update={"trainer": self.trainer.model_copy(update=changes), "model": model})

@@ -52,7 +52,7 @@ def critic_folder(family: str, folder: Path, **changes: Any) -> Path:
 def make_critic(
     folder: Path, dtype: torch.dtype = torch.float32, own: dict[str, Any] | None = None, **config: Any
 ) -> FSDP2Critic:
-    trainer = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2, **config)
+    trainer = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2, **config)
     return FSDP2Critic(trainer, folder, own=FSDP2Config(**own or {}), dtype=dtype, total_steps=8)
 
 

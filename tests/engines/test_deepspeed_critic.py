@@ -35,7 +35,8 @@ every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 
 def make(folder: Path, stage: int, param_dtype: str = "float32", **own: Any) -> ZeroCritic:
     """With the keys of make_critic()."""
-    keys = {"lr": 0.02, "max_grad_norm": 100.0, "lr_schedule": "linear", "warmup_steps": 2, "param_dtype": param_dtype}
+    schedule = {"lr": 0.02, "lr_schedule": "linear", "lr_warmup_steps": 2}
+    keys = schedule | {"max_grad_norm": 100.0, "param_dtype": param_dtype}
     section = DeepSpeedConfig(zero_stage=stage, **own)
     return ZeroCritic(TrainerConfig(**keys), folder, zero=section, dtype=torch.float32, total_steps=8)
 

@@ -295,12 +295,12 @@ def test_clipped_adamw_step_by_hand(folders: dict[str, Path], world_of_one: None
 
 
 def test_learning_rates_by_hand() -> None:
-    linear = TrainerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, lr_schedule="linear")
+    linear = TrainerConfig(lr=1.0, min_lr=0.1, lr_warmup_steps=2, lr_schedule="linear")
     assert [round(learning_rate(linear, step, 6), 6) for step in range(8)] == [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1, 0.1]
     cosine = TrainerConfig(lr=1.0, lr_schedule="cosine")
     assert [round(learning_rate(cosine, step, 5), 6) for step in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
     assert learning_rate(TrainerConfig(lr=0.3), 99, 5) == 0.3
-    assert learning_rate(TrainerConfig(lr=1.0, warmup_steps=4), 0, 5) == 0.25
+    assert learning_rate(TrainerConfig(lr=1.0, lr_warmup_steps=4), 0, 5) == 0.25
 
 
 def test_names_and_export_are_those_of_transformers(
@@ -370,7 +370,7 @@ def test_resume_continues_bit_for_bit(folders: dict[str, Path], world_of_one: No
     def draws() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
-    settings = {"lr_schedule": "linear", "warmup_steps": 3}
+    settings = {"lr_schedule": "linear", "lr_warmup_steps": 3}
     first = engine(folders["qwen2"], **settings)
     step(first)
     step(first)

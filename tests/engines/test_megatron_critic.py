@@ -40,7 +40,7 @@ ON_TWO: list[Split] = [
 
 def make(folder: Path, own: dict[str, Any], **config: Any) -> MegatronCritic:
     trainer = TrainerConfig(
-        engine="megatron", lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2, **config
+        engine="megatron", lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2, **config
     )
     return MegatronCritic(trainer, folder, own=MegatronConfig(**own), total_steps=8)
 
@@ -122,7 +122,7 @@ def test_it_learns_as_fsdp2s_and_its_export_is_one_of_transformers(tmp_path: Pat
         with pytest.raises(ValueError, match="needs entropy of every token"):
             check_objective(engine, type("Asks", (Squares,), {"outputs": frozenset({"entropy"})})())
         assert (found := engine.values(batch, plan)) is not None and not found.any()
-        trainer = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+        trainer = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2)
         other = FSDP2Critic(trainer, folder, dtype=torch.float32, total_steps=8)
         for _ in range(3):
             ours, theirs = (one.train_step(batch, plan, Squares(), norms_of(batch)) for one in (engine, other))

@@ -47,7 +47,7 @@ def test_it_is_rlvr_200b_in_everything_but_size() -> None:
     }
     assert different == {
         "trainer.lr",
-        "trainer.warmup_steps",
+        "trainer.lr_warmup_steps",
         "trainer.param_dtype",
         "trainer.max_tokens_per_micro_batch",
         "trainer.megatron",

@@ -10,14 +10,14 @@ from hpcrl.config import TrainerConfig
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     """The rate of optimizer step `step` (0 is the first) of `total_steps`.
 
-    It rises linearly over warmup_steps, reaching lr at step warmup_steps - 1, then follows the schedule; linear and
-    cosine end at min_lr in the last step and stay there.
+    It rises linearly over lr_warmup_steps, reaching lr at step lr_warmup_steps - 1, then follows the schedule; linear
+    and cosine end at min_lr in the last step and stay there.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    if step < config.lr_warmup_steps:
+        return config.lr * (step + 1) / config.lr_warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
-    decay_steps = max(total_steps - 1 - config.warmup_steps, 1)
-    done = min((step - config.warmup_steps) / decay_steps, 1.0)
+    decay_steps = max(total_steps - 1 - config.lr_warmup_steps, 1)
+    done = min((step - config.lr_warmup_steps) / decay_steps, 1.0)
     left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.min_lr + (config.lr - config.min_lr) * left

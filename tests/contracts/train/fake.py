@@ -9,5 +9,5 @@ from tests.engines.worlds import VOCAB
 
 
 def factory(folder: Path) -> TrainEngine:
-    config = TrainerConfig(lr=2.0, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+    config = TrainerConfig(lr=2.0, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2)
     return FakeTrainEngine(config, vocab_size=VOCAB, total_steps=8)

@@ -28,7 +28,7 @@ SPLITS = {
 
 
 def factory(folder: Path) -> TrainEngine:
-    config = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+    config = TrainerConfig(lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2)
     return FSDP2Engine(config, folder, dtype=torch.float32, total_steps=8)
 
 

@@ -13,7 +13,7 @@ from tests.contracts.splits import Split
 
 
 def factory(folder: Path) -> TrainEngine:
-    config = TrainerConfig(engine="megatron", lr=0.02, max_grad_norm=100.0, lr_schedule="linear", warmup_steps=2)
+    config = TrainerConfig(engine="megatron", lr=0.02, max_grad_norm=100.0, lr_schedule="linear", lr_warmup_steps=2)
     return MegatronEngine(config, folder, total_steps=8)
 
 
