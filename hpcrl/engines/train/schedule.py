@@ -1,10 +1,12 @@
-"""Learning rates as a pure function of the optimizer step, so that resuming needs only the step."""
+"""Learning rates as a pure function of the optimizer step, so that resuming needs only the step; and what each step
+reports."""
 
 from __future__ import annotations
 
 import math
 
 from hpcrl.config import TrainerConfig
+from hpcrl.metrics.stats import Stats, scalar
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
@@ -21,3 +23,10 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     done = min((step - config.lr_warmup_steps) / decay_steps, 1.0)
     left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def update_stats(rate: float, grad_norm: float) -> Stats:
+    """Of an optimizer step at this rate, which is skipped if the gradients' norm is not finite."""
+    finite = math.isfinite(grad_norm)
+    stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
+    return stats | ({"actor/grad_norm": scalar(grad_norm)} if finite else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.optimizer import make_optimizer
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
 from hpcrl.engines.train.fsdp2.weights import fingerprint
-from hpcrl.engines.train.schedule import learning_rate
-from hpcrl.metrics.stats import Stats, scalar
+from hpcrl.engines.train.schedule import learning_rate, update_stats
+from hpcrl.metrics.stats import Stats
 from hpcrl.spec.weights import Held
 
 
@@ -120,8 +121,7 @@ class ZeroEngine(FSDP2Engine):
         self.optimizer_step += finite
         if self.data_parallel_rank != 0:
             return {}
-        stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
-        return stats | ({"actor/grad_norm": scalar(float(self.model.get_global_grad_norm()))} if finite else {})
+        return update_stats(rate, float(self.model.get_global_grad_norm()) if finite else math.inf)
 
     def discard_gradients(self) -> None:
         """See FSDP2Engine."""

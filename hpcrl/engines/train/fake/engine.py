@@ -19,8 +19,8 @@ from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.train.fake.spec import SPEC
-from hpcrl.engines.train.schedule import learning_rate
-from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.engines.train.schedule import learning_rate, update_stats
+from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.spec.weights import Held
 
@@ -116,9 +116,7 @@ class FakeTrainEngine:
                 self.transitions -= rate * gradient * (self.config.max_grad_norm / grad_norm).clamp(max=1.0)
             self.optimizer_step += 1
         if self.data_parallel_rank == 0:
-            collected.append({"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)})
-            if finite:
-                collected.append({"actor/grad_norm": scalar(grad_norm.item())})
+            collected.append(update_stats(rate, grad_norm.item()))
         return merge(collected)
 
     def named_weights(self, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:

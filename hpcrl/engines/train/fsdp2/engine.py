@@ -38,8 +38,8 @@ from hpcrl.engines.train.fsdp2.sharding import shard
 from hpcrl.engines.train.fsdp2.spec import SPEC, FSDP2Config, indivisible_heads
 from hpcrl.engines.train.fsdp2.tensor_parallel import TensorParallel
 from hpcrl.engines.train.fsdp2.weights import NamedWeights, local
-from hpcrl.engines.train.schedule import learning_rate
-from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.engines.train.schedule import learning_rate, update_stats
+from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.spec.weights import Held
 
@@ -376,10 +376,7 @@ class FSDP2Engine:
             self.optimizer.step()
             self.optimizer_step += 1
         self.discard_gradients()
-        if self.grid.rank != 0:
-            return {}
-        stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
-        return stats | ({"actor/grad_norm": scalar(grad_norm)} if finite else {})
+        return update_stats(rate, grad_norm) if self.grid.rank == 0 else {}
 
     def discard_gradients(self) -> None:
         """Free all gradients."""

@@ -40,8 +40,8 @@ from hpcrl.engines.train.megatron.router_bias import RouterBias
 from hpcrl.engines.train.megatron.router_losses import RouterLosses
 from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.engines.train.megatron.weights import HFWeights
-from hpcrl.engines.train.schedule import learning_rate
-from hpcrl.metrics.stats import Stats, merge, scalar
+from hpcrl.engines.train.schedule import learning_rate, update_stats
+from hpcrl.metrics.stats import Stats, merge
 from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from hpcrl.spec.weights import Held
 
@@ -293,10 +293,7 @@ class MegatronEngine:
         self.optimizer_step += finite
         if finite and self.router_bias is not None:
             self.router_bias.update()
-        if self.data_parallel_rank != 0:
-            return {}
-        stats = {"actor/lr": scalar(rate), "actor/skipped_update": scalar(not finite)}
-        return stats | ({"actor/grad_norm": scalar(norm)} if finite else {})
+        return update_stats(rate, norm) if self.data_parallel_rank == 0 else {}
 
     # ---- weights and state
 
