@@ -34,6 +34,13 @@ class Problem:
         return any(a[: len(b)] == b[: len(a)] for a in mine for b in paths if a and b)
 
 
+def engine_problem(at: Path, key: str, text: str, *others: str) -> Problem:
+    """A problem of a key of a training engine's section `at`; changes of the other keys, the model or the ranks may
+    solve it too."""
+    involved = tuple((*at, other) for other in others)
+    return Problem((*at, key), f"{dotted(at)}.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
+
+
 class ConfigError(ValueError):
     """All problems of a configuration; `problems` has one line each."""
 

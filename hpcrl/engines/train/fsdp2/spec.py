@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import Positive, Section
 from hpcrl.spec.kinds import ADAMW, Spec, TrainEngineSpec
-from hpcrl.spec.problems import Problem
+from hpcrl.spec.problems import Problem, engine_problem
 from hpcrl.spec.rope import LENGTH_DEPENDENT, rope_types
 
 AT = ("trainer", "fsdp2")
+problem = functools.partial(engine_problem, AT)
 
 
 class FSDP2Config(Section):
@@ -44,12 +46,6 @@ class FSDP2Config(Section):
     def num_shards(self, num_ranks: int) -> int:
         """Ranks that share a parameter, or their part of a split matrix."""
         return num_ranks // (self.replicas * self.tensor_parallel)
-
-
-def problem(key: str, text: str, *others: str) -> Problem:
-    """A problem of a key of the section; changes of the other keys, the model or the ranks may solve it too."""
-    involved = tuple((*AT, other) for other in others)
-    return Problem((*AT, key), f"trainer.fsdp2.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
 
 
 def divide(config: Any, num_ranks: int) -> Division:

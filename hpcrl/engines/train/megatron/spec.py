@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -9,9 +10,10 @@ from hpcrl.engines.train.megatron.families import lacking
 from hpcrl.spec.division import Division, DivisionError
 from hpcrl.spec.fields import NonNegative, Positive, Section
 from hpcrl.spec.kinds import TrainEngineSpec
-from hpcrl.spec.problems import Problem
+from hpcrl.spec.problems import Problem, engine_problem
 
 AT = ("trainer", "megatron")
+problem = functools.partial(engine_problem, AT)
 
 
 class MegatronConfig(Section):
@@ -64,12 +66,6 @@ class MegatronConfig(Section):
     def ranks_of_all_experts(self) -> int:
         """Ranks that share one copy of the experts."""
         return self.expert_parallel * self.expert_tensor_parallel * self.pipeline_parallel
-
-
-def problem(key: str, text: str, *others: str) -> Problem:
-    """A problem of a key of the section; changes of the other keys, the model or the ranks may solve it too."""
-    involved = tuple((*AT, other) for other in others)
-    return Problem((*AT, key), f"trainer.megatron.{key}: {text}", (*involved, ("model",), ("layout", "trainer")))
 
 
 def divide(config: Any, num_ranks: int) -> Division:
