@@ -1,4 +1,5 @@
-"""Trainer, critic and generator of one rank take turns on its device: each gives its memory back while the other works.
+"""Trainer, critic, reference and generator of one rank take turns on its device: each gives its memory back while the
+other works.
 
 What a rank moves follows from the order of its commands alone, as everything that it does.
 """
@@ -26,11 +27,12 @@ TURNS: dict[type, str] = {
 }
 
 
-LEARNERS = ("trainer", "critic")
+TRAIN_ROLES = ("trainer", "critic", "reference")
+"""Roles with a training engine."""
 
 
 class Turns:
-    """On a rank that learns and generates, if the run offloads (hpcrl.planner.host.takes_turns)."""
+    """On a rank with a training engine and a generator, if the run offloads (hpcrl.planner.host.takes_turns)."""
 
     def __init__(self, roles: Mapping[str, Role]):
         self._roles, self._turn, self._asleep = roles, "", False
@@ -38,8 +40,8 @@ class Turns:
     def enter(self, command: object) -> None:
         """The command is executed next: move memory if it begins another phase."""
         turn = TURNS.get(type(command), self._turn)
-        learners = {name: cast(EngineRole, self._roles[name]).engine for name in LEARNERS if name in self._roles}
-        if turn == self._turn or not learners or "generator" not in self._roles:
+        engines = {name: cast(EngineRole, self._roles[name]).engine for name in TRAIN_ROLES if name in self._roles}
+        if turn == self._turn or not engines or "generator" not in self._roles:
             return
         self._turn = turn
         generator = cast(GeneratorRole, self._roles["generator"]).engine
@@ -47,14 +49,14 @@ class Turns:
             if not generator.progress():  # responses that go on after the step keep their cache
                 generator.sleep()
                 self._asleep = True
-            for engine in learners.values():
+            for engine in engines.values():
                 engine.onload()
         elif turn == "publish":
-            for name, engine in learners.items():
+            for name, engine in engines.items():
                 engine.offload(weights=name != "trainer")
             if self._asleep:
                 generator.wake()
                 self._asleep = False
         else:
-            for engine in learners.values():
+            for engine in engines.values():
                 engine.offload()

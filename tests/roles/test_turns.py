@@ -90,14 +90,15 @@ def test_a_generator_with_unfinished_responses_stays_awake() -> None:
     assert engine.calls == ["offload state", "offload all", "onload", "offload state", "onload"]
 
 
-def test_a_critic_moves_with_the_trainer_and_away_while_weights_are_published() -> None:
-    trainer, critic, generator = Recorder(), Recorder(), Recorder()
-    engines = {"trainer": trainer, "critic": critic, "generator": generator}
+@pytest.mark.parametrize("role", ["critic", "reference"])
+def test_other_engines_move_with_the_trainer_and_away_while_weights_are_published(role: str) -> None:
+    trainer, other, generator = Recorder(), Recorder(), Recorder()
+    engines = {"trainer": trainer, role: other, "generator": generator}
     turns = Turns({role: SimpleNamespace(engine=engine) for role, engine in engines.items()})  # type: ignore[misc]
     for command in [*STEP[:6], Values(1, []), TrainCritic(1, [], 1.0, 1.0), TrainStep(1, [], 1.0, 1.0), STEP[8]]:
         turns.enter(command)
     assert trainer.calls == ["offload state", "offload all", "onload", "offload state"]
-    assert critic.calls == ["offload all", "offload all", "onload", "offload all"]
+    assert other.calls == ["offload all", "offload all", "onload", "offload all"]
     assert generator.calls == ["sleep", "wake"]
 
 
