@@ -103,8 +103,9 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
         "run_name=a/b",
     )
     expected = [
-        "algorithm=grop: no such algorithm; there are: cispo, dapo, dr_grpo, grpo, gspo, kimi, lite_ppo, "
-        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, sapo, topr; did you "
+        "algorithm=grop: no such algorithm; there are: cispo, dapo, dr_grpo, gigpo, grpo, gspo, kimi, lite_ppo, "
+        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, sapo, topr, "
+        "turn_reinforce; did you "
         "mean grpo?",
         "a=1,2: several values; write a list as key=[a,b], or give -m to run each value",
         "what: expected key=value",
@@ -446,7 +447,7 @@ def test_the_limit_of_a_step_without_one_is_the_schedulers() -> None:
         (["pipeline=sft", "rollout.group_size=4"], "rollout.group_size: not read here, the sft pipeline generates"),
         (
             ["algorithm=reinforce", "algorithm.std_normalize=true"],
-            "algorithm.std_normalize: read by algorithm=grpo only",
+            "algorithm.std_normalize: read by algorithm=grpo and algorithm=gigpo only",
         ),
         (
             ["algorithm.surrogate=topr", "algorithm.dual_clip=3"],

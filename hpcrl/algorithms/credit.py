@@ -52,34 +52,42 @@ class ReturnsCredit(Credit, Generic[LossSection]):
 
     def assign(self, batch: Batch, table: RewardTable, all_sum: AllSum) -> Stats:
         """See Credit."""
-        config, positions = self.config, _positions(table, batch)
+        config, positions = self.config, positions_in(table, batch)
         weights, stats = self.weigh(table)
         batch.weights = batch.weights * weights[positions]
         index = model_tokens(batch)
-        rows = batch.row_ids[index]
-        rewards = _clip(self.normalize(table), config.reward_clip)[positions]
+        advantages, returns = self.shares(batch, table, positions, index, all_sum)
+        advantages = F.whiten(advantages, all_sum) if config.whiten_advantages else advantages
+        advantages = clip(advantages, config.advantage_clip)
+        zeros = torch.zeros(batch.num_tokens, device=returns.device)
+        batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
+        return stats
+
+    def shares(
+        self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
+    ) -> tuple[Tensor, Tensor]:
+        """(advantages before whitening, returns), float32 [M], of the model tokens `index` of the batch, whose rows are
+        at these positions of the table. Collective over the ranks of all_sum."""
+        config, rows = self.config, batch.row_ids[index]
+        rewards = clip(self.normalize(table), config.reward_clip)[positions]
         token_rewards = torch.where(is_last(rows), rewards[rows], 0.0)
         if config.kl_reward_coef > 0:
             old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]
             kl = F.kl_divergence(old, ref, config.kl_reward_estimator)
             coefficient = config.kl_reward_coef * self.numbers.get(KL_SCALE, 1.0)
-            token_rewards = _clip(token_rewards - coefficient * kl, config.reward_clip)
+            token_rewards = clip(token_rewards - coefficient * kl, config.reward_clip)
         token_rewards = F.whiten(token_rewards, all_sum) if config.whiten_rewards else token_rewards
-        advantages, returns = self.propagate(token_rewards, rows, batch)
-        advantages = F.whiten(advantages, all_sum) if config.whiten_advantages else advantages
-        advantages = _clip(advantages, config.advantage_clip)
-        zeros = torch.zeros(batch.num_tokens, device=returns.device)
-        batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
-        return stats
+        return self.propagate(token_rewards, rows, batch)
 
 
-def _positions(table: RewardTable, batch: Batch) -> Tensor:
+def positions_in(table: RewardTable, batch: Batch) -> Tensor:
     """int64 [B]: positions of the batch's rows in the table."""
     positions = torch.searchsorted(table.sample_ids, batch.sample_ids).clamp(max=table.sample_ids.numel() - 1)
     assert bool((table.sample_ids[positions] == batch.sample_ids).all()), "the reward table lacks samples of the batch"
     return positions
 
 
-def _clip(values: Tensor, limit: float | None) -> Tensor:
+def clip(values: Tensor, limit: float | None) -> Tensor:
+    """Clamped to +- limit; None: as they are."""
     return values if limit is None else values.clamp(-limit, limit)

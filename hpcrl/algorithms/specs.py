@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from hpcrl.spec.fields import Float, NonNegative, Share
 from hpcrl.spec.kinds import AlgorithmSpec
 from hpcrl.spec.policy_loss import PolicyLoss
+from hpcrl.spec.problems import Problem
 
 POLICY_GRADIENT = "hpcrl.algorithms.policy_gradient:PolicyGradient"
 
@@ -68,6 +70,39 @@ class RaftPlusPlus(PolicyLoss):
     """Rewards above this value are positive."""
 
 
+class TurnLoss(PolicyLoss):
+    """Keys of credits for the turns of an episode."""
+
+    gamma: Share = 1.0
+    """Discount per turn."""
+    std_eps: NonNegative = 1e-6
+    """Added to standard deviations."""
+
+
+class TurnReinforce(TurnLoss):
+    """REINFORCE by turn: all tokens of a turn have the return of the turn, with PPO clip."""
+
+    name: Literal["turn_reinforce"] = "turn_reinforce"
+    """The algorithm."""
+    norm_mean_type: Literal["batch", "group"] | None = "batch"
+    """Subtract the mean return of the turns of the batch (of the same domain), or of the group; null: off."""
+    norm_std_type: Literal["batch", "group"] | None = "batch"
+    """Divide returns by their standard deviation in the batch or the group; null: off."""
+
+
+class GiGPO(TurnLoss):
+    """GiGPO (arXiv 2505.10978): episodes compared within their group, turns within the same state."""
+
+    name: Literal["gigpo"] = "gigpo"
+    """The algorithm."""
+    gamma: Share = 0.95
+    """Discount per turn."""
+    step_weight: NonNegative = 1.0
+    """Weight of the advantage of turns beside that of episodes."""
+    std_normalize: bool = True
+    """Divide by the standard deviations of group and state."""
+
+
 class GAE(PolicyLoss):
     """PPO (arXiv 1707.06347): generalised advantage estimation (arXiv 1506.02438) from a critic's values."""
 
@@ -125,4 +160,32 @@ GAE_SPEC = AlgorithmSpec(
     make="hpcrl.algorithms.gae:GAECredit",
     objective=POLICY_GRADIENT,
     uses_critic=lambda section: True,
+)
+
+
+def _check_turns(config: Any) -> Iterator[Problem]:
+    """Keys for tokens that rewards of turns do not have."""
+    for key in ("kl_reward_coef", "whiten_rewards"):
+        if value := getattr(config.algorithm, key):
+            text = f"algorithm.{key}: {value} acts on rewards of tokens, and {config.algorithm.name} has those of turns"
+            way_out = "kl_loss_coef" if key == "kl_reward_coef" else "whiten_advantages"
+            yield Problem(("algorithm", key), f"{text}; use algorithm.{way_out}", (("algorithm",),))
+
+
+TURN_REINFORCE_SPEC = AlgorithmSpec(
+    about="REINFORCE by turn of an episode.",
+    section=TurnReinforce,
+    make="hpcrl.algorithms.turn_reinforce:TurnReinforceCredit",
+    objective=POLICY_GRADIENT,
+    compares_siblings=lambda section: "group" in (section.norm_mean_type, section.norm_std_type),
+    check=_check_turns,
+)
+
+GIGPO_SPEC = AlgorithmSpec(
+    about="GiGPO: episodes are compared with their group, turns with those that began in the same state.",
+    section=GiGPO,
+    make="hpcrl.algorithms.gigpo:GiGPOCredit",
+    objective=POLICY_GRADIENT,
+    compares_siblings=lambda section: True,
+    check=_check_turns,
 )

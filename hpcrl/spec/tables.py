@@ -71,6 +71,8 @@ ALGORITHMS = SpecTable(
         "rloo": "hpcrl.algorithms.specs:RLOO_SPEC",
         "raft_plus_plus": "hpcrl.algorithms.specs:RAFT_PLUS_PLUS_SPEC",
         "gae": "hpcrl.algorithms.specs:GAE_SPEC",
+        "turn_reinforce": "hpcrl.algorithms.specs:TURN_REINFORCE_SPEC",
+        "gigpo": "hpcrl.algorithms.specs:GIGPO_SPEC",
     },
 )
 

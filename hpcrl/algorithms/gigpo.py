@@ -1,0 +1,30 @@
+"""Group-in-group policy optimisation (GiGPO, arXiv 2505.10978): episodes are compared with their group, and turns with
+those turns of the group before which the model saw the same.
+
+A_t = norm(R) + step_weight norm(G_t)   R: reward of the episode, over the group; G_t: return of turn t, over the turns
+                                        of the group with the same state; 0 for a state that was seen once
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.functional import Over, normalize_rewards
+from hpcrl.algorithms.specs import GiGPO
+from hpcrl.algorithms.turns import TurnCredit, TurnTable
+
+
+class GiGPOCredit(TurnCredit[GiGPO]):
+    """See the module's docstring."""
+
+    def compare(self, turns: TurnTable, table: RewardTable) -> Tensor:
+        """See TurnCredit."""
+        config = self.config
+        std: Over = "group" if config.std_normalize else None
+        episodes = normalize_rewards(table.rewards, table.group_ids, "group", std, config.std_eps)
+        pairs = torch.stack([turns.group_ids, turns.states], 1)
+        _, same = torch.unique(pairs, dim=0, return_inverse=True)
+        steps = normalize_rewards(turns.returns, same, "group", std, config.std_eps)
+        return episodes[turns.episodes] + config.step_weight * steps

@@ -1,0 +1,118 @@
+"""The common part of credits for turns: every token of a turn has the advantage of its turn.
+
+G_t = r_t + gamma G_(t+1)       r: the environment's rewards of the turns of an episode; G: their returns
+A_t = clip(compare(G_t))        what a credit compares them with; the same for all model tokens of turn t
+
+Rewards of tokens have no place in it, so that kl_reward_coef and whiten_rewards are refused.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms import functional as F
+from hpcrl.algorithms.base import AllSum, RewardTable
+from hpcrl.algorithms.credit import ReturnsCredit, clip
+from hpcrl.algorithms.specs import TurnLoss
+from hpcrl.rollout.batch import Batch
+
+MAX_LOG_TURNS = 16
+"""Logarithm of more turns than an episode has."""
+FACTOR = 6364136223846793005
+"""Of the hash of a state (D. Knuth, MMIX)."""
+
+TurnSection = TypeVar("TurnSection", bound=TurnLoss)
+
+
+@dataclass(frozen=True)
+class TurnTable:
+    """The turns of all ranks, in one order on all of them.
+
+    returns float32 [K], group_ids and domain_ids int64 [K]; episodes int64 [K]: their places in the reward table;
+    states int64 [K]: equal for turns before which the model saw the same; own int64 [n]: the turns at hand.
+    """
+
+    returns: Tensor
+    group_ids: Tensor
+    domain_ids: Tensor
+    episodes: Tensor
+    states: Tensor
+    own: Tensor
+
+
+class TurnCredit(ReturnsCredit[TurnSection]):
+    """See the module's docstring."""
+
+    def normalize(self, table: RewardTable) -> Tensor:
+        """See ReturnsCredit; the rewards of whole episodes."""
+        return table.rewards
+
+    @abstractmethod
+    def compare(self, turns: TurnTable, table: RewardTable) -> Tensor:
+        """float32 [K]: the advantages of the turns."""
+
+    def shares(
+        self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
+    ) -> tuple[Tensor, Tensor]:
+        """See ReturnsCredit."""
+        starts = batch.cu_turns
+        rows = torch.repeat_interleave(torch.arange(batch.num_sequences, device=starts.device), starts.diff())
+        returns = F.discounted_returns(_turn_rewards(batch), rows, self.config.gamma)
+        turns = _of_all_ranks(returns, rows, batch, table, positions, all_sum)
+        advantages = clip(self.compare(turns, table), self.config.reward_clip)[turns.own]
+        at = starts[batch.row_ids[index]] + batch.turn_ids[index].long()
+        return advantages[at], returns[at]
+
+
+def _turn_rewards(batch: Batch) -> Tensor:
+    """float32 [n]: the rewards of turns; those of whole responses are of the last turn."""
+    if batch.turn_rewards is not None:
+        return batch.turn_rewards
+    ends = batch.cu_turns[1:]
+    has_turns = batch.cu_turns.diff() > 0
+    rewards = torch.zeros(int(ends[-1]) if len(ends) else 0, device=ends.device)
+    rewards[ends[has_turns] - 1] = batch.rewards[has_turns]
+    return rewards
+
+
+def _of_all_ranks(
+    returns: Tensor, rows: Tensor, batch: Batch, table: RewardTable, positions: Tensor, all_sum: AllSum
+) -> TurnTable:
+    """Each rank fills its own places of a table of episodes and turns, whose sum all ranks get."""
+    number = torch.arange(len(rows), device=rows.device) - batch.cu_turns[:-1][rows]
+    bits = 2 ** torch.arange(MAX_LOG_TURNS, device=rows.device)
+    longest = int(number.max()) + 1 if len(number) else 0
+    width = int(1 << int((all_sum((longest > bits).long()) > 0).sum()))
+    place, shape = (positions[rows], number), (len(table.sample_ids), width)
+
+    def summed(values: Tensor) -> Tensor:
+        return all_sum(values.new_zeros(shape).index_put(place, values))
+
+    is_there = summed(torch.ones_like(rows)) > 0
+    order = torch.cumsum(is_there.flatten(), 0).view(shape) - 1
+    episode = torch.arange(shape[0], device=rows.device)[:, None].expand(shape)[is_there]
+    all_returns, states = summed(returns)[is_there], summed(turn_states(batch))[is_there]
+    domains = table.domain_ids()[1]
+    return TurnTable(all_returns, table.group_ids[episode], domains[episode], episode, states, order[place])
+
+
+def turn_states(batch: Batch) -> Tensor:
+    """int64 [n]: a hash of what the model was shown before each turn: the prompt, or the observation after the turn
+    before."""
+    starts = batch.cu_turns
+    shown = (~batch.loss_mask).nonzero()[:, 0]
+    rows, turn = batch.row_ids[shown], batch.turn_ids[shown].long() + 1
+    precedes = turn < starts.diff()[rows]  # else nothing of the model follows
+    shown, at = shown[precedes], (starts[rows] + turn)[precedes]
+    begins = torch.ones_like(at, dtype=torch.bool)
+    begins[1:] = at[1:] != at[:-1]
+    counter = torch.arange(len(at), device=at.device)
+    offset = counter - torch.cummax(torch.where(begins, counter, 0), 0).values if len(at) else counter
+    powers = torch.cumprod(torch.full((int(offset.max()) + 1 if len(at) else 0,), FACTOR, device=at.device), 0)
+    states = torch.zeros(int(starts[-1]), dtype=torch.int64, device=at.device)
+    return states.index_add(0, at, (batch.token_ids[shown].long() + 1) * powers[offset])

@@ -1,0 +1,159 @@
+"""Credits of turns, by hand and over ranks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcrl.algorithms.base import RewardTable
+from hpcrl.algorithms.specs import GiGPO, Reinforce, TurnReinforce
+from hpcrl.algorithms.turns import turn_states
+from hpcrl.config import ConfigError, parse
+from hpcrl.rollout.batch import Batch, batch_from_samples, place_rewards
+from hpcrl.rollout.types import FinishReason, Sample
+from tests.algorithms.pairs import make_pair
+from tests.algorithms.test_algorithms import advantages, identity, make_batch
+
+START, LAKE, WALL = [7, 8, 9], [5, 1], [5, 2]
+EPISODES = [  # observations, rewards of turns; every turn of the model has two tokens
+    ([START, LAKE, WALL], [0.0, 1.0, 2.0]),
+    ([START, WALL], [0.5, 0.0]),
+    ([START, LAKE, LAKE], [0.0, 0.0, 4.0]),
+    ([START, LAKE], [1.0, 1.0]),
+]
+GROUPS = [1, 1, 1, 2]
+
+
+def played(rows: list[int]) -> Batch:
+    """These episodes as a batch."""
+    samples = []
+    for row in rows:
+        observations = EPISODES[row][0]
+        ids, mask, turns = [], [], []
+        for turn, shown in enumerate(observations):
+            ids += [*shown, 100 + turn, 3]
+            mask += [False] * len(shown) + [True] * 2
+            turns += [turn - 1] * len(shown) + [turn] * 2
+        samples.append(
+            Sample(
+                id=10 * row, token_ids=np.array(ids, dtype=np.int32), loss_mask=np.array(mask),
+                turn_ids=np.array(turns, dtype=np.int32), gen_logprobs=np.where(mask, -1.0, 0).astype(np.float32),
+                versions=np.where(mask, 3, -1).astype(np.int32), reward=sum(EPISODES[row][1]), score=0.0,
+                finish_reason=FinishReason.STOP,
+            )
+        )  # fmt: skip
+    batch = batch_from_samples(samples, [GROUPS[row] for row in rows])
+    batch.turn_rewards = torch.tensor([reward for row in rows for reward in EPISODES[row][1]])
+    batch.token_rewards = place_rewards(None, batch)
+    return batch.check()
+
+
+def of_turns(batch: Batch, values: Tensor) -> list[float]:
+    """The value of each turn, which all of its tokens have."""
+    both = values[batch.loss_mask].view(-1, 2)
+    assert torch.equal(both[:, 0], both[:, 1]) and not values[~batch.loss_mask].any()
+    return both[:, 0].tolist()
+
+
+def filled(section: Any) -> tuple[list[float], list[float]]:
+    """(advantages, returns) of all turns."""
+    batch = played([0, 1, 2, 3])
+    advantages(make_pair(section), batch, RewardTable.of(batch))
+    return of_turns(batch, batch.advantages), of_turns(batch, batch.returns)
+
+
+def test_a_turn_has_what_it_and_later_turns_gain() -> None:
+    got, returns = filled(TurnReinforce(gamma=0.5, norm_mean_type=None, norm_std_type=None))
+    assert got == returns == [1.0, 2.0, 2.0, 0.5, 0.0, 1.0, 2.0, 4.0, 1.5, 1.0]
+
+
+def test_turns_are_normalised_over_those_of_the_batch_or_of_the_group() -> None:
+    values = torch.tensor([1.0, 2.0, 2.0, 0.5, 0.0, 1.0, 2.0, 4.0, 1.5, 1.0])
+    got, _ = filled(TurnReinforce(gamma=0.5, std_eps=0.0))
+    assert got == pytest.approx(((values - values.mean()) / values.std()).tolist())
+    got, _ = filled(TurnReinforce(gamma=0.5, norm_mean_type="group", norm_std_type=None))
+    means = [12.5 / 8] * 8 + [1.25] * 2
+    assert got == pytest.approx((values - torch.tensor(means)).tolist())
+
+
+def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
+    """In the first group START has the returns 3, .5, 4, LAKE 3, 4, 4 and WALL 2, 0; the other group has none twice."""
+    got, returns = filled(GiGPO(gamma=1.0, std_normalize=False, step_weight=2.0))
+    assert returns == [3.0, 3.0, 2.0, 0.5, 0.0, 4.0, 4.0, 4.0, 2.0, 1.0]
+    start, lake, wall = 2.5, 11 / 3, 1.0
+    steps = [3 - start, 3 - lake, 2 - wall, 0.5 - start, 0 - wall, 4 - start, 4 - lake, 4 - lake, 0.0, 0.0]
+    episodes = [0.5] * 3 + [-2.0] * 2 + [1.5] * 3 + [0.0] * 2
+    assert got == pytest.approx([e + 2 * s for e, s in zip(episodes, steps, strict=True)], abs=1e-6)
+    whole, _ = filled(GiGPO(gamma=1.0, std_normalize=False, step_weight=0.0))
+    assert whole == pytest.approx(episodes)
+    scaled, _ = filled(GiGPO(gamma=1.0, std_eps=0.0))
+    third, spread = (4 - start) / torch.tensor([3.0, 0.5, 4.0]).std(), torch.tensor([3.0, 0.5, 4.0]).std()
+    assert scaled[5] == pytest.approx(float(1.5 / spread + third))
+
+
+def test_the_state_before_a_turn_is_what_the_model_was_shown() -> None:
+    batch = played([0, 1, 2, 3])
+    first, second, third, fourth = turn_states(batch).split([3, 2, 3, 2])
+    assert first[0] == second[0] == third[0] == fourth[0]
+    assert first[1] == third[1] == third[2] == fourth[1] and first[2] == second[1]
+    assert len({int(state) for state in torch.cat([first, second])}) == 3
+    alone = played([1])
+    assert torch.equal(turn_states(alone), second), "where a row stands in the batch does not matter"
+    alone.token_ids[1], alone.token_ids[0] = alone.token_ids[0].clone(), alone.token_ids[1].clone()
+    assert turn_states(alone)[0] != second[0], "the order of the tokens matters"
+
+
+@pytest.mark.parametrize("section", [TurnReinforce(norm_mean_type="group"), GiGPO(whiten_advantages=True)], ids=str)
+def test_how_rows_are_divided_over_ranks_changes_nothing(section: Any) -> None:
+    """One of three ranks has no rows."""
+    whole = played([0, 1, 2, 3])
+    table = RewardTable.of(whole)
+    make_pair(section).credit.assign(whole, table, identity)
+    ranks = [[2], [], [3, 0, 1]]
+    barrier, slots = threading.Barrier(3), [torch.zeros(0)] * 3
+    found: dict[int, tuple[list[float], list[float]]] = {}
+
+    def work(number: int) -> None:
+        def all_sum(tensor: Tensor) -> Tensor:
+            slots[number] = tensor
+            barrier.wait(20)
+            total = sum(slots, torch.zeros_like(tensor))
+            barrier.wait(20)
+            return total
+
+        batch = played(ranks[number])
+        make_pair(section).credit.assign(batch, table, all_sum)
+        for row, start, end in zip(ranks[number], batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+            found[row] = batch.advantages[start:end].tolist(), batch.returns[start:end].tolist()
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for row, (start, end) in enumerate(zip(whole.cu_seqlens, whole.cu_seqlens[1:], strict=False)):
+        assert found[row][0] == pytest.approx(whole.advantages[start:end].tolist(), abs=1e-6)
+        assert found[row][1] == pytest.approx(whole.returns[start:end].tolist())
+
+
+def test_of_single_turns_it_is_reinforce() -> None:
+    masks, rewards = [[0, 1, 1], [0, 0, 1], [0, 0, 0], [0, 1]], [1.0, 0.0, 5.0, 3.0]
+    turns, table = make_batch(masks, rewards, [1, 1, 2, 2])
+    advantages(make_pair(TurnReinforce(norm_mean_type="group", norm_std_type=None)), turns, table)
+    assert turns.advantages.tolist() == pytest.approx([0, 0.5, 0.5, 0, 0, -0.5, 0, 0, 0, 0, 0.0])
+    whole, table = make_batch(masks[:2] + masks[3:], [1.0, 0.0, 3.0], [1, 1, 2])
+    advantages(make_pair(Reinforce(norm_mean_type="batch", norm_std_type="batch")), whole, table)
+    turns, table = make_batch(masks[:2] + masks[3:], [1.0, 0.0, 3.0], [1, 1, 2])
+    advantages(make_pair(TurnReinforce()), turns, table)
+    torch.testing.assert_close(turns.advantages, whole.advantages)
+
+
+@pytest.mark.parametrize("key", [{"kl_reward_coef": 0.1}, {"whiten_rewards": True}], ids=str)
+def test_keys_for_tokens_are_refused(key: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.{next(iter(key))}: .* acts on rewards of tokens, and gigpo has"):
+        parse({"algorithm": {"name": "gigpo", **key}})
