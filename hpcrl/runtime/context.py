@@ -137,8 +137,11 @@ class Run:
             examples, rows = self.evaluation.before_and_after(last), self.evaluation.examples()
             self._metrics.tell(lambda tracker: tracker.table("examples", last, rows))
         told = summary(read_metrics(self._run_dir), self.config.max_steps)
-        early = [self.reason] if self._why else []
-        return "\n".join([examples, told, *early, f"plot {plot}", f"HF checkpoint {self._run_dir / 'hf'}"])
+        early = self.reason if self._why else ""
+        episodes = self._run_dir / "episodes"
+        shown = f"episodes {episodes}" if episodes.is_dir() else ""
+        lines = [examples, told, early, f"plot {plot}", shown, f"HF checkpoint {self._run_dir / 'hf'}"]
+        return "\n".join(filter(None, lines))
 
     def close(self, within_s: float = math.inf) -> str:
         """End the trackers within this time and what is left of the job's, less what leaving takes; how to upload what
