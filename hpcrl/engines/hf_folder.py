@@ -1,4 +1,5 @@
-"""What of a model's folder in Hugging Face layout goes along when its weights are written anew."""
+"""Folders of models in Hugging Face layout: a model of transformers, and what goes along with weights that are written
+anew."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
+from transformers import PreTrainedModel
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -23,6 +26,13 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+
+def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """model.save_pretrained() without its search for containers around the model, for which accelerate imports
+    DeepSpeed where it is installed."""
+    with mock.patch("transformers.modeling_utils.unwrap_model", lambda model: model):
+        model.save_pretrained(folder, **options)
 
 
 def copy_beside_weights(origin: Path, folder: Path) -> None:

@@ -25,6 +25,7 @@ from transformers import (
 
 from hpcrl.config import TinyModel
 from hpcrl.config.schema import LEAST_VOCABULARY
+from hpcrl.engines.hf_folder import save_model
 from hpcrl.files import give_usual_modes
 
 PAD, START, END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -148,7 +149,7 @@ def _write_model(spec: TinyModel, tokenizer: Tokenizer, folder: Path) -> None:
         torch.manual_seed(spec.seed)
         model = AutoModelForCausalLM.from_config(_model_config(spec, ids), dtype=torch.float32)
     model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
+    save_model(model, folder)
 
 
 def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from hpcrl.engines.hf_folder import copy_beside_weights, write_config
+from hpcrl.engines.hf_folder import copy_beside_weights, save_model, write_config
 from hpcrl.engines.train.fsdp2.attention import PACKED_ATTENTION, PackedLayout
 from hpcrl.engines.train.fsdp2.exchange import assemble
 from hpcrl.engines.train.fsdp2.logits import Head, token_logprobs
@@ -259,7 +259,7 @@ def write_model(
                 weights = lora.merged(weights)
             dtype = next(iter(weights.values())).dtype  # not that of `hf`
             with _quiet():
-                hf.save_pretrained(partial, state_dict=weights, max_shard_size="5GB")
+                save_model(hf, partial, state_dict=weights, max_shard_size="5GB")
             write_config(partial, partial, dtype)
         except SafetensorError as error:  # raised on a full disk
             number = re.search(r"os error (\d+)", str(error))
