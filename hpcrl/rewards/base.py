@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -89,6 +90,23 @@ class Reward(Protocol):
         """Why no response to a row with this answer (None: without one) and these columns can be scored; empty if it
         can be. If a built-in reward overrides this method, every row is checked before the start."""
         return ""
+
+
+class PerResponse(Reward):
+    """A reward that scores each response by itself."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+        return [self.score_one(item) for item in items]
+
+    @abstractmethod
+    def score_one(self, item: RewardItem) -> Score: ...
+
+
+def required_answer(item: RewardItem) -> Any:
+    """The answer of the item's row. ValueError without one."""
+    if item.answer is None:
+        raise ValueError("the row has no answer to compare with (data.answer_key)")
+    return item.answer
 
 
 def make_reward(config: RewardConfig) -> Reward:

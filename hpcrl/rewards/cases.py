@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from hpcrl.rewards.extract import CLOSED_BLOCK, json_of
+
 Style = Literal["assert", "check", "pytest"]
 
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _MARKER = re.compile(r"<\|[^|>\n]*\|>(?:[a-z]+\n)?")
 FORMS = (
     "a list of cases {stdin, stdout}, {call, args, returns}, {assert}, {check, entry_point}, {pytest} or {text}; "
@@ -61,7 +62,7 @@ Case = Program | Call | Suite | Text
 def cases_of(answer: Any, columns: Mapping[str, Any], prompt: str = "") -> list[Case]:
     """The cases of a row, at least one. prompt: it may have the code that a function of the columns continues.
     ValueError describes what is missing or wrong."""
-    found = _parsed(answer)
+    found = json_of(answer)
     if isinstance(found, Mapping) and "inputs" not in found:
         found = [found]
     if isinstance(found, Mapping):
@@ -79,16 +80,6 @@ def cases_of(answer: Any, columns: Mapping[str, Any], prompt: str = "") -> list[
     if not cases:
         raise ValueError("no test cases: the list is empty")
     return cases
-
-
-def _parsed(answer: Any) -> Any:
-    """The answer, or what it is the JSON text of; None if this is no object or list."""
-    if isinstance(answer, str):
-        try:
-            answer = json.loads(answer)
-        except (ValueError, RecursionError):
-            return None
-    return answer if isinstance(answer, list | Mapping) else None
 
 
 def _case(entry: Any, where: str) -> Case:
@@ -237,7 +228,7 @@ def _parametrised(decorator: ast.expr) -> Iterator[str]:
 def setup_of(prompt: str, entry_point: str) -> str:
     """The Python of a prompt that begins the function `entry_point`: the whole prompt, a block of it, or its part
     between the markers of a chat template; empty without one."""
-    for text in [prompt, *_BLOCK.findall(prompt), *_MARKER.split(prompt)]:
+    for text in [prompt, *CLOSED_BLOCK.findall(prompt), *_MARKER.split(prompt)]:
         if definition(text, entry_point) is not None:
             return text
     return ""

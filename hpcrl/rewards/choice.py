@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
 from hpcrl.rewards.extract import after_thinking, boxed_answer, final_answer
 from hpcrl.rewards.specs import ChoiceOptions
 from hpcrl.spec.options import read_options
@@ -17,7 +17,7 @@ _OPTION = re.compile(r"(?:[Oo]ption\s+)?(?:[(\[]\s*([A-Za-z])\s*[)\]]|([A-Z])(?=
 RIGHT_BOXED, RIGHT, WRONG_BOXED, WRONG = 1.0, 0.5, -0.5, -1.0
 
 
-class ChoiceReward(Reward):
+class ChoiceReward(PerResponse):
     """1 for the right letter, else 0; with `soft` ROLL's rewards for answers across domains (arXiv 2506.06122): 1 and
     -0.5 for a right and a wrong letter in a box, 0.5 and -1 otherwise. The score is 1 for the right letter."""
 
@@ -26,16 +26,13 @@ class ChoiceReward(Reward):
     def __init__(self, config: RewardConfig):
         self.options = read_options(ChoiceOptions, config.options)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports an answer that is not the letter of an option."""
         if answer is None or letter_of(str(answer)) is not None:
             return ""
         return f"the answer {str(answer)[:40]!r} is no option, such as A or (B)"
 
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         gold = letter_of(str(item.answer))
         if gold is None:
             raise ValueError(f"the row's answer {str(item.answer)[:40]!r} is no option letter (data.answer_key)")

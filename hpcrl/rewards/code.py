@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
 from hpcrl.rewards.cases import Call, Case, Program, Suite, Text, cases_of, completed
-from hpcrl.rewards.extract import after_thinking
+from hpcrl.rewards.extract import CODE_BLOCK, after_thinking
 from hpcrl.rewards.sandbox.client import ENVIRONMENT, Sandbox
 from hpcrl.rewards.sandbox.jobs import ChildTask, JobOutcome, Limits
 from hpcrl.rewards.sandbox.wire import decode, encode
 from hpcrl.rewards.specs import CodeOptions
 from hpcrl.spec.options import read_options
 
-FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE)
-"""Possessive, so that no line takes time that grows with the square of its length."""
 NAMES = {"python": ("python", "py", "python3"), "cpp": ("cpp", "c++", "cc", "cxx"), "bash": ("bash", "sh", "shell")}
 """Language -> names of its blocks."""
 PROGRAMS = {"cpp": ("g++", "main.cpp"), "bash": ("bash", "main.sh")}
@@ -31,7 +28,7 @@ LEAST_S = 0.05
 CLOSE = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
 
-class CodeReward(Reward):
+class CodeReward(PerResponse):
     """1 if the code of a response passes all cases of its row, else 0 or with `partial` the share that it passes; the
     score is 1 or 0. What cases compare with stays outside of the process that runs the code (docs/security.md)."""
 
@@ -56,9 +53,6 @@ class CodeReward(Reward):
         self._sandbox = Sandbox(int(options.min_level[1]), limits)
         print(self._sandbox.describe(), file=sys.stderr, flush=True)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports a row without test cases, or with cases of a wrong shape or another language."""
         try:
@@ -72,14 +66,14 @@ class CodeReward(Reward):
         if needs_python and self.options.language != "python":
             raise ValueError(f"cases with functions and tests need language=python, not {self.options.language}")
 
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         cases = cases_of(item.answer, item.extra, item.prompt)
         self._check_language(cases)
         if self._sandbox is None:
             self.start()
         assert self._sandbox is not None
         metrics = {"sandbox_level": float(self._sandbox.level)}
-        code = extract(item.response, self.options.language)
+        code = code_of(item.response, self.options.language)
         if not code.strip():
             return Score(0.0, 0.0, metrics=metrics | {"no_code": 1.0})
         run = _Run(self._sandbox, self.options, self._command(), self._budget_s)
@@ -161,11 +155,11 @@ class _Run:
         return outcome if outcome.code == 0 and not outcome.stopped else None
 
 
-def extract(response: str, language: str) -> str:
+def code_of(response: str, language: str) -> str:
     """The code of a response: after the thinking, the last block of the language, else the last block, else
     everything. A block that is not closed goes to the end."""
     text = after_thinking(response)
-    blocks = FENCE.findall(text)
+    blocks = CODE_BLOCK.findall(text)
     named = [code for name, code in blocks if name.lower() in NAMES[language]]
     return named[-1] if named else blocks[-1][1] if blocks else text.strip("\n")
 

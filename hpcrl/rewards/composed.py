@@ -13,7 +13,7 @@ from hpcrl.spec.options import read_options
 from hpcrl.spec.tables import REWARDS
 
 
-class Composed(Reward):
+class ComposedReward(Reward):
     """sum: the parts' rewards times their weights. product: of the rewards. gate: the sum where every part with
     gate=true has score 1, else `closed`. The score is that of the first part. The reward of each part is a metric."""
 

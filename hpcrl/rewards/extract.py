@@ -1,13 +1,23 @@
-"""Extraction of the answer from a response: text after the thinking, tags, boxes, markers and closing phrases."""
+"""Extraction of the answer from a response: text after the thinking, tags, boxes, markers, closing phrases and
+blocks of code."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 MAX_LINE_CHARS = 1000  # maximum length of a line that is searched for an answer without a box
 MAX_BETWEEN_CHARS = 60
+CODE_BLOCK = re.compile(
+    r"^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE
+)
+"""(language, content) of a fenced block, which may be open at the end. Possessive, so that no line takes time that
+grows with the square of its length."""
+CLOSED_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+"""Content of a fenced block that is closed, whatever its language."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -28,6 +38,16 @@ _OPENING = re.compile(r"(?<![\w*_])(?:\*{1,3}|_{1,3})(?=[^\s*_]|$)")
 _QUOTED = re.compile(r"[\"“]([^\"“”]+)[\"”]?\.?")
 _HOPE = re.compile(r"I hope (?:it|this|that) is correct\W*$", re.IGNORECASE)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+
+
+def json_of(answer: Any) -> Any:
+    """The value of which an answer is the JSON text, None if it is other text; answers that are no text as they are."""
+    if not isinstance(answer, str):
+        return answer
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
 
 
 def after_thinking(response: str) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
-from hpcrl.rewards.exact_match import as_text
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
+from hpcrl.rewards.exact_match import answers_of
 from hpcrl.rewards.extract import final_answer
 from hpcrl.rewards.specs import F1Options
 from hpcrl.spec.options import read_options
@@ -18,20 +17,15 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class F1(Reward):
+class F1Reward(PerResponse):
     """The F1 of the words of the final answer, as in SQuAD (arXiv 1606.05250): without case, punctuation and English
     articles, with the best of several gold answers. The score is 1 from `threshold` on."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(F1Options, config.options)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Score:
-        if item.answer is None:
-            raise ValueError("the row has no answer to compare with (data.answer_key)")
-        answers = [as_text(answer) for answer in (item.answer if isinstance(item.answer, list) else [item.answer])]
+    def score_one(self, item: RewardItem) -> Score:
+        answers = answers_of(item)
         given = final_answer(item.response) or ""
         best = max(f1(given, answer) for answer in answers)
         return Score(best, float(best >= self.options.threshold), given=given, gold=" or ".join(answers))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
-from hpcrl.rewards.extract import after_thinking
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
+from hpcrl.rewards.extract import after_thinking, json_of
 from hpcrl.rewards.instructions import follows, loose_variants, problem
 from hpcrl.rewards.specs import IFEvalOptions
 from hpcrl.spec.options import read_options
@@ -18,7 +17,7 @@ COLUMNS = ("instruction_id_list", "kwargs")
 Instructions = list[tuple[str, Mapping[str, Any]]]
 
 
-class IFEval(Reward):
+class IFEvalReward(PerResponse):
     """1 if a response follows all instructions, else 0 or with `partial` the share that it follows; the score is 1 or
     0.
 
@@ -29,9 +28,6 @@ class IFEval(Reward):
     def __init__(self, config: RewardConfig):
         self.options = read_options(IFEvalOptions, config.options)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports instructions that are missing or unknown, or lack arguments."""
         try:
@@ -40,7 +36,7 @@ class IFEval(Reward):
             return str(error)
         return ""
 
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         instructions, text = instructions_of(item.answer, item.extra), after_thinking(item.response).strip()
         texts = loose_variants(text) if self.options.reading == "loose" else [text]
         followed = [any(follows(text, *instruction) for text in texts) for instruction in instructions]
@@ -50,16 +46,9 @@ class IFEval(Reward):
 
 def instructions_of(answer: Any, extra: Mapping[str, Any]) -> Instructions:
     """(name, arguments) of each instruction of a row. ValueError names what is missing or wrong."""
-    given: Any = extra
-    if COLUMNS[0] not in extra:
-        given = answer
-        if isinstance(answer, str):
-            try:
-                given = json.loads(answer)
-            except (ValueError, RecursionError):
-                given = None
-        if not isinstance(given, Mapping) or COLUMNS[0] not in given:
-            raise ValueError(f"the row has no {' and '.join(COLUMNS)}, neither as columns nor in its answer")
+    given = extra if COLUMNS[0] in extra else json_of(answer)
+    if not isinstance(given, Mapping) or COLUMNS[0] not in given:
+        raise ValueError(f"the row has no {' and '.join(COLUMNS)}, neither as columns nor in its answer")
     names, arguments = given[COLUMNS[0]], given.get(COLUMNS[1])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

@@ -23,7 +23,7 @@ SHARE = 0.9
 """Share of reward.*.timeout_s after which the votes that are there are counted."""
 
 
-class Judge(Reward):
+class JudgeReward(Reward):
     """The vote of the judges, 0 to 1; the score is 1 from `threshold` on.
 
     Every response is asked about in threads, one per judge, while other responses are: reward.*.concurrency of them in

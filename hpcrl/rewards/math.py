@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import PerResponse, RewardItem, Score, required_answer
 from hpcrl.rewards.equality import equivalent
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import final_answer, gold_answer
@@ -15,16 +15,13 @@ from hpcrl.rewards.specs import MathOptions
 from hpcrl.spec.options import read_options
 
 
-class MathReward(Reward):
+class MathReward(PerResponse):
     """1 if the final answer equals the gold answer, else 0 (docs/rewards.md). A comparison over the time limit is an
     error."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(MathOptions, config.options)
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a line per unreadable answer
-
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports a gold answer that is too long: the time limit of a comparison does not include its normal form."""
@@ -39,10 +36,8 @@ class MathReward(Reward):
             "(reward.*.options.max_answer_chars)"
         )
 
-    def _score(self, item: RewardItem) -> Score:
-        if item.answer is None:
-            raise ValueError("the row has no answer to compare with (data.answer_key)")
-        gold = gold_answer(as_text(item.answer))
+    def score_one(self, item: RewardItem) -> Score:
+        gold = gold_answer(as_text(required_answer(item)))
         if problem := self._problem_of(gold):
             raise ValueError(problem)
         given = final_answer(item.response, self.options.require_boxed)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
 from hpcrl.rewards.extract import final_answer, gold_answer
 from hpcrl.rewards.specs import NumericOptions
 from hpcrl.spec.options import read_options
@@ -21,7 +21,7 @@ _NUMBER = re.compile(
 _FRACTION = re.compile(r"\d\s*/\s*\d|\\[dt]?frac")
 
 
-class Numeric(Reward):
+class NumericReward(PerResponse):
     """1 if the last number of the final answer is the gold number within the tolerances, else 0."""
 
     inline = True
@@ -29,16 +29,13 @@ class Numeric(Reward):
     def __init__(self, config: RewardConfig):
         self.options = read_options(NumericOptions, config.options)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports an answer without a number."""
         if answer is None or last_number(gold_answer(str(answer))) is not None:
             return ""
         return f"the answer {str(answer)[:40]!r} has no number"
 
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         gold = last_number(gold_answer(str(item.answer)))
         if gold is None:
             raise ValueError(f"the row's answer {str(item.answer)[:40]!r} has no number (data.answer_key)")

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
-from hpcrl.rewards.extract import after_thinking
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
+from hpcrl.rewards.extract import CLOSED_BLOCK, after_thinking
 from hpcrl.rewards.specs import JsonSchemaOptions, RegexOptions
 from hpcrl.spec.options import read_options
 
-_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
-
-class Regex(Reward):
+class RegexReward(PerResponse):
     """1 if the regular expression of the options, or of the row's answer, is found in the response, else 0."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(RegexOptions, config.options)
-
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports an answer that is not a regular expression."""
@@ -38,7 +33,7 @@ class Regex(Reward):
             return f"the answer {answer[:40]!r} is no regular expression: {error}"
         return ""
 
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         pattern = self.options.pattern if self.options.pattern is not None else item.answer
         if not isinstance(pattern, str):
             raise ValueError("the row's answer is no regular expression (data.answer_key)")
@@ -48,7 +43,7 @@ class Regex(Reward):
         return Score(right, right, gold=pattern)
 
 
-class JsonSchema(Reward):
+class JsonSchemaReward(PerResponse):
     """1 if the response, or its last block of code, is JSON that is valid under the schema of the options or of the
     row's answer, else 0."""
 
@@ -57,16 +52,13 @@ class JsonSchema(Reward):
         if self.options.json_schema is not None and (text := _problem_of_schema(self.options.json_schema)):
             raise ValueError(f"json_schema: {text}")
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports an answer that is not a JSON schema."""
         if self.options.json_schema is not None:
             return ""
         return _problem_of_schema(_parsed(answer)[1] if isinstance(answer, str) else answer)
 
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         from jsonschema.validators import validator_for
 
         schema = self.options.json_schema
@@ -75,7 +67,7 @@ class JsonSchema(Reward):
             if text := _problem_of_schema(schema):
                 raise ValueError(text)
         response = after_thinking(item.response).strip()
-        blocks = _FENCED.findall(response)
+        blocks = CLOSED_BLOCK.findall(response)
         is_json, value = _parsed(blocks[-1] if blocks else response)
         try:
             valid = is_json and validator_for(schema)(schema).is_valid(value)

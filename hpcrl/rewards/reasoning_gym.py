@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
 from hpcrl.rewards.extract import after_thinking
 from hpcrl.rewards.specs import ReasoningGymOptions
 from hpcrl.spec.options import read_options
@@ -15,7 +14,7 @@ from hpcrl.spec.options import read_options
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-class ReasoningGym(Reward):
+class ReasoningGymReward(PerResponse):
     """Scores the last <answer> tag after the thinking, or the whole text after it; 0 if the verifier raises.
 
     `extra["reasoning_gym"]` holds what recreates the entry ({name, size, seed, index, options}); rows of a file with
@@ -26,10 +25,7 @@ class ReasoningGym(Reward):
         self.options = read_options(ReasoningGymOptions, config.options)
         self._datasets: dict[str, Any] = {}
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         dataset, entry = self._entry(item)
         text = after_thinking(item.response)
         tagged = _ANSWER.findall(text)

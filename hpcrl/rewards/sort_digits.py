@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hpcrl.config import RewardConfig
-from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.base import PerResponse, RewardItem, Score
 from hpcrl.rewards.specs import SortDigitsOptions
 from hpcrl.spec.options import read_options
 
 
-class SortDigits(Reward):
+class SortDigitsReward(PerResponse):
     """Score 1 if the response is exactly the sorted line; the reward is the score, or partial credit."""
 
     inline = True
@@ -18,10 +16,7 @@ class SortDigits(Reward):
     def __init__(self, config: RewardConfig):
         self.options = read_options(SortDigitsOptions, config.options)
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
-        return [self._score(item) for item in items]
-
-    def _score(self, item: RewardItem) -> Score:
+    def score_one(self, item: RewardItem) -> Score:
         if item.response.strip() == item.answer:
             return Score(1.0, 1.0)
         given, wanted = item.response.split(), str(item.answer).split()

@@ -268,7 +268,7 @@ class FakeOptions(Section):
 
 EXACT_MATCH = RewardSpec(
     about="Compares the answer with the gold answer, ignoring white space, case and a final full stop.",
-    make="hpcrl.rewards.exact_match:ExactMatch",
+    make="hpcrl.rewards.exact_match:ExactMatchReward",
     section=ExactMatchOptions,
     compares_answer=True,
 )
@@ -289,33 +289,33 @@ CHOICE = RewardSpec(
 
 NUMERIC = RewardSpec(
     about="A number within a tolerance.",
-    make="hpcrl.rewards.numeric:Numeric",
+    make="hpcrl.rewards.numeric:NumericReward",
     section=NumericOptions,
     compares_answer=True,
 )
 
 F1 = RewardSpec(
     about="F1 of the words of the answer, as in SQuAD.",
-    make="hpcrl.rewards.f1:F1",
+    make="hpcrl.rewards.f1:F1Reward",
     section=F1Options,
     compares_answer=True,
 )
 
 REGEX = RewardSpec(
     about="Whether a regular expression, of the options or the row, is found.",
-    make="hpcrl.rewards.pattern:Regex",
+    make="hpcrl.rewards.pattern:RegexReward",
     section=RegexOptions,
 )
 
 JSON_SCHEMA = RewardSpec(
     about="Whether the response is JSON of a schema, of the options or the row.",
-    make="hpcrl.rewards.pattern:JsonSchema",
+    make="hpcrl.rewards.pattern:JsonSchemaReward",
     section=JsonSchemaOptions,
 )
 
 IFEVAL = RewardSpec(
     about="The 25 verifiable instructions of IFEval.",
-    make="hpcrl.rewards.ifeval:IFEval",
+    make="hpcrl.rewards.ifeval:IFEvalReward",
     section=IFEvalOptions,
 )
 
@@ -327,51 +327,51 @@ CODE = RewardSpec(
 
 LENGTH = RewardSpec(
     about="Minus a penalty for responses near the limit of tokens.",
-    make="hpcrl.rewards.shaping:Length",
+    make="hpcrl.rewards.shaping:LengthReward",
     section=LengthOptions,
 )
 
 REPETITION = RewardSpec(
     about="Minus the share of repeated n-grams.",
-    make="hpcrl.rewards.shaping:Repetition",
+    make="hpcrl.rewards.shaping:RepetitionReward",
     section=RepetitionOptions,
 )
 
 TAGS = RewardSpec(
     about="Whether the response has the tags, such as <think>, in order.",
-    make="hpcrl.rewards.shaping:Tags",
+    make="hpcrl.rewards.shaping:TagsReward",
     section=TagsOptions,
 )
 
 LANGUAGE = RewardSpec(
     about="Whether the response is in a language, or in that of the prompt.",
-    make="hpcrl.rewards.shaping:Language",
+    make="hpcrl.rewards.shaping:LanguageReward",
     section=LanguageOptions,
 )
 
 COMPOSED = RewardSpec(
     about="The sum, the product or a gated sum of other rewards.",
-    make="hpcrl.rewards.composed:Composed",
+    make="hpcrl.rewards.composed:ComposedReward",
     section=ComposedOptions,
 )
 
 REASONING_GYM = RewardSpec(
     about="reasoning-gym's own verifiers.",
-    make="hpcrl.rewards.reasoning_gym:ReasoningGym",
+    make="hpcrl.rewards.reasoning_gym:ReasoningGymReward",
     section=ReasoningGymOptions,
     compares_answer=True,
 )
 
 SORT_DIGITS = RewardSpec(
     about="The reward of the built-in task sort_digits.",
-    make="hpcrl.rewards.sort_digits:SortDigits",
+    make="hpcrl.rewards.sort_digits:SortDigitsReward",
     section=SortDigitsOptions,
     compares_answer=True,
 )
 
 JUDGE = RewardSpec(
     about="The vote of language models behind OpenAI-compatible endpoints, by a rubric.",
-    make="hpcrl.rewards.judge:Judge",
+    make="hpcrl.rewards.judge:JudgeReward",
     section=JudgeOptions,
 )
 

@@ -14,7 +14,7 @@ import pytest
 from hpcrl.config import Config, RewardConfig
 from hpcrl.rewards.base import RewardItem, Score, make_reward
 from hpcrl.rewards.cases import Call, Program, Suite, cases_of, completed, setup_of
-from hpcrl.rewards.code import CodeReward, extract, same
+from hpcrl.rewards.code import CodeReward, code_of, same
 from hpcrl.rewards.pool import RewardPool
 from hpcrl.rewards.sandbox.client import Sandbox
 from tests.rewards.cheats import CHEATS
@@ -147,10 +147,10 @@ def test_columns_of_mbpp_and_humaneval(make: Any) -> None:
 
 def test_what_is_taken_from_a_response() -> None:
     blocks = "<think>```python\n0\n```</think>One:\n```python\n1\n```\n```py\n2\n```\nThe output:\n```\n3\n```"
-    assert extract(blocks, "python") == "2\n" and extract(blocks, "bash") == "3\n"
-    assert extract("```python\nx = 1", "python") == "x = 1", "cut off"
-    assert extract("\n    return 1\n", "python") == "    return 1", "a completion keeps its indent"
-    assert extract("<think>x", "python") == ""
+    assert code_of(blocks, "python") == "2\n" and code_of(blocks, "bash") == "3\n"
+    assert code_of("```python\nx = 1", "python") == "x = 1", "cut off"
+    assert code_of("\n    return 1\n", "python") == "    return 1", "a completion keeps its indent"
+    assert code_of("<think>x", "python") == ""
 
 
 def test_partial_credit_stops_and_metrics(make: Any) -> None:
@@ -334,5 +334,5 @@ def test_numbers_beyond_a_float_are_wrong_and_no_error(make: Any) -> None:
 
 def test_a_long_line_after_a_fence_is_read_at_once() -> None:
     start = time.perf_counter()
-    extract("```" + "a" * 200_000, "python")
+    code_of("```" + "a" * 200_000, "python")
     assert time.perf_counter() - start < 20.0  # 200 s with a pattern that goes back
