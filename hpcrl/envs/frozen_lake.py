@@ -20,7 +20,7 @@ class FrozenLake(TextGame[FrozenLakeOptions]):
     and the goal can be reached."""
 
     symbols = ("you", "ice", "hole", "goal", "you in a hole", "you at the goal")
-    words = tuple(MOVES)
+    actions = tuple(MOVES)
 
     def begin(self, rng: random.Random) -> None:
         self._rng = rng
@@ -38,15 +38,15 @@ class FrozenLake(TextGame[FrozenLakeOptions]):
         rows = range(self.options.size)
         return "\n".join("".join(self._symbol((row, column)) for column in rows) for row in rows)
 
-    def act(self, word: str) -> Outcome:
+    def act(self, action: str) -> Outcome:
         if self.options.slippery:
-            word = self._rng.choice((word, *SIDEWAYS[word]))
-        before, self.player = self.player, self._after(self.player, word)
+            action = self._rng.choice((action, *SIDEWAYS[action]))
+        before, self.player = self.player, self._after(self.player, action)
         arrived = self.player == self.goal
         ended = arrived or self.player in self.holes
         return Outcome(float(arrived), before != self.player, ended, arrived)
 
-    def best(self) -> str:
+    def best_action(self) -> str:
         way = self.way()
         assert way, "no place from which the goal cannot be reached can be entered without an end"
         return way[0]
@@ -56,13 +56,13 @@ class FrozenLake(TextGame[FrozenLakeOptions]):
         return shortest(self.player, self._following, lambda place: place == self.goal)
 
     def _following(self, place: Cell) -> Iterator[tuple[str, Cell]]:
-        for word in MOVES:
-            if (reached := self._after(place, word)) not in self.holes:
-                yield word, reached
+        for action in MOVES:
+            if (reached := self._after(place, action)) not in self.holes:
+                yield action, reached
 
-    def _after(self, place: Cell, word: str) -> Cell:
+    def _after(self, place: Cell, action: str) -> Cell:
         """Where a step leads; a step over the edge leads nowhere."""
-        row, column = moved(place, MOVES[word])
+        row, column = moved(place, MOVES[action])
         size = self.options.size
         return (row, column) if 0 <= row < size and 0 <= column < size else place
 

@@ -32,20 +32,20 @@ class TextGame(ABC, Generic[Options]):
     of effective actions (action_is_valid, action_is_effective).
     """
 
-    words: Sequence[str]
+    actions: Sequence[str]
     """The names of all actions."""
     symbols: ClassVar[tuple[str, ...]] = ()
     """What each character of options.symbols means, for the field {symbols}."""
 
     def __init__(self, options: Options):
         self.options = options
-        self._by_name = {word.lower(): word for word in self.words}
+        self._by_name = {action.lower(): action for action in self.actions}
         self._running = False
 
     @property
-    def named(self) -> str:
+    def described_actions(self) -> str:
         """The actions in words, for the field {actions}."""
-        return ", ".join(self.words)
+        return ", ".join(self.actions)
 
     @abstractmethod
     def begin(self, rng: random.Random) -> None:
@@ -56,12 +56,12 @@ class TextGame(ABC, Generic[Options]):
         """The state as text, never empty."""
 
     @abstractmethod
-    def act(self, word: str) -> Outcome:
-        """Carry out one of `words`."""
+    def act(self, action: str) -> Outcome:
+        """Carry out one of `actions`."""
 
     @abstractmethod
-    def best(self) -> str:
-        """The word that an expert would choose now."""
+    def best_action(self) -> str:
+        """The action that an expert would choose now."""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """The first prompt of the episode of this seed."""
@@ -73,26 +73,26 @@ class TextGame(ABC, Generic[Options]):
         """Carry out the action that a response names. RuntimeError before reset() and after the end."""
         if not self._running:
             raise RuntimeError("step() needs a running episode: call reset() first")
-        word = self._word(action)
-        outcome = Outcome(self.options.invalid_reward, effective=False) if word is None else self.act(word)
+        chosen = self._chosen(action)
+        outcome = Outcome(self.options.invalid_reward, effective=False) if chosen is None else self.act(chosen)
         self._running = not outcome.ended
         self._turns += 1
-        self._valid += word is not None
+        self._valid += chosen is not None
         self._effective += outcome.effective
         metrics = {
             "success": float(outcome.success),
             "action_is_valid": self._valid / self._turns,
             "action_is_effective": self._effective / self._turns,
         }
-        text = self._fill(self.options.invalid if word is None else self.options.turn)
+        text = self._fill(self.options.invalid if chosen is None else self.options.turn)
         return text, outcome.reward, outcome.ended, False, {"metrics": metrics}
 
     def expert(self, rng: random.Random, noise: float) -> str:
         """A response of an expert that chooses any action with the probability `noise`."""
-        return self._written(rng.choice(self.words) if rng.random() < noise else self.best())
+        return self._written(rng.choice(self.actions) if rng.random() < noise else self.best_action())
 
-    def _word(self, response: str) -> str | None:
-        """The action of a response as `words` spells it; None if it names none."""
+    def _chosen(self, response: str) -> str | None:
+        """The action of a response as `actions` spells it; None if it names none."""
         if self.options.tag:
             _, _, after = response.partition(f"<{self.options.tag}>")
             response, end, _ = after.partition(f"</{self.options.tag}>")
@@ -100,17 +100,17 @@ class TextGame(ABC, Generic[Options]):
                 return None
         return self._by_name.get(response.strip().lower())
 
-    def _written(self, word: str) -> str:
+    def _written(self, action: str) -> str:
         """The response that names this action."""
-        return f"<{self.options.tag}>{word}</{self.options.tag}>" if self.options.tag else word
+        return f"<{self.options.tag}>{action}</{self.options.tag}>" if self.options.tag else action
 
     def _fill(self, template: str) -> str:
         """The template with its fields. One pass, so that braces in a state stay."""
         said = zip(getattr(self.options, "symbols", ""), self.symbols, strict=True)
         fields = {
             "observation": self.show(),
-            "actions": self.named,
-            "answer": self._written(self.words[0]),
+            "actions": self.described_actions,
+            "answer": self._written(self.actions[0]),
             "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
         }
         return re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], template)

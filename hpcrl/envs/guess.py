@@ -12,11 +12,11 @@ class Guess(TextGame[GuessOptions]):
     """Reward 1 for the number, 0 for another guess. A guess is effective if the answers so far allow it."""
 
     def __init__(self, options: GuessOptions):
-        self.words = [str(number) for number in range(options.low, options.high + 1)]
+        self.actions = [str(number) for number in range(options.low, options.high + 1)]
         super().__init__(options)
 
     @property
-    def named(self) -> str:
+    def described_actions(self) -> str:
         return f"a number from {self.options.low} to {self.options.high}"
 
     def begin(self, rng: random.Random) -> None:
@@ -27,8 +27,8 @@ class Guess(TextGame[GuessOptions]):
     def show(self) -> str:
         return self._said
 
-    def act(self, word: str) -> Outcome:
-        guess = int(word)
+    def act(self, action: str) -> Outcome:
+        guess = int(action)
         effective, found = self.low <= guess <= self.high, guess == self.number
         if guess < self.number:
             self.low, self._said = max(self.low, guess + 1), "higher"
@@ -38,5 +38,5 @@ class Guess(TextGame[GuessOptions]):
             self._said = "found"
         return Outcome(float(found), effective, found, found)
 
-    def best(self) -> str:
+    def best_action(self) -> str:
         return str((self.low + self.high) // 2)

@@ -25,7 +25,7 @@ class Sokoban(TextGame[SokobanOptions]):
     """
 
     symbols = ("wall", "floor", "target", "box on a target", "box", "you", "you on a target")
-    words = tuple(MOVES)
+    actions = tuple(MOVES)
 
     def begin(self, rng: random.Random) -> None:
         """ValueError if the options give no room, which test_games.py rules out for small and large ones."""
@@ -46,38 +46,38 @@ class Sokoban(TextGame[SokobanOptions]):
         rows = range(self.options.size)
         return "\n".join("".join(self._symbol((row, column)) for column in rows) for row in rows)
 
-    def act(self, word: str) -> Outcome:
+    def act(self, action: str) -> Outcome:
         before, placed = (self.player, self.boxes), len(self.boxes & self.targets)
-        self.player, self.boxes = self._after(before, word)
+        self.player, self.boxes = self._after(before, action)
         now = len(self.boxes & self.targets)
         solved = now == len(self.boxes)
         reward = STEP + ON_TARGET * (now - placed) + SOLVED * solved
         return Outcome(reward, before != (self.player, self.boxes), solved, solved)
 
-    def best(self) -> str:
-        """The first step of a shortest solution; any word if a box is stuck. The search takes up to seconds for more
+    def best_action(self) -> str:
+        """The first step of a shortest solution; any action if a box is stuck. The search takes up to seconds for more
         than two boxes."""
         way = self.solution()
-        return way[0] if way else self.words[0]
+        return way[0] if way else self.actions[0]
 
     def solution(self) -> list[str] | None:
         """A shortest solution from here; None if there is none."""
         return shortest((self.player, self.boxes), self._following, lambda state: state[1] == self.targets)
 
     def _following(self, state: Position) -> Iterator[tuple[str, Position]]:
-        return ((word, self._after(state, word)) for word in MOVES)
+        return ((action, self._after(state, action)) for action in MOVES)
 
-    def _after(self, state: Position, word: str) -> Position:
+    def _after(self, state: Position, action: str) -> Position:
         """The state after a step, which stays the same if a wall, or a box that cannot be pushed, is in the way."""
         player, boxes = state
-        to, beyond = moved(player, MOVES[word]), moved(player, MOVES[word], 2)
+        to, beyond = moved(player, MOVES[action]), moved(player, MOVES[action], 2)
         if to not in self.floor or (to in boxes and (beyond not in self.floor or beyond in boxes)):
             return state
         return to, (boxes - {to} | {beyond} if to in boxes else boxes)
 
     def _step_back(self, rng: random.Random) -> None:
         """A random step, with which a box behind the player comes along if chance says so."""
-        move = MOVES[rng.choice(self.words)]
+        move = MOVES[rng.choice(self.actions)]
         to, behind = moved(self.player, move), moved(self.player, move, -1)
         if to not in self.floor or to in self.boxes:
             return

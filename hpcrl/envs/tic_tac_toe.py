@@ -16,7 +16,7 @@ class TicTacToe(TextGame[TicTacToeOptions]):
     """Reward 1 for a victory, options.draw_reward for a draw, 0 for a defeat. The model is X, the opponent O. A cell
     that is taken changes nothing and gains invalid_reward, although it is a valid action."""
 
-    words = tuple("123456789")
+    actions = tuple("123456789")
 
     def begin(self, rng: random.Random) -> None:
         self._rng = rng
@@ -28,8 +28,8 @@ class TicTacToe(TextGame[TicTacToeOptions]):
         cells = [cell if cell != FREE else str(place + 1) for place, cell in enumerate(self.board)]
         return "\n".join(" ".join(cells[row : row + 3]) for row in (0, 3, 6))
 
-    def act(self, word: str) -> Outcome:
-        place = int(word) - 1
+    def act(self, action: str) -> Outcome:
+        place = int(action) - 1
         if self.board[place] != FREE:
             return Outcome(self.options.invalid_reward, effective=False)
         self.board = _put(self.board, place, "X")
@@ -41,7 +41,7 @@ class TicTacToe(TextGame[TicTacToeOptions]):
         reward = 1.0 if won else 0.0 if lost else self.options.draw_reward
         return Outcome(reward, ended=True, success=won)
 
-    def best(self) -> str:
+    def best_action(self) -> str:
         return str(_best(self.board, "X") + 1)
 
     def _answer(self) -> None:

@@ -107,7 +107,7 @@ def test_the_last_box_ends_the_game() -> None:
 
 def test_a_box_in_a_corner_has_no_solution() -> None:
     env = room("######", "#X_O_#", "#P___#", "#____#", "#____#", "######")
-    assert env.solution() is None and env.best() in env.words
+    assert env.solution() is None and env.best_action() in env.actions
 
 
 @pytest.mark.parametrize(("size", "boxes"), [(6, 1), (8, 2), (6, 2), (10, 1)])
@@ -131,7 +131,7 @@ def test_the_number_is_found_by_halving() -> None:
     for seed in range(50):
         env.reset(seed)
         for _ in range(7):
-            text, reward, ended, _, info = env.step(env.best())
+            text, reward, ended, _, info = env.step(env.best_action())
             if ended:
                 break
         assert (ended, reward, text) == (True, 1.0, "The number is found.")
@@ -145,10 +145,10 @@ def test_the_number_is_found_by_halving() -> None:
 
 def test_a_perfect_opponent_never_loses_and_a_perfect_player_neither() -> None:
     def explore(env: TicTacToe, board: str, results: Counter[float]) -> None:
-        for word in (word for word in env.words if board[int(word) - 1] == " "):
+        for action in (action for action in env.actions if board[int(action) - 1] == " "):
             env.reset(0)
             env.board = board
-            _, reward, ended, _, _ = env.step(word)
+            _, reward, ended, _, _ = env.step(action)
             if ended:
                 results[reward] += 1
             else:
@@ -162,7 +162,7 @@ def test_a_perfect_opponent_never_loses_and_a_perfect_player_neither() -> None:
         env.reset(seed)
         ended = False
         while not ended:
-            _, reward, ended, _, _ = env.step(env.best())
+            _, reward, ended, _, _ = env.step(env.best_action())
         mine[reward] += 1
     assert mine[0.0] == 0 and mine[1.0] > 100
 
@@ -208,7 +208,7 @@ def test_wrong_options_are_named_before_the_start(name: str, options: dict[str, 
 def test_the_expert_errs_as_often_as_asked() -> None:
     env, rng = FrozenLake(FrozenLakeOptions()), random.Random(0)
     env.reset(3)
-    best, drawn = env.best(), Counter(env.expert(rng, 0.6) for _ in range(2000))
+    best, drawn = env.best_action(), Counter(env.expert(rng, 0.6) for _ in range(2000))
     assert drawn[f"<answer>{best}</answer>"] / 2000 == pytest.approx(0.4 + 0.6 / 4, abs=0.05) and len(drawn) == 4
     assert {env.expert(rng, 0.0) for _ in range(10)} == {f"<answer>{best}</answer>"}
 
