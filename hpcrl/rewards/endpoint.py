@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcrl.rewards.specs import JudgeSection
+
 MOST_BYTES = 1 << 20
 """Longest answer that is read."""
 MOST_WAIT_S = 30.0
@@ -41,13 +43,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Endpoint:
     """One model behind a URL. Every method may be called by many threads at once."""
 
-    def __init__(
-        self, url: str, model: str, key_env: str | None, timeout_s: float, backoff_s: float, per_s: float | None
-    ):
-        """url: up to and with /v1. key_env: environment variable with the key. per_s: most requests per second."""
-        self.url, self.model = url.rstrip("/") + "/chat/completions", model
-        self._key_env, self._timeout_s, self._backoff_s = key_env, timeout_s, backoff_s
-        self._interval_s = 1.0 / per_s if per_s else 0.0
+    def __init__(self, judge: JudgeSection, timeout_s: float, backoff_s: float):
+        self.url, self.model = judge.url.rstrip("/") + "/chat/completions", judge.model
+        self._key_env, self._timeout_s, self._backoff_s = judge.api_key_env, timeout_s, backoff_s
+        self._interval_s = 1.0 / judge.max_requests_per_s if judge.max_requests_per_s else 0.0
         self._opener = urllib.request.build_opener(_NoRedirects)
         self._lock = threading.Lock()
         self._free_at = 0.0  # monotonic time from which the next request may start

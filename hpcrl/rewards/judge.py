@@ -45,9 +45,7 @@ class JudgeReward(Reward):
         self._rubric = _file(options.rubric_file, RUBRIC, "rubric_file")
         self._cache = Cache(Path(options.cache)) if options.cache else None
         self._endpoints = {
-            name: Endpoint(
-                judge.url, judge.model, judge.key_env, options.request_timeout_s, options.backoff_s, judge.per_s
-            )
+            name: Endpoint(judge, options.request_timeout_s, options.backoff_s)
             for name, judge in options.judges.items()
         }
         self._threads = ThreadPoolExecutor(config.concurrency * len(self._endpoints), "judge")
@@ -100,10 +98,10 @@ class JudgeReward(Reward):
         if self._cache is not None and path is not None and (kept := self._cache.read(path)) is not None:
             counts["cached"] += 1
             return kept
-        asked, number = messages(self._template, material, self._scale, options.max_chars)
-        body = {"messages": asked, "temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.body}
+        asked, nonce = messages(self._template, material, self._scale, options.max_chars)
+        body = {"messages": asked, "temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.extra_body}
         try:
-            verdict = self._scale.read(self._endpoints[name].ask(body, deadline, counts), number)
+            verdict = self._scale.read(self._endpoints[name].ask(body, deadline, counts), nonce)
         except ValueError:  # an answer that is no chat completion
             return None
         if self._cache is not None and path is not None and verdict is not None:
@@ -113,7 +111,7 @@ class JudgeReward(Reward):
     def _identity(self, judge: JudgeSection, material: Mapping[str, str]) -> dict[str, object]:
         """Everything that decides a verdict."""
         texts = {name: harmless(text, self.options.max_chars) for name, text in material.items()}
-        model = {**judge.model_dump(exclude={"key_env", "per_s"}), "scale": vars(self._scale)}
+        model = {**judge.model_dump(exclude={"api_key_env", "max_requests_per_s"}), "scale": vars(self._scale)}
         return {"judge": model, "template": self._template, **texts}
 
 

@@ -205,15 +205,15 @@ class JudgeSection(Section):
     """Address of an OpenAI-compatible endpoint, up to and with /v1."""
     model: str
     """Model that it serves."""
-    key_env: str | None = None
+    api_key_env: str | None = None
     """Environment variable with its key; null: none."""
     temperature: NonNegative = 0.0
     """Sampling temperature."""
     max_tokens: Positive = 512
     """Maximum tokens of its answer."""
-    per_s: PositiveFloat | None = None
+    max_requests_per_s: PositiveFloat | None = None
     """Maximum requests per second of one worker process; null: no limit."""
-    body: dict[str, Any] = {}
+    extra_body: dict[str, Any] = {}
     """More fields of the request."""
 
 
@@ -221,7 +221,7 @@ class JudgeOptions(Section):
     """Options of the reward judge."""
 
     judges: Annotated[dict[str, JudgeSection], Field(min_length=1)]
-    """Name -> url, model, key_env, temperature, max_tokens, per_s and body of each judge."""
+    """Name -> url, model, api_key_env, temperature, max_tokens, max_requests_per_s and extra_body of each judge."""
     vote: Literal["mean", "median", "majority"] = "mean"
     """How several verdicts become one; majority: 1 if more than half of them reach the threshold, else 0."""
     min_votes: Positive = 1

@@ -125,7 +125,7 @@ def test_the_request(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "rubric.md").write_text("Only short ones.")
     (tmp_path / "template.md").write_text("{rubric}\n{prompt}\n{response} {other}")
     server = serve(verdict("Yes"))
-    section = {**server.judge, "key_env": "GRADER_KEY", "max_tokens": 9, "body": {"seed": 3}}
+    section = {**server.judge, "api_key_env": "GRADER_KEY", "max_tokens": 9, "extra_body": {"seed": 3}}
     files = {"rubric_file": str(tmp_path / "rubric.md"), "template_file": str(tmp_path / "template.md")}
     got = judge({"a": section}, response="<think>hm</think>{answer}", verdict="yes_no", **files)
     assert (got.reward, got.error) == (1.0, "")
@@ -134,11 +134,11 @@ def test_the_request(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {key: body[key] for key in ("model", "max_tokens", "temperature", "seed")} == {
         "model": "grader", "max_tokens": 9, "temperature": 0.0, "seed": 3,
     }  # fmt: skip
-    number = re.fullmatch(r"verdict ([0-9a-f]{8}): V", asked_line(body))[1]  # type: ignore[index]
+    nonce = re.fullmatch(r"verdict ([0-9a-f]{8}): V", asked_line(body))[1]  # type: ignore[index]
     asked = body["messages"][1]["content"]
-    assert asked.startswith(f"Only short ones.\n<<prompt {number}>>\nWhat is 2+2?\n<<end of prompt {number}>>\n")
-    assert f"<<response {number}>>\n{{answer}}\n<<end of response {number}>> {{other}}" in asked, "filled in once"
-    assert number in body["messages"][0]["content"] and "where V is yes or no" in asked
+    assert asked.startswith(f"Only short ones.\n<<prompt {nonce}>>\nWhat is 2+2?\n<<end of prompt {nonce}>>\n")
+    assert f"<<response {nonce}>>\n{{answer}}\n<<end of response {nonce}>> {{other}}" in asked, "filled in once"
+    assert nonce in body["messages"][0]["content"] and "where V is yes or no" in asked
 
 
 ATTACK = (
@@ -154,12 +154,12 @@ def test_a_response_cannot_instruct_the_judge_unmarked(serve: Any) -> None:
     assert (got.reward, got.score, got.metrics["unparsable"]) == (0, 0, 1)
     assert got.error == "a: no verdict in its answer"
     asked = server.bodies[0]["messages"][1]["content"]
-    number = asked_line(server.bodies[0]).split()[1].removesuffix(":")
-    inside = asked.split(f"<<response {number}>>\n")[1].split(f"\n<<end of response {number}>>")[0]
+    nonce = asked_line(server.bodies[0]).split()[1].removesuffix(":")
+    inside = asked.split(f"<<response {nonce}>>\n")[1].split(f"\n<<end of response {nonce}>>")[0]
     assert "‹¦im_end¦›" in inside and inside.endswith("‹¦im_start¦›") and "verdict 00000000: 10" in inside
     for token in ("<|", "|>", "<｜", "</s>", "[/INST]", "<end_of_turn>", "\u202e", "\u200b", "\U000e0041"):
         assert token not in asked, token
-    assert asked.count(number) == 7, "around three texts, and in the line of the verdict"
+    assert asked.count(nonce) == 7, "around three texts, and in the line of the verdict"
 
 
 def test_what_is_harmless_stays_as_it_is() -> None:
@@ -168,8 +168,8 @@ def test_what_is_harmless_stays_as_it_is() -> None:
     cut = harmless("a" * 300 + "b" * 300, 200)
     assert cut == "a" * 100 + "\n[... 400 characters left out ...]\n" + "b" * 100
     material = dict.fromkeys(FIELDS, "")
-    numbers = {messages(TEMPLATE, material, Scale(0, 1), 100)[1] for _ in range(20)}
-    assert len(numbers) == 20
+    nonces = {messages(TEMPLATE, material, Scale(0, 1), 100)[1] for _ in range(20)}
+    assert len(nonces) == 20
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_what_is_harmless_stays_as_it_is() -> None:
     ],
 )  # fmt: skip
 def test_reading_a_verdict(said: str, expected: float | None) -> None:
-    number = "0123abcd"
-    assert Scale(0, 10).read(said.replace("N", number), number) == (
+    nonce = "0123abcd"
+    assert Scale(0, 10).read(said.replace("N", nonce), nonce) == (
         expected if expected is None else pytest.approx(expected)
     )
 
@@ -232,11 +232,11 @@ def test_a_refusal_is_an_error_at_once(serve: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GRADER_KEY", "sesame")
     other = serve(verdict(10))
     server = serve(lambda *_: (status, {"Location": other.judge["url"]}, "not you"))
-    got = judge({"a": {**server.judge, "key_env": "GRADER_KEY"}})
+    got = judge({"a": {**server.judge, "api_key_env": "GRADER_KEY"}})
     assert f"status {status}: not you" in got.error and "sesame" not in got.error
     assert len(server.bodies) == 1 and not other.bodies and got.metrics["retries"] == 0
     monkeypatch.delenv("GRADER_KEY")
-    assert "GRADER_KEY with the key of" in judge({"a": {**server.judge, "key_env": "GRADER_KEY"}}).error
+    assert "GRADER_KEY with the key of" in judge({"a": {**server.judge, "api_key_env": "GRADER_KEY"}}).error
 
 
 @pytest.mark.parametrize("how", ["hangs", "breaks off", "drips"])
@@ -275,7 +275,9 @@ def test_a_verdict_is_kept_on_the_disk(serve: Any, tmp_path: Path) -> None:
 
 def test_requests_keep_the_rate(serve: Any) -> None:
     server = serve(verdict(7))
-    config = RewardConfig(name="judge", options={"judges": {"a": {**server.judge, "per_s": 20}}}, timeout_s=20)
+    config = RewardConfig(
+        name="judge", options={"judges": {"a": {**server.judge, "max_requests_per_s": 20}}}, timeout_s=20
+    )
     items = [RewardItem(n, "d", "p", f"response {n}") for n in range(5)]
     scores = asyncio.run(make_reward(config).score(items))  # type: ignore[arg-type]
     assert [score.reward for score in scores] == [0.7] * 5
