@@ -54,7 +54,14 @@ SCRIPT = re.compile(r"\bpython launch/(\w+\.py)")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Raises ValueError for words that are wrong."""
+    """Of the command `python -m hpcrl.NAME`. Raises ValueError for words that are wrong."""
+
+    def __init__(self, name: str, about: str):
+        super().__init__(
+            prog=in_shell(f"python -m hpcrl.{name}"),
+            description=in_shell(about),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)

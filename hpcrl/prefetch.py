@@ -11,14 +11,13 @@ as usual with Hugging Face. An interrupted download is continued.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import ArgumentParser
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.hub import FILES, NOT_FILES
 from hpcrl.launch.model_folder import inspect_model
@@ -108,24 +107,21 @@ def _check_space(name: str, num_bytes: int, folder: Path | None) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog=in_shell("python -m hpcrl.prefetch"),
-        description=in_shell(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Command line; returns the exit code."""
+    parser = ArgumentParser("prefetch", __doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help="ORG/NAME or datasets/ORG/NAME/FILE")
     parser.add_argument("--revision", help="branch, tag or commit; default: main")
     parser.add_argument("--folder", type=Path, help="target folder instead of the cache; with one NAME")
-    words = parser.parse_args(argv)
-    if words.folder is not None and len(words.names) > 1:
-        print("--folder: a folder can hold one model; give one NAME", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        print(
-            "HF_HUB_OFFLINE is set: nothing can be downloaded; unset it on a machine with network access",
-            file=sys.stderr,
-        )
+    try:
+        words = parser.parse_args(argv)
+        if words.folder is not None and len(words.names) > 1:
+            raise ValueError("--folder: a folder can hold one model; give one NAME")
+        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+            raise ValueError(
+                "HF_HUB_OFFLINE is set: nothing can be downloaded; unset it on a machine with network access"
+            )
+    except ValueError as error:
+        print(f"{error} (--help tells more)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     code = ExitCode.DONE
     for name in words.names:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from hpcrl.cli import ArgumentParser, in_shell
+from hpcrl.cli import ArgumentParser
 from hpcrl.config import RewardConfig
 from hpcrl.exitcodes import ExitCode
 from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
@@ -77,15 +77,11 @@ def _print(text: str) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=in_shell("python -m hpcrl.score"),
-        description=in_shell(__doc__),
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = ArgumentParser("score", __doc__)
     names = ", ".join(name for name, spec in REWARDS.items() if not spec.imports_code)
     parser.add_argument("response", nargs="*", help="what a model has written; - reads it from standard input")
     parser.add_argument(
-        "--reward", default="math", metavar="NAME", help=f"{names},\nor package.module:callable or file.py:callable"
+        "--reward", default="math", metavar="NAME", help=f"{names}, or package.module:callable or file.py:callable"
     )
     parser.add_argument("--answer", help="the gold answer, as a row of the data would have it")
     parser.add_argument("--prompt", default="", help="the prompt")

@@ -2,7 +2,7 @@
 
 python -m hpcrl.track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker was not told before
 
-URI is the address of the server, for mlflow. Weights & Biases and SwanLab read their keys as usual.
+Weights & Biases and SwanLab read their keys as usual.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import ArgumentParser
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
@@ -25,14 +25,15 @@ from hpcrl.spec.tables import TRACKERS
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Tell the run; returns the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] in (["-h"], ["--help"]):
-        print(in_shell(__doc__ or ""), end="")
-        return ExitCode.DONE
+    parser = ArgumentParser("track", __doc__)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("name", choices=list(TRACKERS), metavar="TRACKER", help=", ".join(TRACKERS))
+    parser.add_argument("uri", nargs="?", metavar="URI", help="address of the server, for mlflow")
     try:
-        run_dir, name, config = _read(words)
-    except ConfigError as error:
-        print("\n".join(error.problems), file=sys.stderr)
+        words = parser.parse_args(argv)
+        run_dir, name, config = words.run_dir, words.name, _config(words.run_dir, words.name, words.uri)
+    except ValueError as error:
+        print(f"{error} (--help tells more)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     failed: list[str] = []
     tracker = Telling(
@@ -57,25 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def _read(words: Sequence[str]) -> tuple[Path, str, Config]:
-    """The run folder, the tracker and the configuration with the network. ConfigError says what is wrong."""
-    if len(words) not in (2, 3):
-        raise ConfigError([in_shell("usage: python -m hpcrl.track RUN_DIR TRACKER [URI]")])
-    run_dir, name, *uri = words
-    if name not in list(TRACKERS):
-        raise ConfigError([f"there is no tracker {name}; there are {', '.join(TRACKERS)}"])
+def _config(run_dir: Path, name: str, uri: str | None) -> Config:
+    """The configuration with this tracker and the network. ConfigError says what is wrong."""
     if lacking := TRACKERS[name].lacking():
         raise ConfigError([f"{name} is not installed; {install(lacking)}"])
-    data = stored_config(Path(run_dir)).model_dump(mode="json")
+    data = stored_config(run_dir).model_dump(mode="json")
     data["trackers"], data["tracking"]["online"] = [name], True
     if uri:
         if "uri" not in data["tracking"].get(name, {}):
-            raise ConfigError([f"{uri[0]}: {name} takes no address"])
-        data["tracking"][name]["uri"] = uri[0]
+            raise ConfigError([f"{uri}: {name} takes no address"])
+        data["tracking"][name]["uri"] = uri
     config = parse(data)
     if problems := [problem.text for problem in TRACKERS[name].check(config)]:
         raise ConfigError(problems)
-    return Path(run_dir), name, config
+    return config
 
 
 if __name__ == "__main__":

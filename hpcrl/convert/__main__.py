@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import ArgumentParser, in_shell
+from hpcrl.cli import ArgumentParser
 from hpcrl.exitcodes import ExitCode
 from hpcrl.files import is_storage_error
 from hpcrl.metrics.duration import duration
@@ -40,11 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=in_shell("python -m hpcrl.convert"),
-        description=in_shell(__doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = ArgumentParser("convert", __doc__)
     parser.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help="what is converted")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--to", choices=("hf", "megatron"), default="hf", help="default: hf")

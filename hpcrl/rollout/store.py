@@ -6,9 +6,9 @@ process dies while writing. Equal batches give bit-identical files, independent 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from hpcrl import __version__
-from hpcrl.cli import in_shell
+from hpcrl.cli import ArgumentParser
+from hpcrl.exitcodes import ExitCode
 from hpcrl.files import STEP_NAME, committed_step, step_name, steps_in, write_durably
 from hpcrl.rollout.batch import STATUS, Batch, concat, place_rewards
 from hpcrl.rollout.types import Disposition, split_sample_id
@@ -321,21 +322,21 @@ def describe(rollouts: StepRollouts, row: int, decode: Callable[[list[int]], str
     return "\n".join(lines + [f"  {name}: {text!r}" for name, text in others.items()])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print samples of a run."""
-    prog = in_shell("python -m hpcrl.rollout.store")
-    parser = argparse.ArgumentParser(prog=prog, description="Print rollouts of a run.")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print samples of a run; returns the exit code."""
+    parser = ArgumentParser("rollout.store", "Print rollouts of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument("--tokenizer", help="folder of a tokenizer to decode with; default: stored texts or token ids")
     parser.add_argument("--num", type=int, default=5, help="samples to print (default 5)")
-    options = parser.parse_args(arguments)
-    reader = RolloutReader(options.run_dir, provisional=True)
     try:
+        options = parser.parse_args(argv)
+        reader = RolloutReader(options.run_dir, provisional=True)
         step = options.step if options.step is not None else max(reader.steps(), default=0)
         rollouts = reader.read(step)
     except ValueError as error:
-        parser.error(str(error))
+        print(f"{error} (--help tells more)", file=sys.stderr)
+        return ExitCode.BAD_INPUT
     decode = None
     if options.tokenizer:
         from transformers import AutoTokenizer
@@ -347,7 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"step {step}{note}: {batch.num_sequences} samples, {batch.num_tokens} tokens, {rollouts.facts}")
     for row in range(min(options.num, batch.num_sequences)):
         print(describe(rollouts, row, decode))
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

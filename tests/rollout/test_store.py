@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrl.exitcodes import ExitCode
 from hpcrl.rollout.batch import Batch, batch_from_samples, concat
 from hpcrl.rollout.store import DispositionRecord, RolloutReader, main, write_dispositions, write_rollouts
 from hpcrl.rollout.types import Disposition, FinishReason, Sample, make_sample_id
@@ -216,13 +217,12 @@ def test_the_command_line_prints_samples(tmp_path: Path, capsys: pytest.CaptureF
     for step in (1, 2):
         write(tmp_path, step, 0, 1, make_batch([10 * step]))
     commit_up_to(tmp_path, 1)
-    main([str(tmp_path), "--num", "1"])
+    assert main([str(tmp_path), "--num", "1"]) == ExitCode.DONE
     printed = capsys.readouterr().out
     assert printed.startswith("step 2, past the newest checkpoint: 2 samples")
     assert "prompt 20 attempt 0 member 0: reward" in printed and "member 1" not in printed
     assert "weights 2 to 2" in printed and f"response: 'é{make_sample_id(20, 0, 0)}'" in printed
-    with pytest.raises(SystemExit):
-        main([str(tmp_path), "--step", "9"])
+    assert main([str(tmp_path), "--step", "9"]) == ExitCode.BAD_INPUT
     assert "has no rollouts of step 9; it has 1 to 2" in capsys.readouterr().err
 
 
