@@ -47,10 +47,10 @@ def committed_step(run_dir: Path) -> int:
     return max(steps_in(run_dir / "checkpoints"), default=-1)
 
 
-def backed_off_s(waited_s: float, least_s: float = 0.02) -> float:
+def backed_off_s(waited_s: float) -> float:
     """Seconds to sleep before the next read of a shared file system after `waited_s`: a twentieth of it, so that
     hundreds of waiting processes do not overload the file system."""
-    return min(max(least_s, waited_s / 20), 1.0)
+    return min(max(0.02, waited_s / 20), 1.0)
 
 
 def fsync_path(path: Path) -> None:
