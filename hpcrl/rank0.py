@@ -31,7 +31,7 @@ from hpcrl.signals import STOPPING
 from hpcrl.spec.tables import PIPELINES, ROLES
 
 LAST_WORDS_S = 5.0
-"""Time for each tracker to write what it was told when the run fails."""
+"""Time for each tracker to write what was logged when the run fails."""
 CODES: list[tuple[type[BaseException], ExitCode]] = [
     (RankFailed, ExitCode.RANK_FAILED),
     (RankLost, ExitCode.RANK_KILLED),

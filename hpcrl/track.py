@@ -1,6 +1,6 @@
 """Upload the metrics of a run to a tracker, from a machine with network access such as the login node.
 
-python -m hpcrl.track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker was not told before
+python -m hpcrl.track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker does not have
 
 Weights & Biases and SwanLab read their keys as usual.
 """
@@ -16,7 +16,7 @@ from hpcrl.cli import ArgumentParser
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
-from hpcrl.metrics.trackers.telling import Telling, run_id, tell_all
+from hpcrl.metrics.trackers.thread import TrackerThread, log_missed, run_id
 from hpcrl.rundir import stored_config
 from hpcrl.runtime.tracking import last_step_file, make_tracker
 from hpcrl.spec.extras import install
@@ -24,7 +24,7 @@ from hpcrl.spec.tables import TRACKERS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tell the run; returns the exit code."""
+    """Upload the run; returns the exit code."""
     parser = ArgumentParser("track", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("name", choices=list(TRACKERS), metavar="TRACKER", help=", ".join(TRACKERS))
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{error} (--help tells more)", file=sys.stderr)
         return ExitCode.BAD_INPUT
     failed: list[str] = []
-    tracker = Telling(
+    tracker = TrackerThread(
         name,
         functools.partial(make_tracker, config, run_dir, name, run_id(run_dir)),
         last_step_file(config, run_dir, name),
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn=failed.append,
     )
     rows = read_metrics(run_dir)
-    tell_all([tracker], rows)
+    log_missed([tracker], rows)
     if (plot := run_dir / "plot.png").is_file():
         tracker.put(lambda tracker: tracker.image("plot", plot))
     tracker.drain()  # however long all of it takes

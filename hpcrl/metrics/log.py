@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from hpcrl.files import naming
 from hpcrl.metrics.progress import Progress
-from hpcrl.metrics.trackers.telling import Telling, TrackerCall, tell_all
+from hpcrl.metrics.trackers.thread import TrackerCall, TrackerThread, log_missed
 
 METRICS = "metrics.jsonl"
 
@@ -30,15 +30,15 @@ class MetricsLog:
         max_steps: int,
         eval_every: int = 0,
         stream: TextIO | None = None,
-        trackers: Callable[[], Sequence[Telling]] = tuple,
+        trackers: Callable[[], Sequence[TrackerThread]] = tuple,
     ):
-        """trackers: starts them; they are told the rows of earlier attempts that they miss."""
+        """trackers: starts them; the rows of earlier attempts that they miss are logged to them."""
         logged = read_metrics(run_dir)
         if logged and logged[-1]["step"] > resume_step:
             last = logged[-1]["step"]
             raise ValueError(f"{run_dir / METRICS} ends with step {last}, past the resumed step {resume_step}")
         self._trackers = trackers()
-        tell_all(self._trackers, logged)
+        log_missed(self._trackers, logged)
         self._path = run_dir / METRICS
         self._file = open(self._path, "ab")  # noqa: SIM115
         self._step = resume_step
@@ -46,7 +46,7 @@ class MetricsLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one step; steps are ascending. On disk when this returns; OSError names a file that is not. Non-finite
-        values become null in metrics.jsonl, are not told to trackers, and are reported to the user."""
+        values become null in metrics.jsonl, are not logged to trackers, and are reported to the user."""
         assert step > self._step, f"step {step} is logged after step {self._step}"
         assert "step" not in metrics
         self._step = step
@@ -68,7 +68,7 @@ class MetricsLog:
         """Print a permanent line for the user."""
         self._progress.note(text)
 
-    def tell(self, call: TrackerCall) -> None:
+    def call_trackers(self, call: TrackerCall) -> None:
         """Let every tracker execute a call."""
         for tracker in self._trackers:
             tracker.put(call)
@@ -76,7 +76,7 @@ class MetricsLog:
     def close(self, within_s: float = math.inf) -> list[str]:
         """End, at most this many seconds later; the commands that upload what trackers kept."""
         self._progress.close()
-        with contextlib.suppress(OSError):  # of a row of which log() has told that it cannot be written
+        with contextlib.suppress(OSError):  # of a row which log() could not write
             self._file.close()
         trackers, self._trackers = self._trackers, ()
         ends = time.monotonic() + within_s

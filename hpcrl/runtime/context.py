@@ -131,11 +131,11 @@ class Run:
         self.trainer.export(self._run_dir / "hf")
         self.critic.export(self._run_dir / "hf_critic")
         plot = draw_plot(self._run_dir)
-        self._metrics.tell(lambda tracker: tracker.image("plot", plot))
+        self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
         examples = ""
         if self.evaluation is not None:
             examples, rows = self.evaluation.before_and_after(last), self.evaluation.examples()
-            self._metrics.tell(lambda tracker: tracker.table("examples", last, rows))
+            self._metrics.call_trackers(lambda tracker: tracker.table("examples", last, rows))
         told = summary(read_metrics(self._run_dir), self.config.max_steps)
         early = self.reason if self._why else ""
         episodes = self._run_dir / "episodes"

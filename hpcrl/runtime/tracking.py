@@ -7,19 +7,19 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.metrics.trackers.base import TrackedRun, Tracker
-from hpcrl.metrics.trackers.telling import FOLDER, Telling
-from hpcrl.metrics.trackers.telling import run_id as id_of
+from hpcrl.metrics.trackers.thread import FOLDER, TrackerThread
+from hpcrl.metrics.trackers.thread import run_id as id_of
 from hpcrl.spec.tables import TRACKERS
 
 
-def start_trackers(config: Config, run_dir: Path, resume_step: int) -> list[Telling]:
+def start_trackers(config: Config, run_dir: Path, resume_step: int) -> list[TrackerThread]:
     """A thread for each tracker of the configuration. resume_step: the step of the checkpoint, -1 without one."""
-    tellings, tracked = [], id_of(run_dir)
+    threads, tracked = [], id_of(run_dir)
     for name in config.trackers:
         make = functools.partial(make_tracker, config, run_dir, name, tracked)
-        rewinds, timeout_s = TRACKERS[name].rewinds, config.tracking.timeout_s
-        tellings.append(Telling(name, make, last_step_file(config, run_dir, name), resume_step, rewinds, timeout_s))
-    return tellings
+        step_file, rewinds = last_step_file(config, run_dir, name), TRACKERS[name].rewinds
+        threads.append(TrackerThread(name, make, step_file, resume_step, rewinds, config.tracking.timeout_s))
+    return threads
 
 
 def make_tracker(config: Config, run_dir: Path, name: str, run_id: str, first_step: int) -> Tracker:
@@ -39,11 +39,11 @@ def make_tracker(config: Config, run_dir: Path, name: str, run_id: str, first_st
 
 
 def folder_of(config: Config, run_dir: Path, name: str) -> Path:
-    """The folder of a tracker; another one with the network, so that what one was told is not what the other was."""
+    """The folder of a tracker; another one with the network, so that each has its own last step."""
     return run_dir / FOLDER / (name.replace(":", "_") + ("_online" if config.tracking.online else ""))
 
 
 def last_step_file(config: Config, run_dir: Path, name: str) -> Path:
-    """Where the last step that a tracker has got is kept."""
+    """The file with the last step that was logged to a tracker."""
     folder = folder_of(config, run_dir, name)
     return folder.with_name(f"{folder.name}.told")

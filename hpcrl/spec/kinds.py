@@ -254,8 +254,8 @@ class TrackerSpec(Spec):
     """
 
     rewinds: bool = False
-    """Whether it takes back steps past the checkpoint, which a resumed run then tells it again; otherwise it keeps what
-    it was told."""
+    """Whether it takes back steps past the checkpoint, which a resumed run then logs to it again; otherwise it keeps
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)

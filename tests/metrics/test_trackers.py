@@ -17,13 +17,13 @@ from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import MetricsLog, read_metrics
-from hpcrl.metrics.trackers.telling import Telling, tell_all
+from hpcrl.metrics.trackers.thread import TrackerThread, log_missed
 from hpcrl.runtime.tracking import last_step_file, start_trackers
 from hpcrl.spec.tables import TRACKERS
 
 
 class Recorder:
-    """A tracker that keeps what it is told, and fails at one step."""
+    """A tracker that keeps what is logged, and fails at one step."""
 
     def __init__(self, seen: list[tuple[int, Mapping[str, float]]], fails_at: int | None = None):
         self.seen, self.fails_at, self.others = seen, fails_at, list[str]()
@@ -50,8 +50,8 @@ class Attempt:
         self.warnings: list[str] = []
         told = folder / "trackers" / "own.told"
         told.parent.mkdir(exist_ok=True)
-        self.telling = Telling("own", make, told, resume_step, rewinds, timeout_s, self.warnings.append)
-        self.log = MetricsLog(folder, resume_step, 100, trackers=lambda: [self.telling])
+        self.thread = TrackerThread("own", make, told, resume_step, rewinds, timeout_s, self.warnings.append)
+        self.log = MetricsLog(folder, resume_step, 100, trackers=lambda: [self.thread])
 
     def steps(self, first: int, last: int, value: float) -> Attempt:
         for step in range(first, last + 1):
@@ -60,8 +60,8 @@ class Attempt:
 
 
 @pytest.mark.parametrize(("rewinds", "values"), [(False, [1, 1, 1, 1, 1, 2]), (True, [1, 1, 1, 1, 1, 2, 2, 2])])
-def test_steps_after_the_checkpoint_are_not_told_twice(tmp_path: Path, rewinds: bool, values: list[float]) -> None:
-    """Except to a tracker that takes them back, which is told where."""
+def test_steps_after_the_checkpoint_are_not_logged_twice(tmp_path: Path, rewinds: bool, values: list[float]) -> None:
+    """Except to a tracker that takes them back, which gets the step from which on."""
     seen: list[Any] = []
     firsts: list[int] = []
 
@@ -170,7 +170,7 @@ def two_attempts(folder: Path, name: str) -> list[str]:
         log = MetricsLog(folder, resume_step, 5, trackers=lambda at=resume_step: start_trackers(config, folder, at))
         for step in range(resume_step + 1, last + 1):
             log.log(step, METRICS[step])
-        log.tell(lambda tracker: tracker.table("examples", 5, ROWS))
+        log.call_trackers(lambda tracker: tracker.table("examples", 5, ROWS))
         hints = log.close()
     return hints
 
@@ -185,13 +185,13 @@ def test_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         client = MlflowClient(tracking_uri=store.as_uri())
         [experiment] = client.search_experiments(filter_string="name = 'hpcrl'")
         [run] = client.search_runs([experiment.experiment_id])
-        told = client.get_metric_history(run.info.run_id, "critic/rewards/mean")
-        assert sorted((entry.step, entry.value) for entry in told) == [(step, step / 4) for step in range(6)]
+        entries = client.get_metric_history(run.info.run_id, "critic/rewards/mean")
+        assert sorted((entry.step, entry.value) for entry in entries) == [(step, step / 4) for step in range(6)]
         assert run.data.params["run_name"] == "tracked" and run.info.status == "FINISHED"
 
     check(tmp_path / "trackers" / "mlflow" / "store")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
-    for _ in range(2):  # what is told already is not told again
+    for _ in range(2):  # what is there already is not logged again
         assert track.main([str(tmp_path), "mlflow", (tmp_path / "server").as_uri()]) == ExitCode.DONE
     check(tmp_path / "server")
     assert "mlflow has the 6 rows" in capsys.readouterr().out
@@ -251,10 +251,10 @@ def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -
     assert set(TRACKERS) == {"tensorboard", "wandb", "swanlab", "mlflow"}, "each has a test above"
 
 
-def test_a_run_longer_than_the_queue_and_than_the_timeout_is_told(
+def test_a_run_longer_than_the_queue_and_than_the_timeout_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrl.metrics.trackers.telling.MOST_WAITING", 5)
+    monkeypatch.setattr("hpcrl.metrics.trackers.thread.MOST_WAITING", 5)
 
     class Slow(Recorder):
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -263,10 +263,10 @@ def test_a_run_longer_than_the_queue_and_than_the_timeout_is_told(
 
     seen: list[Any] = []
     warnings: list[str] = []
-    telling = Telling("own", lambda _: Slow(seen), tmp_path / "own.told", -1, False, 1.0, warnings.append)
-    tell_all([telling], [{"step": step, "x": 1.0} for step in range(30)])
-    telling.drain()
-    assert telling.close(1.0) == "sync it" and [step for step, _ in seen] == list(range(30)) and not warnings
+    thread = TrackerThread("own", lambda _: Slow(seen), tmp_path / "own.told", -1, False, 1.0, warnings.append)
+    log_missed([thread], [{"step": step, "x": 1.0} for step in range(30)])
+    thread.drain()
+    assert thread.close(1.0) == "sync it" and [step for step, _ in seen] == list(range(30)) and not warnings
 
 
 def test_every_tracker_has_its_own_last_step(tmp_path: Path) -> None:
@@ -279,10 +279,10 @@ def test_trackers_that_hang_share_the_time_at_the_end(tmp_path: Path) -> None:
     forever, seen = threading.Event(), list[Any]()
     makes: list[Callable[[int], Any]] = [lambda _: forever.wait(), lambda _: forever.wait(), lambda _: Recorder(seen)]
     told = [tmp_path / f"{number}.told" for number in range(3)]
-    tellings = [
-        Telling("own", make, path, -1, False, 60, lambda _: None) for make, path in zip(makes, told, strict=True)
+    threads = [
+        TrackerThread("own", make, path, -1, False, 60, lambda _: None) for make, path in zip(makes, told, strict=True)
     ]
-    log = MetricsLog(tmp_path, -1, 10, trackers=lambda: tellings)
+    log = MetricsLog(tmp_path, -1, 10, trackers=lambda: threads)
     log.log(0, {"x": 1.0})
     start = time.monotonic()
     assert log.close(within_s=2.0) == ["sync it"]

@@ -1,1 +1,1 @@
-"""Trackers of experiments beside metrics.jsonl: one file each, told from a thread of their own."""
+"""Trackers of experiments beside metrics.jsonl: one file each, and each called from its own thread."""

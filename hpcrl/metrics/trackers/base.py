@@ -1,4 +1,4 @@
-"""What a tracker is told about a run, and what it has to offer."""
+"""The protocol of trackers, and the run as they see it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 class TrackedRun:
     """A run as a tracker sees it at the start of an attempt.
 
-    id: the same for all attempts. folder: that of the tracker in the run folder. first_step: the first step that it
-    will be told. online: whether it may use the network. config: the configuration, as plain data.
+    id: the same for all attempts. folder: that of the tracker in the run folder. first_step: the first step that
+    will be logged. online: whether it may use the network. config: the configuration, as plain data.
     """
 
     name: str

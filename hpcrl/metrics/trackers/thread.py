@@ -1,8 +1,8 @@
-"""Tells trackers about a run, each from a thread of its own, so that one that fails or hangs costs a warning only.
+"""Logs to trackers, to each in its own thread, so that a tracker that fails or hangs costs only a warning.
 
-A file beside a tracker's folder holds the last step that the tracker was told. The next attempt goes on after it: with
-the rows of metrics.jsonl that the tracker missed, and without the steps between the checkpoint and the end of the
-attempt before, which it has. A tracker that takes steps back (TrackerSpec.rewinds) is told these steps again.
+A file beside a tracker's folder holds the last step that was logged to it. The next attempt goes on after it: with the
+rows of metrics.jsonl that the tracker missed, and without the steps between the checkpoint and the end of the attempt
+before, which it has. To a tracker that takes steps back (TrackerSpec.rewinds) these steps are logged again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MOST_WAITING = 10_000
 TrackerCall = Callable[[Tracker], object]
 
 
-class Telling:
+class TrackerThread:
     """The thread of one tracker. `warn` is called at most once, from any thread, with the reason why it ended."""
 
     def __init__(
-        self, name: str, make: Callable[[int], Tracker], told: Path, resume_step: int, rewinds: bool,
+        self, name: str, make: Callable[[int], Tracker], step_file: Path, resume_step: int, rewinds: bool,
         timeout_s: float, warn: Callable[[str], None] = lambda text: print(f"hpcrl: {text}", flush=True),
     ):  # fmt: skip
-        """make: called with the first step that the tracker will be told. told: the file with the last one."""
-        self.name, self._timeout_s, self._warn, self._path = name, timeout_s, warn, told
-        self.told = _read(told)
+        """make: called with the first step that will be logged. step_file: the file with the last one."""
+        self.name, self._timeout_s, self._warn, self._path = name, timeout_s, warn, step_file
+        self.last_step = _read(step_file)
         if rewinds:
-            self.told = min(self.told, resume_step)
-        first = self.told + 1
+            self.last_step = min(self.last_step, resume_step)
+        first = self.last_step + 1
         self._calls: queue.Queue[TrackerCall | None] = queue.Queue()
         self._most = MOST_WAITING
         self._lock = threading.Lock()
@@ -48,16 +48,16 @@ class Telling:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell a step, unless the tracker has it."""
-        if step <= self.told:
+        """Queue a step, unless the tracker has it."""
+        if step <= self.last_step:
             return
-        self.told = step
+        self.last_step = step
 
-        def tell(tracker: Tracker) -> None:
+        def call(tracker: Tracker) -> None:
             tracker.log(step, metrics)
             write_durably(self._path, str(step).encode())
 
-        self.put(tell)
+        self.put(call)
 
     def put(self, call: TrackerCall) -> None:
         """Queue a call. Returns at once; ends the tracker if the call before is overdue."""
@@ -70,7 +70,7 @@ class Telling:
             self._calls.put(call)
 
     def expect(self, num_calls: int) -> None:
-        """Let this many more calls wait: those that tell what happened before."""
+        """Let this many more calls wait: those that log earlier steps."""
         self._most += num_calls
 
     def drain(self) -> None:
@@ -131,19 +131,19 @@ def run_id(run_dir: Path) -> str:
     return path.read_text().strip()
 
 
-def tell_all(tellings: Sequence[Telling], rows: Sequence[Mapping[str, Any]]) -> None:
-    """The rows of metrics.jsonl that each tracker misses."""
-    for telling in tellings:
-        telling.expect(len(rows))
+def log_missed(trackers: Sequence[TrackerThread], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Log to each tracker the rows of metrics.jsonl that it misses."""
+    for tracker in trackers:
+        tracker.expect(len(rows))
         for row in rows:
-            telling.log(
+            tracker.log(
                 row["step"], {name: value for name, value in row.items() if name != "step" and value is not None}
             )
 
 
-def _read(told: Path) -> int:
-    """The last step that was told; -1 without a readable file."""
+def _read(step_file: Path) -> int:
+    """The last step that was logged; -1 without a readable file."""
     try:
-        return int(told.read_text())
+        return int(step_file.read_text())
     except (OSError, ValueError):
         return -1
