@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from hpcrl.config import DataConfig, DataSource
-from hpcrl.data.episodes import STARTS
+from hpcrl.data.env_sources import STARTS
 from hpcrl.data.files import NO_IMAGES, BadRow, Table, open_table
 from hpcrl.data.tasks import Split
 

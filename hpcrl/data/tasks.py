@@ -1,5 +1,5 @@
 """Built-in prompt sources that generate their rows: `task:sort_digits`, `task:add`, `reasoning_gym:NAME`, and those of
-environments (hpcrl.data.episodes), `env:DOMAIN` and `expert:NAME`.
+environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
 
 A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from pydantic import model_validator
 
 from hpcrl.config import Positive, Section
-from hpcrl.data.episodes import ExpertTask, StartTask
+from hpcrl.data.env_sources import ExpertTask, StartTask
 from hpcrl.spec.options import read_options
 
 Split = Literal["train", "val"]

@@ -18,7 +18,7 @@ from hpcrl.clock import AwakeClock
 from hpcrl.config import EnvConfig
 from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
-from hpcrl.data.episodes import MAX_SEED, SEED_COLUMN
+from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import env_class, make_env
 from hpcrl.roles.base import Rank

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data import read_splits
-from hpcrl.data.episodes import HALF, SEED_COLUMN
+from hpcrl.data.env_sources import HALF, SEED_COLUMN
 from hpcrl.data.tasks import make_task
 from hpcrl.envs.making import make_env, validate_envs
 from hpcrl.rewards.router import validate_rewards
