@@ -147,7 +147,7 @@ def _arguments(words: argparse.Namespace) -> list[tuple[str, RewardItem]]:
         texts = [sys.stdin.buffer.read().decode() if text == "-" else text for text in words.response]
         "".join([*texts, words.prompt, words.answer or ""]).encode()
     except UnicodeError as error:
-        raise ValueError("a response, the prompt or the answer is no UTF-8 text") from error
+        raise ValueError("a response, the prompt or the answer is not UTF-8 text") from error
     columns = _pairs("--column", words.column)
     return [
         ("", RewardItem(place, "default", words.prompt, text, words.answer, columns))
@@ -177,7 +177,7 @@ def _rows(file: Path) -> Iterator[tuple[str, RewardItem]]:
                 yield where, RewardItem(count, *texts, row.get("answer"), extra, earlier=earlier)
                 count += 1
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: no UTF-8 text") from error
+            raise ValueError(f"{file}: not UTF-8 text") from error
     if not count:
         raise ValueError(f"{file}: no rows")
 
@@ -188,7 +188,7 @@ def _row(line: str, where: str) -> Any:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: no JSON: {error.msg} (column {error.colno})") from error
+        raise ValueError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
     except UnicodeEncodeError as error:
         raise ValueError(f"{where}: a text with half a character: {error.object[error.start]!a}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets

@@ -66,7 +66,7 @@ FIELDS: dict[str, Field] = {}
 
 
 def declare(*fields: Field) -> None:
-    """Add fields. ValueError for a name that is no identifier, is reserved, or was declared differently before."""
+    """Add fields. ValueError for a name that is not an identifier, is reserved, or was declared differently before."""
     for field in fields:
         known = FIELDS.setdefault(field.name, field)
         if known != field:

@@ -42,7 +42,7 @@ def refused(*words: str) -> list[str]:
         ),
         (
             [PPO, "trainer.fsdp2.tensor_parallel=2", OWN[0], "layout.critic.num_ranks=3"],
-            "= 2 ranks, and the layout gives 3, which is no multiple of it (layout.critic)",
+            "= 2 ranks, and the layout gives 3, which is not a multiple of it (layout.critic)",
         ),
         (
             [PPO, "trainer.engine=megatron", "trainer.megatron.tensor_parallel=2", "critic.engine=fsdp2"],

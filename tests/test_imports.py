@@ -132,7 +132,7 @@ def test_every_package_is_installed() -> None:
 
 
 def public_types(file: Path) -> set[str]:
-    """The public classes and type aliases that a file defines; type variables are no types of their own."""
+    """The public classes and type aliases that a file defines; type variables are not types of their own."""
     names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef):

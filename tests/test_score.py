@@ -72,21 +72,21 @@ def test_the_turns_of_an_episode(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["x"], "give --answer, which the reward math compares with"),
         (["--file", "open.jsonl"], 'open.jsonl: no row has an "answer", which the reward math compares with'),
         (["--file", "open.jsonl", "--answer", "3"], "--file goes without a response, --answer, "),
-        (["--answer", "3", "\udcff"], "a response, the prompt or the answer is no UTF-8 text"),
+        (["--answer", "3", "\udcff"], "a response, the prompt or the answer is not UTF-8 text"),
         (["--reward", f"{'x' * 300}.py:f", "x"], "x.py:f: File name too long"),
         (["--reward", "~nobody-has-this-name/f.py:f", "x"], "f.py:f: Could not determine home directory"),
         (["--reward", "leaves.py:f", "x"], "leaves.py:f: running the file failed: SystemExit: 0"),
         (["--file", "x" * 300], "x: File name too long"),
         (["--file", "nowhere.jsonl"], "--file nowhere.jsonl: No such file or directory"),
         (["--file", "bad.jsonl"], 'bad.jsonl:2: expected an object with a text "response", there is: respons'),
-        (["--file", "broken.jsonl"], "broken.jsonl:1: no JSON: "),
+        (["--file", "broken.jsonl"], "broken.jsonl:1: not JSON: "),
         (["--file", "empty.jsonl"], "empty.jsonl: no rows"),
         (["--file", "half.jsonl"], "half.jsonl:2: a text with half a character: '\\ud800'"),
         (["--file", "half.jsonl", "--json"], "half.jsonl:2: a text with half a character: '\\ud800'"),
         (["--file", "deep.jsonl"], "deep.jsonl:1: maximum recursion depth exceeded"),
         (["--answer", "3", "--column", f"level={'[' * 100_000}", "x"], "--column level: maximum recursion depth"),
         (["--answer", "3", "--column", f"level={'9' * 5000}", "x"], "--column level: Exceeds the limit (4300 digits)"),
-        (["--file", "latin.jsonl"], "latin.jsonl: no UTF-8 text"),
+        (["--file", "latin.jsonl"], "latin.jsonl: not UTF-8 text"),
         (["--whatever", "x"], "unrecognized arguments: --whatever"),
     ],
 )
@@ -138,7 +138,7 @@ def test_standard_input_has_to_be_text(monkeypatch: pytest.MonkeyPatch, capsys: 
     for written, code in ((b"It is 3.", 0), (b"\xff", 2)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written), errors="surrogateescape"))
         assert main(["--answer", "3", "-"]) == code
-    assert "no UTF-8 text" in capsys.readouterr().err
+    assert "not UTF-8 text" in capsys.readouterr().err
 
 
 def test_the_module_runs_and_imports_no_torch() -> None:

@@ -547,7 +547,7 @@ def _asks_for_gpus(cluster: Any) -> bool:
 
 def _own_section(at: Section, name: str, spec: Spec, kind: type[S]) -> S:
     section = getattr(at, section_name(name, spec))
-    assert isinstance(section, kind), f"the section of {name} is no {kind.__name__}"
+    assert isinstance(section, kind), f"the section of {name} is not a {kind.__name__}"
     return section
 
 

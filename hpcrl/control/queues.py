@@ -167,7 +167,7 @@ class Inbox:
         try:
             opened = self._frames.decode(frame)
         except msgspec.MsgspecError as error:
-            return f"a signed message that is no frame: {error}"
+            return f"a signed message that is not a frame: {error}"
         expected = self._last[opened.sender] + 1
         if opened.seq < expected:
             return f"message {opened.seq} of sender {opened.sender}, replayed (expected {expected})"

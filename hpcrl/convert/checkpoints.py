@@ -56,7 +56,7 @@ def find(
         return first_damage(folder, entries, lambda _: go_on()) if hashes else ""
 
     if not path.is_dir():
-        raise ValueError(f"--checkpoint {path} is no folder")
+        raise ValueError(f"--checkpoint {path} is not a folder")
     folder, run = path, None
     if (path / CHECKPOINTS).is_dir() or (path / CONFIG).is_file():
         run = path
@@ -105,7 +105,7 @@ def _other_format(folder: Path) -> str:
     for pattern, text in OTHER_FORMATS.items():
         if next(folder.glob(pattern), None) is not None:
             return f"is {text}"
-    return f"is no checkpoint: it has no {METADATA} (torch_dist of Megatron, or a checkpoint of hpcrl)"
+    return f"is not a checkpoint: it has no {METADATA} (torch_dist of Megatron, or a checkpoint of hpcrl)"
 
 
 def _model_of(folder: Path, run: Path | None) -> Path:

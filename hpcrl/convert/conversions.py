@@ -78,7 +78,7 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
 def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     """Write an HF model as Megatron's torch_dist to the new folder `output`. ValueError or OSError: one line."""
     if not checkpoint.is_dir():
-        raise ValueError(f"--checkpoint {checkpoint} is no folder; --to megatron needs a model in HF layout")
+        raise ValueError(f"--checkpoint {checkpoint} is not a folder; --to megatron needs a model in HF layout")
     model = options.model or checkpoint
     config = read_config(model)
     vocabulary = config.get("vocab_size")

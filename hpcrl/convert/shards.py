@@ -309,7 +309,7 @@ def _tensors(folder: Path) -> dict[str, Stored]:
         entries, storage = metadata.state_dict_metadata, metadata.storage_data
         found = {name: _stored(name, entry, storage) for name, entry in entries.items() if hasattr(entry, "chunks")}
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} has no {METADATA}; it is no checkpoint of torch.distributed.checkpoint") from error
+        raise ValueError(f"{folder} has no {METADATA}: not a checkpoint of torch.distributed.checkpoint") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / METADATA} is refused: {' '.join(str(error).split())}") from error
     except Exception as error:  # a damaged pickle raises anything

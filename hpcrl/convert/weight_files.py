@@ -99,7 +99,7 @@ def _file_names(folder: Path) -> list[str]:
         raise ValueError(f"{folder} has no weights in safetensors files")
     for name in names:
         if not isinstance(name, str) or not name or Path(name).name != name:
-            raise ValueError(f"{index} is refused: it names {name!r}, which is no file of the folder")
+            raise ValueError(f"{index} is refused: it names {name!r}, which is not a file of the folder")
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name} is missing, but {INDEX} names it")
     return names

@@ -127,7 +127,7 @@ class ParquetTable:
             try:
                 return value.decode()
             except UnicodeDecodeError as error:
-                text = " holds bytes that are no UTF-8; leave the column out, or store text"
+                text = " holds bytes that are not UTF-8; leave the column out, or store text"
                 if column.partition(".")[0] in ("image", "images"):
                     text = f": {NO_IMAGES}"
                 raise BadRow(f"{self.where(index)}: {column}{text}") from error

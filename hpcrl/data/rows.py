@@ -81,7 +81,7 @@ def learning_obstacle(row: Row) -> str:
     if row.response is None:
         return (
             f"no answer to learn from: there is no text in {', '.join(RESPONSE_KEYS)} or the answer (data.answer_key), "
-            "and the last message is no assistant turn with text"
+            "and the last message is not an assistant turn with text"
         )
     if not row.response.strip():
         return "the answer to learn from is empty"
@@ -115,7 +115,7 @@ def _image_in(raw: dict[str, Any], key: str | None) -> str | None:
 
 def _check_size(written: str | None, extra: dict[str, Any], where: str) -> None:
     """BadRow if the row is too large to send: it would end the run at the step that draws it. `written`: an answer that
-    is no column."""
+    is not a column."""
     num_bytes = len(msgspec.json.encode((written, extra)))
     if num_bytes > MAX_ROW_BYTES:
         sizes = {name: len(msgspec.json.encode(value)) for name, value in {"the answer": written, **extra}.items()}
@@ -314,7 +314,8 @@ def domain_shares(names: list[str], probs: dict[str, float], batch_size: int) ->
     for name, count in counts.items():
         if count == 0:
             raise ValueError(
-                f"data.domain_interleave_probs.{name}={probs[name]:g} of rollout.num_prompts={batch_size} is no prompt"
+                f"data.domain_interleave_probs.{name}={probs[name]:g} "
+                f"of rollout.num_prompts={batch_size} gives no prompt"
             )
     return counts
 

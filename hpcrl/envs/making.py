@@ -47,7 +47,7 @@ def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"env.{section}.class_path: {config.class_path!r} leads to no class: {text}") from error
     if not callable(found):
-        raise ValueError(f"env.{section}.class_path: {config.class_path!r} is no class but {found!r}")
+        raise ValueError(f"env.{section}.class_path: {config.class_path!r} is not a class but {found!r}")
     return found
 
 

@@ -25,7 +25,7 @@ def _template(text: str) -> str:
 
 def _tag(name: str) -> str:
     if re.search(r"[<>/\s]", name):
-        raise ValueError(f"{name!r} is no name of a tag; give one such as answer, or an empty text")
+        raise ValueError(f"{name!r} is not the name of a tag; give one such as answer, or an empty text")
     return name
 
 

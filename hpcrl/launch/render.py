@@ -124,7 +124,7 @@ def check_words(words: Sequence[str], run_dir: Path) -> Iterator[str]:
     try:
         "".join(words).encode()
     except UnicodeEncodeError as error:
-        yield f"the command line is no UTF-8: {error.object[max(error.start - 20, 0) : error.end]!r}"
+        yield f"the command line is not UTF-8: {error.object[max(error.start - 20, 0) : error.end]!r}"
 
 
 def check_prologue(cluster: ClusterConfig) -> list[Problem]:

@@ -39,7 +39,7 @@ def with_adapters(config: Config, shape: ModelShape) -> ModelShape:
 
 
 def check_targets(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Targets that are no linear layers of the model."""
+    """Targets that are not linear layers of the model."""
     if config.lora is None:
         return
     modules = [p.name.removesuffix(".weight") for p in _linear(shape)]

@@ -252,7 +252,7 @@ def _read_latent(config: Mapping[str, Any]) -> ModelShape:
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     section = config.get(key) or {}
     if not isinstance(section, Mapping):
-        raise CannotPlanError(f"{key} in config.json is no object")
+        raise CannotPlanError(f"{key} in config.json is not an object")
     return section
 
 

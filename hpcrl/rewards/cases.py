@@ -187,7 +187,7 @@ def _text(value: Any, where: str) -> str:
 
 def _name(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.isidentifier():
-        raise ValueError(f"{where}={value!r} is no name of a function")
+        raise ValueError(f"{where}={value!r} is not the name of a function")
     return value
 
 
@@ -196,7 +196,7 @@ def _python(value: Any, where: str) -> str:
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{where} is no Python: {error}") from error
+        raise ValueError(f"{where} is not Python: {error}") from error
     return text
 
 

@@ -30,12 +30,12 @@ class ChoiceReward(PerResponse):
         """Reports an answer that is not the letter of an option."""
         if answer is None or letter_of(str(answer)) is not None:
             return ""
-        return f"the answer {str(answer)[:40]!r} is no option, such as A or (B)"
+        return f"the answer {str(answer)[:40]!r} is not an option, such as A or (B)"
 
     def score_one(self, item: RewardItem) -> Score:
         gold = letter_of(str(item.answer))
         if gold is None:
-            raise ValueError(f"the row's answer {str(item.answer)[:40]!r} is no option letter (data.answer_key)")
+            raise ValueError(f"the row's answer {str(item.answer)[:40]!r} is not an option letter (data.answer_key)")
         boxed = boxed_answer(after_thinking(item.response))
         given = letter_of(final_answer(item.response) or "")
         right = given == gold

@@ -174,7 +174,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _value(result: bytes) -> Any:
-    """What a process has sent; None if it is no value."""
+    """What a process has sent; None if it is not a value."""
     try:
         return decode(result)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError):
@@ -189,8 +189,8 @@ def _is(result: bytes, expected: Any) -> bool:
 
 
 def same(given: Any, expected: Any) -> bool:
-    """Whether built-in values are equal: a tuple equals a list, numbers with a point to 6 digits, a number is no bool,
-    and keys of objects are compared as JSON has them."""
+    """Whether built-in values are equal: a tuple equals a list, numbers with a point to 6 digits, a number is not a
+    bool, and keys of objects are compared as JSON has them."""
     if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):

@@ -33,7 +33,9 @@ class ComposedReward(Reward):
             except ValueError as error:
                 raise ValueError(f"parts.{name}.options: {error}") from error
             if reward.scores != "samples" or reward.pool != "process":
-                raise ValueError(f"parts.{name}.name: {part.name} scores groups or waits for a service, and is no part")
+                raise ValueError(
+                    f"parts.{name}.name: {part.name} cannot be a part: it scores groups or waits for a service"
+                )
             self._parts[name] = reward
         if self.options.rule == "gate" and not any(part.gate for part in parts.values()):
             raise ValueError(f"rule: gate needs a part with gate=true; there are {', '.join(parts)}")

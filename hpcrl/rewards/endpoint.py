@@ -140,7 +140,7 @@ def _content(body: bytes) -> str:
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"the answer is no chat completion: {type(error).__name__}") from error
+        raise ValueError(f"the answer is not a chat completion: {type(error).__name__}") from error
     if not isinstance(content, str):
         raise ValueError("the answer has no text")
     return content

@@ -114,7 +114,7 @@ def _is_malformed(text: str) -> bool:
 
 
 def _choices_equal(gold: str, given: str) -> bool | None:
-    """Whether the letters of two choices, "B", "(B)" or "(B) 42", are the same; None if either is no choice."""
+    """Whether the letters of two choices, "B", "(B)" or "(B) 42", are the same; None if either is not a choice."""
     for one, other in ((gold, given), (given, gold)):
         letter, choice = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other) or _CHOICE_WITH_TEXT.fullmatch(other)
         if letter and choice:
@@ -133,7 +133,7 @@ def _with_decimal_point(text: str, other: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The elements between the outer brackets of an answer; one element and no brackets if it is no list."""
+    """The elements between the outer brackets of an answer; one element and no brackets if it is not a list."""
 
     brackets: str
     elements: tuple[str, ...]
@@ -221,8 +221,8 @@ def _outside(text: str, separators: str = ",;") -> list[str]:
 
 
 def _sides_equal(gold: str, given: str) -> bool | None:
-    """Equality if one answer is an equation, "x = 5" or "6*7 = 42": every side that is no name must be equal. None
-    without an equation, and for two equations that are no assignments."""
+    """Equality if one answer is an equation, "x = 5" or "6*7 = 42": every side that is not a name must be equal. None
+    without an equation, and for two equations that are not assignments."""
     a, b = _outside(gold, "="), _outside(given, "=")
     if max(len(a), len(b)) == 1 or _RELATION.search(gold) or _RELATION.search(given):
         return None

@@ -41,7 +41,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 
 
 def json_of(answer: Any) -> Any:
-    """The value of which an answer is the JSON text, None if it is other text; answers that are no text as they are."""
+    """The value of which an answer is the JSON text, None if it is other text; other answers as they are."""
     if not isinstance(answer, str):
         return answer
     try:

@@ -52,13 +52,13 @@ def instructions_of(answer: Any, extra: Mapping[str, Any]) -> Instructions:
     names, arguments = given[COLUMNS[0]], given.get(COLUMNS[1])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"instruction_id_list={names!r} is no list of names")
+        raise ValueError(f"instruction_id_list={names!r} is not a list of names")
     arguments = [{} for _ in names] if arguments is None else arguments
     if not isinstance(arguments, list) or len(arguments) != len(names):
         raise ValueError(f"kwargs must be a list with an object for each of the {len(names)} instructions")
     for name, own in zip(names, arguments, strict=True):
         if not isinstance(own or {}, Mapping):
-            raise ValueError(f"kwargs={own!r} of {name} is no object")
+            raise ValueError(f"kwargs={own!r} of {name} is not an object")
         if text := problem(name, own or {}):
             raise ValueError(text)
     return [(name, own or {}) for name, own in zip(names, arguments, strict=True)]

@@ -228,12 +228,12 @@ def problem(name: str, arguments: Mapping[str, Any]) -> str:
                 return f"{key}={value!r} of {name} is none of {', '.join(kind)}"
         elif kind is list:
             if not (isinstance(value, list) and value and all(isinstance(word, str) and word for word in value)):
-                return f"{key}={value!r} of {name} is no list of words"
+                return f"{key}={value!r} of {name} is not a list of words"
         elif kind is int:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MOST or value % 1:
-                return f"{key}={value!r} of {name} is no number of things"
+                return f"{key}={value!r} of {name} is not a number of things"
         elif not (isinstance(value, str) and value):
-            return f"{key}={value!r} of {name} is no text"
+            return f"{key}={value!r} of {name} is not text"
     return ""
 
 

@@ -102,7 +102,7 @@ class JudgeReward(Reward):
         body = {"messages": asked, "temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.extra_body}
         try:
             verdict = self._scale.read(self._endpoints[name].ask(body, deadline, counts), nonce)
-        except ValueError:  # an answer that is no chat completion
+        except ValueError:  # an answer that is not a chat completion
             return None
         if self._cache is not None and path is not None and verdict is not None:
             self._cache.write(path, verdict)

@@ -197,8 +197,8 @@ def plain(text: str) -> str:
 
 
 def quantity(text: str, letter_after_number: bool = False) -> Quantity | None:
-    """The number and unit of an answer in normal form; None if the answer is no number. 5 m is a number with a unit; 5m
-    only with `letter_after_number`, since m may be a variable."""
+    """The number and unit of an answer in normal form; None if the answer is not a number. 5 m is a number with a unit;
+    5m only with `letter_after_number`, since m may be a variable."""
     if text.isascii() and text.isdigit():
         return Quantity(int(text))
     match = _LITERAL.match(text)

@@ -14,7 +14,7 @@ from hpcrl.rewards.specs import NumericOptions
 from hpcrl.spec.options import read_options
 
 MAX_CHARS = 300
-"""A longer answer is no number."""
+"""A longer answer is not a number."""
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 )

@@ -30,13 +30,13 @@ class RegexReward(PerResponse):
         try:
             re.compile(answer)
         except re.error as error:
-            return f"the answer {answer[:40]!r} is no regular expression: {error}"
+            return f"the answer {answer[:40]!r} is not a regular expression: {error}"
         return ""
 
     def score_one(self, item: RewardItem) -> Score:
         pattern = self.options.pattern if self.options.pattern is not None else item.answer
         if not isinstance(pattern, str):
-            raise ValueError("the row's answer is no regular expression (data.answer_key)")
+            raise ValueError("the row's answer is not a regular expression (data.answer_key)")
         text = item.response if self.options.with_thinking else after_thinking(item.response).strip()
         find = re.fullmatch if self.options.whole else re.search
         right = float(find(pattern, text, re.DOTALL) is not None)
@@ -77,7 +77,7 @@ class JsonSchemaReward(PerResponse):
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _parsed(text: str) -> tuple[bool, Any]:
@@ -89,17 +89,17 @@ def _parsed(text: str) -> tuple[bool, Any]:
 
 
 def _problem_of_schema(schema: Any) -> str:
-    """Why this is no JSON schema; empty if it is one. References to other documents are refused: they would be
+    """Why this is not a JSON schema; empty if it is one. References to other documents are refused: they would be
     downloaded."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
 
     if not isinstance(schema, Mapping):
-        return f"{str(schema)[:40]!r} is no JSON schema, which is an object"
+        return f"{str(schema)[:40]!r} is not a JSON schema, which is an object"
     try:
         validator_for(schema).check_schema(schema)
     except SchemaError as error:
-        return f"no JSON schema: {error.message}"
+        return f"not a JSON schema: {error.message}"
     if outside := [reference for reference in _references(schema) if not reference.startswith("#")]:
         return f"the JSON schema refers to {outside[0]!r}; only references within it (#/...) are followed"
     if missing := [reference for reference in _references(schema) if not _leads_somewhere(schema, reference)]:

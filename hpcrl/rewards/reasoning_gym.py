@@ -47,7 +47,7 @@ class ReasoningGymReward(PerResponse):
             return dataset, dataset[index]
         metadata = item.extra.get("metadata")
         if not isinstance(metadata, dict) or "source_dataset" not in metadata:
-            raise ValueError("the row is no reasoning-gym entry: it has no metadata.source_dataset")
+            raise ValueError("the row is not a reasoning-gym entry: it has no metadata.source_dataset")
         dataset = self._dataset({"name": metadata["source_dataset"], "size": 1, "seed": 0, "options": {}})
         return dataset, {"question": item.prompt, "answer": item.answer, "metadata": metadata}
 

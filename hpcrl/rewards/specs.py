@@ -12,7 +12,7 @@ from hpcrl.spec.kinds import RewardSpec
 
 
 def _compiled(pattern: str | None) -> str | None:
-    """The pattern. ValueError if it is no regular expression."""
+    """The pattern. ValueError if it is not a regular expression."""
     try:
         re.compile(pattern or "")
     except re.error as error:

@@ -18,7 +18,7 @@ def as_messages(observation: Any) -> Messages:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if not isinstance(observation, list):
-        raise TypeError(f"the observation is no text but {type(observation).__name__}")
+        raise TypeError(f"the observation is not text but {type(observation).__name__}")
     for message in observation:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise TypeError("a message of the observation has no role or content that is text")

@@ -224,7 +224,7 @@ class EnvRole:
         reward, metrics = float(gained), {str(name): float(value) for name, value in info.get("metrics", {}).items()}
         for name, value in {"reward": reward, **metrics}.items():
             if not math.isfinite(value):
-                raise ValueError(f"step() returned {name}={value}, which is no number")
+                raise ValueError(f"step() returned {name}={value}, which is not a number")
         episode.rewards.append(reward)
         total = sum(episode.rewards)
         score = metrics.get("success", total)
@@ -239,7 +239,7 @@ class EnvRole:
         if given is None:
             return episode_seed(self._config.seed, split_sample_id(turn.sample)[0])
         if type(given) is not int or not 0 <= given < MAX_SEED:
-            raise ValueError(f"column {SEED_COLUMN}: {given!r} is no whole number from 0 to {MAX_SEED - 1}")
+            raise ValueError(f"column {SEED_COLUMN}: {given!r} is not a whole number from 0 to {MAX_SEED - 1}")
         return given
 
     def _drop(self, sample: int) -> None:

@@ -102,7 +102,7 @@ class Guard:
         if self._max_mismatch is None or diff is None or kl is None or not diff.count:
             return
         mean = diff.total / diff.count
-        if not mean <= self._max_mismatch:  # also a mean that is no number
+        if not mean <= self._max_mismatch:  # also a mean that is not a number
             raise MismatchError(
                 f"step {step}: trainer and generator give the {diff.count:g} tokens that weights {step - 1} wrote "
                 f"probabilities that differ by {mean:.3g} on average, more than trainer.max_mismatch="

@@ -195,4 +195,4 @@ def test_damaged_shards_are_named(one: Path, tmp_path: Path, capsys: pytest.Capt
     (one / ".metadata").write_bytes(b"\x80\x04nonsense")
     assert f"{one}/.metadata is damaged" in refusal(one, tmp_path / "hf", capsys)
     (one / ".metadata").unlink()
-    assert f"{one} is no checkpoint: it has no .metadata" in refusal(one, tmp_path / "hf", capsys)
+    assert f"{one} is not a checkpoint: it has no .metadata" in refusal(one, tmp_path / "hf", capsys)

@@ -208,8 +208,8 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "full" / "a").touch()
     small = ("--to", "megatron", "--checkpoint", tmp_path / "model")
     for words, text in (
-        (("--checkpoint", tmp_path / "none"), f"--checkpoint {tmp_path}/none is no folder"),
-        (("--checkpoint", tmp_path / "empty"), "empty is no checkpoint: it has no .metadata"),
+        (("--checkpoint", tmp_path / "none"), f"--checkpoint {tmp_path}/none is not a folder"),
+        (("--checkpoint", tmp_path / "empty"), "empty is not a checkpoint: it has no .metadata"),
         (("--checkpoint", tmp_path / "model"), "is a model in HF layout already; --to megatron"),
         (("--checkpoint", tmp_path / "old"), "is Megatron's old format; save it as torch_dist"),
         (("--checkpoint", tmp_path / "top"), "names '12', and there is no folder"),
@@ -420,8 +420,8 @@ def _edit_header(file: Path, name: str, **changes: Any) -> None:
     [
         ("dtype", "model.norm.weight has 64 bytes, which is not BF16 [16]"),
         ("shape", "model.norm.weight has sizes ["),
-        ("outside", "it names '../model.safetensors', which is no file of the folder"),
-        ("number", "it names 5, which is no file of the folder"),
+        ("outside", "it names '../model.safetensors', which is not a file of the folder"),
+        ("number", "it names 5, which is not a file of the folder"),
         ("claim", "its header claims 100000001 bytes"),
         ("link", "is a symbolic link; remove it"),
         ("shard", "--shard-gb inf: a number above 0 and below 1e9 is needed"),

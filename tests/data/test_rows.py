@@ -214,7 +214,7 @@ def test_bytes_in_parquet_are_text_or_refused(tmp_path: Path):
     row = only_row(f"{tmp_path}/1.parquet")
     assert (row.messages, row.answer, row.extra["info"]) == (USER, "vier", {"hints": ["größer"]})
     assert problems_of(DataConfig(train=f"{tmp_path}/2.parquet")) == [
-        f"{tmp_path}/2.parquet:row 1: info.hints holds bytes that are no UTF-8; leave the column out, or store text"
+        f"{tmp_path}/2.parquet:row 1: info.hints holds bytes that are not UTF-8; leave the column out, or store text"
     ]
 
 
@@ -296,6 +296,6 @@ def test_domain_shares_that_do_not_fit(write_jsonl):
     rows, problems = read_splits(config, 0)
     assert problems == []
     assert check_shares(config, rows, 64) == [
-        "data.domain_interleave_probs.x=0.01 of rollout.num_prompts=64 is no prompt"
+        "data.domain_interleave_probs.x=0.01 of rollout.num_prompts=64 gives no prompt"
     ]
     assert check_shares(config, rows, 128) == []

@@ -224,7 +224,7 @@ def test_stolen(store: TCPStore, inbox: Inbox) -> None:
 
 
 def test_signed_but_no_frame(store: TCPStore, inbox: Inbox, capfd: pytest.CaptureFixture[str]) -> None:
-    refuse(store, inbox, sign(b"\x93\x01\x02"), "a signed message that is no frame", capfd)
+    refuse(store, inbox, sign(b"\x93\x01\x02"), "a signed message that is not a frame", capfd)
 
 
 @pytest.mark.parametrize(

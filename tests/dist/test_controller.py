@@ -159,7 +159,7 @@ def test_what_is_looked_after_between_events_waits_for_no_rank(threads: Any) -> 
     say(threads, scored)
     assert controller.events() == [(1, scored)] and known == [False]
     say(threads, Done(asked[0][1]), scored)
-    assert controller.events() == [(1, scored)], "an answer is no event"
+    assert controller.events() == [(1, scored)], "an answer is not an event"
     assert controller.answered(asked) and controller.finish(asked) == {1: Done(asked[0][1])}
 
 

@@ -1,4 +1,4 @@
-"""The default group of an engine is no full mesh: pairs connect when they first talk."""
+"""The default group of an engine is not a full mesh: pairs connect when they first talk."""
 
 from __future__ import annotations
 

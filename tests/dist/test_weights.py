@@ -241,7 +241,7 @@ def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_
     named = {name: tensor for name, tensor in make_weights("float32").items() if tensor.numel() > 1}
     layout = [Held.whole(name, "float32", t.shape, [i // 4]) for i, (name, t) in enumerate(named.items())]
     threads = Threads(tmp_path, 4)
-    kept: list[Any] = []  # a group that ends is no replica that hangs
+    kept: list[Any] = []  # a group that ends is not a replica that hangs
 
     def update(rank: int) -> tuple[Named, list[int]]:
         channels = {}

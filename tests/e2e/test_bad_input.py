@@ -199,7 +199,7 @@ def nan_weights(folder: Path) -> None:
 
 
 SEEN_LATER: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
-    "weights that are no numbers": (nan_weights, [], "model.path .*log-probs are not finite"),
+    "weights that are not numbers": (nan_weights, [], "model.path .*log-probs are not finite"),
     "a torn tokenizer": (write("tokenizer.json", b'{"version": "1.0"'), [], "config and tokenizer of .* be loaded"),
     "an environment that is not there": (
         lambda folder: None,

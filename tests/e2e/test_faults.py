@@ -244,7 +244,7 @@ ENDS = {
         ExitCode.NO_PROGRESS,
         r"rank 0 .* failed in command Burst #\d+: .*not finite under weights version 1",
     ),
-    "a loss that is no number": (
+    "a loss that is not a number": (
         ["algorithm=reinforce", REWARD + "huge_reward", "max_steps=9"],
         ExitCode.NO_PROGRESS,
         r"no progress in steps 1 to 3: .*skipped",

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.numerics
 
 
 def make_folder(folder: Path, family: str = "qwen2") -> Path:
-    """Rows of 256 numbers, of 288 that are no multiple of a block, and of 96 that are shorter than one."""
+    """Rows of 256 numbers, of 288 that are not a multiple of a block, and of 96 that are shorter than one."""
     sizes = {"hidden_size": 288, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     return make_model_folder(family, folder, **sizes, head_dim=24)
 

@@ -200,7 +200,7 @@ def test_only_what_a_rank_holds_is_read(tmp_path: Path) -> None:
         (lambda: table(small("gemma2")), r"model_type 'gemma2' has no table .*qwen2, .*deepseek_v3 have"),
         (lambda: table({"model_type": "qwen3"}), "num_attention_heads in config.json is None"),
         (lambda: table(small("", **LATENT | {"v_head_dim": None})), "v_head_dim in config.json is None"),
-        (lambda: table(small("qwen2", num_key_value_heads=3)), "num_attention_heads=4 is no multiple of"),
+        (lambda: table(small("qwen2", num_key_value_heads=3)), "num_attention_heads=4 is not a multiple of"),
         (lambda: table(small("qwen2"), padded_vocabulary=5), "5 rows is smaller than vocab_size=6"),
         (
             lambda: shard_shape(table(small("qwen2")).find("decoder.layers.0.mlp.linear_fc1.weight"), 3),

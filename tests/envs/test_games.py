@@ -186,7 +186,7 @@ def test_a_cell_that_is_taken_changes_nothing() -> None:
         ("frozen_lake", {"symbols": "P"}, "symbols: String should have at least 6 characters"),
         ("frozen_lake", {"prompt": "Go."}, "prompt: the text must contain {observation}"),
         ("frozen_lake", {"turn": "{obs}"}, "turn: there is no field {obs} (there are: observation, actions"),
-        ("frozen_lake", {"tag": "a b"}, "tag: 'a b' is no name of a tag"),
+        ("frozen_lake", {"tag": "a b"}, "tag: 'a b' is not the name of a tag"),
         ("frozen_lake", {"invalid_reward": 0.1}, "invalid_reward: Input should be less than or equal to 0"),
         (
             "sokoban",

@@ -113,7 +113,7 @@ def lines_of(first_step: int, max_steps: int, steps: list[tuple[int, float]]) ->
 def test_time_left_counts_the_steps_and_the_rate_of_this_attempt() -> None:
     # 2 s per step, 10 steps of 100 left; steps of the earlier attempt neither slow nor speed it.
     assert lines_of(80, 100, [(80 + n, 2.0 * n) for n in range(1, 11)])[-1] == "step 90/100  ETA 20 s"
-    # An evaluation before the first step took 60 s and is no step.
+    # An evaluation before the first step took 60 s and is not a step.
     assert lines_of(0, 100, [(0, 60.0), (1, 61.0), (2, 62.0)]) == [
         "step 0/100  starting",
         "step 1/100  ETA 1 min 39 s",

@@ -101,7 +101,7 @@ def test_active_parameters_of_a_mixture() -> None:
         ({"num_hidden_layers": 10**400}, r"num_hidden_layers in config.json is 10+\.\.\.0+, at most 1000"),
         ({"vocab_size": 2**31}, "vocab_size in config.json is 2147483648, at most 2147483647 is supported"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "1"}, "mlp_only_layers in config.json is '1', a list"),
-        ({"model_type": "qwen2_5_vl", "text_config": [1]}, "text_config in config.json is no object"),
+        ({"model_type": "qwen2_5_vl", "text_config": [1]}, "text_config in config.json is not an object"),
     ],
 )
 def test_what_cannot_be_planned_is_named(change: dict[str, Any], said: str) -> None:

@@ -126,14 +126,14 @@ def test_sentences_of_ordinary_text() -> None:
     [
         ("keywords:exist", {}, "no instruction 'keywords:exist'"),
         ("keywords:existence", {}, "needs keywords"),
-        ("keywords:existence", {"keywords": "sun"}, "is no list of words"),
-        ("keywords:existence", {"keywords": []}, "is no list of words"),
+        ("keywords:existence", {"keywords": "sun"}, "is not a list of words"),
+        ("keywords:existence", {"keywords": []}, "is not a list of words"),
         ("startend:quotation", {"end_phrase": "x"}, "has no argument 'end_phrase'"),
         ("length_constraints:number_words", {"num_words": 3, "relation": "more"}, "none of less than, at least"),
-        ("length_constraints:number_words", {"num_words": 2.5, "relation": "at least"}, "no number of things"),
-        ("length_constraints:number_words", {"num_words": True, "relation": "at least"}, "no number of things"),
-        ("length_constraints:number_words", {"num_words": float("inf"), "relation": "at least"}, "no number of things"),
-        ("startend:end_checker", {"end_phrase": ""}, "is no text"),
+        ("length_constraints:number_words", {"num_words": 2.5, "relation": "at least"}, "a number of things"),
+        ("length_constraints:number_words", {"num_words": True, "relation": "at least"}, "a number of things"),
+        ("length_constraints:number_words", {"num_words": float("inf"), "relation": "at least"}, "a number of things"),
+        ("startend:end_checker", {"end_phrase": ""}, "is not text"),
     ],
 )
 def test_what_cannot_be_checked(name: str, arguments: dict[str, Any], told: str) -> None:
@@ -179,9 +179,9 @@ def test_the_loose_reading_forgives_a_frame_and_asterisks() -> None:
     [
         ("42", {}, "the row has no instruction_id_list and kwargs"),
         ("[" * 5_000, {}, "the row has no instruction_id_list and kwargs"),
-        (None, {"instruction_id_list": []}, "is no list of names"),
+        (None, {"instruction_id_list": []}, "is not a list of names"),
         (None, ROW | {"kwargs": [{}]}, "an object for each of the 2 instructions"),
-        (None, ROW | {"kwargs": [{}, 3]}, "kwargs=3 of detectable_format:title is no object"),
+        (None, ROW | {"kwargs": [{}, 3]}, "kwargs=3 of detectable_format:title is not an object"),
         (None, {"instruction_id_list": ["keywords:existence"]}, "needs keywords"),
     ],
 )

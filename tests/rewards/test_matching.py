@@ -114,7 +114,7 @@ def test_regex() -> None:
     assert score("regex", "xA1", pattern="A1").reward == 1.0
     assert score("regex", "xA1", pattern="A1", whole=True).reward == 0.0
     assert not make_reward(RewardConfig(name="regex")).inline  # a pattern may backtrack without end
-    assert "is no regular expression" in make_reward(RewardConfig(name="regex")).problem_of_row("(", {})
+    assert "is not a regular expression" in make_reward(RewardConfig(name="regex")).problem_of_row("(", {})
     assert "no answer" in make_reward(RewardConfig(name="regex")).problem_of_row(None, {})
     with pytest.raises(ValueError, match="not a regular expression"):
         make_reward(RewardConfig(name="regex", options={"pattern": "("}))
@@ -146,8 +146,8 @@ def test_json_schema(response: str, reward: float, is_json: float) -> None:
 @pytest.mark.parametrize(
     ("schema", "told"),
     [
-        ("text", "is no JSON schema"),
-        ({"type": "thing"}, "no JSON schema: 'thing' is not valid"),
+        ("text", "is not a JSON schema"),
+        ({"type": "thing"}, "not a JSON schema: 'thing' is not valid"),
         ({"$ref": "http://localhost/secret"}, "refers to 'http://localhost/secret'"),
         ({"properties": {"a": {"allOf": [{"$ref": "file.json"}]}}}, "refers to 'file.json'"),
         ({"$ref": "#/$defs/none"}, "refers to '#/$defs/none', which it does not have"),

@@ -91,7 +91,7 @@ def test_reasoning_gym_entries_of_a_file():
 
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)[0]
     assert score("reasoning_gym", entry["answer"], entry["answer"], {"metadata": entry["metadata"]}).score == 1
-    with pytest.raises(ValueError, match=r"no reasoning-gym entry: it has no metadata.source_dataset"):
+    with pytest.raises(ValueError, match=r"not a reasoning-gym entry: it has no metadata.source_dataset"):
         score("reasoning_gym", "1", "1", {})
 
 

@@ -77,7 +77,7 @@ def test_without_a_template_the_observation_stands_alone(tokenizer: Any) -> None
 
 def test_what_is_no_observation_is_refused(tokenizer: Any) -> None:
     for observation, why in (
-        (3, "no text but int"),
+        (3, "not text but int"),
         ([{"role": "tool", "content": 3}], "no role or content that is text"),
         ([{"role": "user", "content": "look", "images": [b"png"]}], "images .* by reference"),
     ):

@@ -93,7 +93,7 @@ def test_a_row_can_give_the_seed_of_its_episodes(stage: Stage, role: EnvRole) ->
     expected = [int(np.random.RandomState(start).randint(1 << 30)) for start in (77, 77, 0, 1 << 30)]
     assert [*odd_env.SEEDS] == expected
     wrong = turn(make_sample_id(7, 0, 0), "plain", columns={"hint": "left", "env_seed": "x"})
-    assert "column env_seed: 'x' is no whole number from 0 to 2147483647" in play(stage, role, wrong).result.error
+    assert "column env_seed: 'x' is not a whole number from 0 to 2147483647" in play(stage, role, wrong).result.error
 
 
 def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
@@ -114,11 +114,11 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     ("how", "error"),
     [
         ("raises", "environment class: KeyError: "),
-        ("no text", "environment class: TypeError: the observation is no text but dict"),
+        ("no text", "environment class: TypeError: the observation is not text but dict"),
         ("lone surrogate", "environment class: "),
         ("no number", "environment class: ValueError: could not convert string to float: 'much'"),
-        ("nan", "environment class: ValueError: step() returned reward=nan, which is no number"),
-        ("endless metric", "environment class: ValueError: step() returned success=inf, which is no number"),
+        ("nan", "environment class: ValueError: step() returned reward=nan, which is not a number"),
+        ("endless metric", "environment class: ValueError: step() returned success=inf, which is not a number"),
     ],
 )
 def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:

@@ -198,7 +198,7 @@ def test_a_reward_gets_all_turns_of_an_episode(stage: Stage, role: GeneratorRole
     ids = np.frombuffer(b"".join([*(ids for _, ids in response.earlier), response.token_ids]), dtype=np.int32)
     assert ids.tolist() == held.token_ids[held.loss_mask].tolist() and len(response.earlier) == 1
     assert [response.earlier[0][0], response.text] == [held.messages[n]["content"] for n in (-3, -1)]
-    assert held.messages[-2]["content"] == "ha", "what an environment says is no turn of the model"
+    assert held.messages[-2]["content"] == "ha", "what an environment says is not a turn of the model"
 
 
 def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role: GeneratorRole) -> None:

@@ -421,7 +421,7 @@ def test_a_superseded_attempt_commits_nothing(tmp_path: Path, ranks: Ranks) -> N
 
 
 def test_a_superseded_attempt_leaves_a_save_of_the_newer_one_alone(tmp_path: Path, ranks: Ranks) -> None:
-    """Both are at the same step: what the newer attempt is writing is no leftover."""
+    """Both are at the same step: what the newer attempt is writing is not a leftover."""
     checkpoints, newer = make(tmp_path, ranks), tmp_path / "checkpoints" / "step_000002.tmp-2"
     newer.mkdir(parents=True)
     (tmp_path / OWNERS / "0002").write_text("{}")

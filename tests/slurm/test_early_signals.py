@@ -1,4 +1,4 @@
-"""A signal that comes before any rank can act on it stops the run as one that comes later, and is no crash."""
+"""A signal that comes before any rank can act on it stops the run as one that comes later, and is not a crash."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if "hpcrl.run" in sys.orig_argv and hold.exists() and hold.read_text() == who:
 
 @pytest.mark.parametrize(("name", "code"), [("USR1", ExitCode.REQUEUE), ("TERM", ExitCode.TERMINATED)])
 def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, code: ExitCode) -> None:
-    """Two wait for the third, which is no agent yet and ends by the signal."""
+    """Two wait for the third, which is not an agent yet and ends by the signal."""
     run = make_run(tmp_path / "run", start_s=60)
     signals = f"(until ls {run}/world/attempt_0001/preflight/*/{CANARY} 2>/dev/null; do sleep 0.1; done; sleep 1; "
     signals += f"scancel --signal={name} $SLURM_JOB_ID) >/dev/null 2>&1 & sleep 20"

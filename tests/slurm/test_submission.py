@@ -119,7 +119,7 @@ FOUR = "layout.trainer.num_ranks=4 cluster.components={all:{roles:[trainer,contr
             "cluster.components.spare.roles: no rank of this run has the role env; remove the component",
         ),
         ("run_dir=/proc/hpcrl", "run folder /proc/hpcrl cannot be written"),
-        ("data.system_prompt='\udcff'", "the command line is no UTF-8"),
+        ("data.system_prompt='\udcff'", "the command line is not UTF-8"),
     ],
 )
 def test_refused_with_one_line(closed: Any, tmp_path: Path, tiny: list[str], words: str, reason: str) -> None:

@@ -105,11 +105,11 @@ def _as_list(value: Any) -> Any:
     """Iterators, ranges and views of dictionaries as lists."""
     if hasattr(value, "__next__") or isinstance(value, range) or type(value).__name__.startswith("dict_"):
         return json.loads(encode(list(itertools.islice(value, MAX_LINE)), _as_list))
-    raise TypeError(f"{type(value).__name__} is no built-in value")
+    raise TypeError(f"{type(value).__name__} is not a built-in value")
 
 
 def _serve(task: Mapping[str, Any]) -> None:
-    """Answer the tests' requests about the code's names and about objects that are no built-in values."""
+    """Answer the tests' requests about the code's names and about objects that are not built-in values."""
     module = _load(task["code"], SOLUTION)
     objects: list[Any] = [module]
 
@@ -151,7 +151,7 @@ class RemoteError(Exception):
 
 
 class ChannelEnded(BaseException):
-    """The code has ended, or sent what is no answer. No `except Exception` of a test catches it."""
+    """The code has ended, or sent what is not an answer. No `except Exception` of a test catches it."""
 
 
 class _Link:
@@ -191,7 +191,7 @@ def _reference(value: Any) -> Any:
 
 
 class Unsendable(Exception):
-    """A test passes something that is no built-in value."""
+    """A test passes something that is not a built-in value."""
 
 
 class Remote:

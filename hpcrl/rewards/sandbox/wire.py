@@ -13,12 +13,12 @@ Other = Callable[[Any], Any]
 
 
 def _none(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} is no built-in value")
+    raise TypeError(f"{type(value).__name__} is not a built-in value")
 
 
 def encode(value: Any, other: Other = _none) -> bytes:
-    """A line. `other` turns what is no built-in value into a JSON object. Subclasses are sent as their built-in type.
-    TypeError, ValueError or RecursionError if a value cannot be sent."""
+    """A line. `other` turns what is not a built-in value into a JSON object. Subclasses are sent as their built-in
+    type. TypeError, ValueError or RecursionError if a value cannot be sent."""
     return json.dumps(pack(value, other), allow_nan=False).encode() + b"\n"
 
 
@@ -78,4 +78,4 @@ def unpack(found: Any, other: Other = _none) -> Any:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no value")
+    raise ValueError(f"{constant} is not a value")

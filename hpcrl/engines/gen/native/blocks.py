@@ -154,5 +154,5 @@ class Blocks:
 
     def _unlink(self, block: int) -> None:
         prefix = self._known.pop(block)
-        assert prefix.parent is not None, "the root is no block"
+        assert prefix.parent is not None, "the root is not a block"
         del prefix.parent.children[prefix.tokens]

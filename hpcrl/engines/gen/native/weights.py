@@ -327,5 +327,5 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"model folder {path} has no *.safetensors weights")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (the handle is no mapping)
+            for name in tensors.keys():  # noqa: SIM118 (the handle is not a mapping)
                 yield name, tensors.get_tensor(name)

@@ -20,7 +20,7 @@ MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 
 class AdamW8bit(ForMatrices):
     """A block of 256 numbers has one scale. Blocks begin anew with each row, so that they are the same on any number of
-    ranks, which divide rows; a row that is no multiple of a block is copied into one that is for the update."""
+    ranks, which divide rows; a row that is not a multiple of a block is copied into one that is for the update."""
 
     _maps: tuple[Tensor, ...] = ()
 

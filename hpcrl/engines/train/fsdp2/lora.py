@@ -30,8 +30,8 @@ class Adapters:
         self._on = True
 
     def add(self, hf: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-        """The same model, frozen, with adapters of this type whose product is zero. ValueError if a target is no linear
-        layer of the decoder."""
+        """The same model, frozen, with adapters of this type whose product is zero. ValueError if a target is not a
+        linear layer of the decoder."""
         hf.requires_grad_(False)
         inside = {id(module) for module in hf.get_decoder().modules()}
         linear = {n: m for n, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}

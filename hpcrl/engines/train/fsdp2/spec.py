@@ -55,7 +55,7 @@ def divide(config: Any, num_ranks: int) -> Division:
     if num_ranks % (size := own.replicas * own.ranks_of_a_row):
         text = (
             f"replicas {own.replicas} x tensor {own.tensor_parallel} x context {own.context_parallel} = {size} ranks, "
-            f"and the layout gives {num_ranks}, which is no multiple of it"
+            f"and the layout gives {num_ranks}, which is not a multiple of it"
         )
         keys = ("replicas", "tensor_parallel", "context_parallel")
         first, *others = sorted(keys, key=lambda key: -getattr(own, key))

@@ -74,7 +74,7 @@ class TensorParallel:
 
     def _split(self, name: str, module: Any, style: str) -> None:
         if type(module) is not nn.Linear:
-            raise self._refusal(f"{name} is no matrix")
+            raise self._refusal(f"{name} is not a matrix")
         self._shrink(name, module, "weight", 0 if style == "colwise" else 1)
         if style == "colwise":
             if module.bias is not None:

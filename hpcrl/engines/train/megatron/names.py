@@ -317,7 +317,7 @@ class _Grouped:
         self.num_layers, self.tied = shape.num_layers, shape.tied
         if shape.num_heads % shape.num_kv_heads:
             raise ValueError(
-                f"config.json: num_attention_heads={shape.num_heads} is no multiple of "
+                f"config.json: num_attention_heads={shape.num_heads} is not a multiple of "
                 f"num_key_value_heads={shape.num_kv_heads}"
             )
 

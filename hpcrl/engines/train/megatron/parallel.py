@@ -39,7 +39,7 @@ class Degrees:
         """ValueError if the sizes do not divide the ranks."""
         copy, experts = megatron.ranks_of_a_copy, megatron.ranks_of_all_experts
         if num_ranks % copy or num_ranks % experts:
-            raise ValueError(f"{num_ranks} ranks are no multiple of {copy} and {experts}")
+            raise ValueError(f"{num_ranks} ranks are not a multiple of {copy} and {experts}")
         return cls(num_ranks // copy, num_ranks // experts, num_ranks // copy * megatron.context_parallel)
 
 

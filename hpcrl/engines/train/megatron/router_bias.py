@@ -28,7 +28,7 @@ class RouterBias:
         self._rate, self._num_parts, self._part = rate, num_parts, part
         self._routers = [router for _, router in routers_of(chunks)]
         self._counts = [torch.zeros_like(router.expert_bias) for router in self._routers]
-        self._real: list[OfMicroBatch[Tensor]] = []  # bool [t]: which of the tokens are no padding
+        self._real: list[OfMicroBatch[Tensor]] = []  # bool [t]: which of the tokens are not padding
         for router, counts in zip(self._routers, self._counts, strict=True):
             real = OfMicroBatch[Tensor]()
             self._real.append(real)

@@ -90,13 +90,14 @@ def indivisible(megatron: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
     if num_ranks % (size := megatron.ranks_of_a_copy):
         text = (
             f"tensor {tensor} x pipeline {pipeline} x context {context} = {size} ranks hold the model, and the layout "
-            f"gives {num_ranks}, which is no multiple of it"
+            f"gives {num_ranks}, which is not a multiple of it"
         )
         yield problem("tensor_parallel", text, "pipeline_parallel", "context_parallel")
     if num_ranks % (size := megatron.ranks_of_all_experts):
         text = (
             f"expert {megatron.expert_parallel} x expert tensor {megatron.expert_tensor_parallel} x pipeline "
-            f"{pipeline} = {size} ranks hold all experts, and the layout gives {num_ranks}, which is no multiple of it"
+            f"{pipeline} = {size} ranks hold all experts, and the layout gives {num_ranks}, "
+            "which is not a multiple of it"
         )
         yield problem("expert_parallel", text, "expert_tensor_parallel", "pipeline_parallel")
 

@@ -290,7 +290,7 @@ class HFWeights:
         return tuple((box, tuple(ranks)) for box, ranks in sorted(found.items()))
 
     def _box(self, run: Sequence[Entry], name: str, place: Coordinates) -> Box:
-        """The part of an HF tensor that a rank holds, or gathers because what it holds is no box."""
+        """The part of an HF tensor that a rank holds, or gathers because what it holds is not a box."""
         if run[0].expert is not None:
             each = len(run) // self._megatron.expert_parallel
             shape = self.table.shapes[name]
