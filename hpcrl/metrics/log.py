@@ -68,6 +68,10 @@ class MetricsLog:
         """Print a permanent line for the user."""
         self._progress.note(text)
 
+    def end_progress(self) -> None:
+        """End the live line of a terminal: what is printed from now on stands below it (idempotent)."""
+        self._progress.close()
+
     def call_trackers(self, call: TrackerCall) -> None:
         """Let every tracker execute a call."""
         for tracker in self._trackers:
@@ -75,7 +79,7 @@ class MetricsLog:
 
     def close(self, within_s: float = math.inf) -> list[str]:
         """End, at most this many seconds later; the commands that upload what trackers kept."""
-        self._progress.close()
+        self.end_progress()
         with contextlib.suppress(OSError):  # of a row which log() could not write
             self._file.close()
         trackers, self._trackers = self._trackers, ()

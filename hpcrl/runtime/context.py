@@ -130,6 +130,7 @@ class Run:
         self.checkpoint.save(last)
         self.trainer.export(self._run_dir / "hf")
         self.critic.export(self._run_dir / "hf_critic")
+        self._metrics.end_progress()
         plot = draw_plot(self._run_dir)
         self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
         examples = ""
@@ -137,11 +138,9 @@ class Run:
             examples, rows = self.evaluation.before_and_after(last), self.evaluation.examples()
             self._metrics.call_trackers(lambda tracker: tracker.table("examples", last, rows))
         told = summary(read_metrics(self._run_dir), self.config.max_steps)
-        early = self.reason if self._why else ""
-        episodes = self._run_dir / "episodes"
-        shown = f"episodes {episodes}" if episodes.is_dir() else ""
-        lines = [examples, told, early, f"plot {plot}", shown, f"HF checkpoint {self._run_dir / 'hf'}"]
-        return "\n".join(filter(None, lines))
+        early, episodes = [self.reason] if self._why else [], self._run_dir / "episodes"
+        shown = [f"episodes {episodes}"] if episodes.is_dir() else []
+        return "\n".join([examples, told, *early, f"plot {plot}", *shown, f"HF checkpoint {self._run_dir / 'hf'}"])
 
     def close(self, within_s: float = math.inf) -> str:
         """End the trackers within this time and what is left of the job's, less what leaving takes; how to upload what
