@@ -26,7 +26,7 @@ from tests.contracts.train import deepspeed
 from tests.engines.test_critic import LENGTHS, Squares, critic_folder, make_critic, of_transformers
 from tests.engines.worlds import make_batch, make_model_folder, norms_of, run_ranks, worst_difference
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 PLAN = [[4, 0], [], [1, 2, 3, 5]]
 OFFLOAD = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
@@ -135,7 +135,6 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], Ten
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_give_the_values_and_gradients_of_one(tmp_path: Path) -> None:
     folder, batch = critic_folder("qwen3", tmp_path, tie_word_embeddings=False), make_batch(LENGTHS)

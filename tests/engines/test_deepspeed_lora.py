@@ -26,7 +26,7 @@ from tests.engines import test_lora
 from tests.engines.test_lora import LENGTHS, LORA, check_generator, native, share, step
 from tests.engines.worlds import Weighted, make_batch, make_model_folder, norms_of, run_ranks, worst_difference
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 every_stage = pytest.mark.parametrize("stage", [1, 2, 3])
 OFFLOAD = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
@@ -162,7 +162,6 @@ def _on_two_ranks(folder: Path, scratch: Path) -> dict[str, tuple[list[int], lis
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_equal_fsdp2_on_one(tmp_path: Path, world_of_one: None) -> None:
     folder, whole = make_model_folder("qwen3", tmp_path / "model"), make_batch(LENGTHS)
