@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,9 +192,14 @@ def test_submitted_from_inside_a_job(idle: Any, tmp_path: Path, tiny: list[str])
 def test_an_interrupted_submission_leaves_no_job(idle: Any, tmp_path: Path, tiny: list[str]) -> None:
     run = tmp_path / "run"
     words = [f"run_dir={run}", *tiny, "max_steps=1", "cluster.after=chain", "cluster.num_links=100"]
+    slow = tmp_path / "bin" / "sbatch"  # a fast one has all links submitted before the signal comes
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\nsleep 0.2\nexec {shutil.which("sbatch", path=idle.environ["PATH"])} "$@"\n')
+    slow.chmod(0o755)
+    path = f"{slow.parent}:{idle.environ['PATH']}"
     process = subprocess.Popen(
         [sys.executable, "-m", "hpcrl.launch", "+cluster=slurm", *words],
-        env={**idle.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**idle.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path},
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
