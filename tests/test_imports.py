@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from hpcrl.spec.extras import without
 from tests.conftest import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -115,6 +117,15 @@ def test_engines_libraries_are_imported_in_their_own_file_only() -> None:
         for library, homes in OWN_FILE_ONLY.items():
             if any(name.split(".")[0] == library for name in names):
                 assert file.startswith(homes), f"{file} imports {library}"
+
+
+def test_an_import_without_packages_finds_only_those_that_are_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    with without("wave", "pytest"):
+        assert import_module("pytest") is pytest
+        with pytest.raises(ModuleNotFoundError, match="wave"):
+            import_module("wave")
+    assert import_module("wave").open
 
 
 def test_algorithms_rewards_and_envs_run_no_collectives_and_nothing_is_pickled_between_ranks() -> None:

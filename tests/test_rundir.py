@@ -266,6 +266,7 @@ def test_killed_before_the_first_configuration_is_written(tmp_path: Path) -> Non
     assert (open_run(CONFIG, run, "auto").kind, check_run(CONFIG, tmp_path / "x", "auto").attempt) == ("fresh", 0)
 
 
+@pytest.mark.slow
 def test_of_many_launches_at_once_one_gets_through(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     dead = launch(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 EXTRAS = {
@@ -34,3 +34,15 @@ def version_of(name: str) -> str:
         return version(name)
     owners = packages_distributions().get(name, [])
     return version(owners[0]) if owners else ""
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Import what is in the block as if these packages were not installed; one that is imported already is there."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: not to be found
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]

@@ -197,6 +197,7 @@ def check_contract(make: Callable[[Path], TrainEngine], model: Path, scratch: Pa
     assert (scratch / "hf" / "config.json").is_file() and list((scratch / "hf").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORIES)
 def test_contract_on_one_rank(name: str, tmp_path: Path) -> None:
     make_model_folder("qwen2", tmp_path / "model")

@@ -225,6 +225,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_goes_on(megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--checkpoint", str(megatron), "--output", str(tmp_path / "hf"), "--shard-gb", "2e-6", "--threads", "1"]
     program = f"""

@@ -235,6 +235,7 @@ def test_a_lost_replica_costs_the_others_nothing(threads: Threads, small_steps: 
     assert_same(got[1][0], named)
 
 
+@pytest.mark.slow
 def test_stages_give_up_the_replica_that_hangs_and_not_the_one_that_waits(small_steps: None, tmp_path: Path) -> None:
     """Rank 0 holds the first four of six tensors, rank 1 the others. Rank 3 generates and takes nothing; rank 2
     generates, too, and takes nothing of rank 1 before rank 0 has given rank 3 up."""

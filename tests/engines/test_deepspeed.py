@@ -126,6 +126,7 @@ def test_bfloat16_keeps_float32_weights(case: str, folder: Path, world_of_one: N
     assert engine.train_step(batch, PLAN, Infinite(), norms_of(batch))["actor/skipped_update"].total == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"packing": "off"}], ids=str)
 @pytest.mark.parametrize("case", ["zero2", "zero3"])
 def test_other_forwards_give_the_same_gradients(

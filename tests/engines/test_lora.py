@@ -115,6 +115,7 @@ def test_gradients_equal_those_of_peft(family: str, lora: dict[str, Any], tmp_pa
     assert (other - want).abs().max() > 1e-4 and worst_difference(mine, theirs) > 1e-4
 
 
+@pytest.mark.slow
 def test_contract(tmp_path: Path, world_of_one: None) -> None:
     check_contract(lambda folder: engine(folder, lr=0.02), make_model_folder("qwen2", tmp_path / "model"), tmp_path)
 

@@ -110,6 +110,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             make(folder)
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
     """Log-probs are those of fp32 up to rounding; a step smaller than a bfloat16 number's precision is not lost; and a
     resumed run has the same master weights."""

@@ -185,6 +185,7 @@ def test_shellcheck_finds_nothing_in_the_recipes(made: dict[str, str], tmp_path:
     assert "SC2086" in shellcheck(bad).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_recipe_plans_without_weights_and_says_what_is_not_built(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -73,6 +73,7 @@ def test_the_constants_are_those_of_deepspeed() -> None:
     assert own.param_persistence_threshold == memory.PERSISTENT_NUMBERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32")])
 def test_one_rank_holds_exactly_what_is_planned(family: str, dtype: str, tmp_path: Path, world_of_one: None) -> None:
     folder = make_model_folder(family, tmp_path / family, **ODD)

@@ -19,14 +19,16 @@ from transformers import PreTrainedModel
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
 from hpcrl.engines.train.fsdp2.sharding import fill_buffers
+from hpcrl.spec.extras import without
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-import deepspeed  # its first import reads the variable
-from deepspeed.comm import comm
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-from deepspeed.utils import groups, logger
+with without("mlflow", "wandb"):  # a second and 90 MiB of every rank, where they are installed
+    import deepspeed  # its first import reads the variable
+    from deepspeed.comm import comm
+    from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+    from deepspeed.utils import groups, logger
 
 logger.setLevel(logging.WARNING)
 
