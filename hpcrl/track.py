@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpcrl.cli import ArgumentParser
 from hpcrl.config import Config, ConfigError, parse
+from hpcrl.config.schema import section_name
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.metrics.trackers.thread import TrackerThread, log_missed, run_id
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Upload the run; returns the exit code."""
     parser = ArgumentParser("track", __doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("name", choices=list(TRACKERS), metavar="TRACKER", help=", ".join(TRACKERS))
+    parser.add_argument("name", metavar="TRACKER", help=f"{', '.join(TRACKERS)}, or module:SPEC")
     parser.add_argument("uri", nargs="?", metavar="URI", help="address of the server, for mlflow")
     try:
         words = parser.parse_args(argv)
@@ -60,16 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _config(run_dir: Path, name: str, uri: str | None) -> Config:
     """The configuration with this tracker and the network. ConfigError says what is wrong."""
-    if lacking := TRACKERS[name].lacking():
+    spec = TRACKERS[name]
+    if lacking := spec.lacking():
         raise ConfigError([f"{name} is not installed; {install(lacking)}"])
     data = stored_config(run_dir).model_dump(mode="json")
     data["trackers"], data["tracking"]["online"] = [name], True
     if uri:
-        if "uri" not in data["tracking"].get(name, {}):
+        if spec.section is None or "uri" not in spec.section.model_fields:
             raise ConfigError([f"{uri}: {name} takes no address"])
-        data["tracking"][name]["uri"] = uri
+        data["tracking"].setdefault(section_name(name, spec), {})["uri"] = uri
     config = parse(data)
-    if problems := [problem.text for problem in TRACKERS[name].check(config)]:
+    if problems := [problem.text for problem in spec.check(config)]:
         raise ConfigError(problems)
     return config
 

@@ -30,11 +30,14 @@ class Named:
     train_engine: str = ""
     gen_engine: str = ""
     algorithm: str = ""
+    trackers: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Named:
         """The parts named in plain data."""
-        return cls(*(_path(data, *keys) for keys, _, _ in NAMED))
+        pipeline, train_engine, gen_engine, algorithm = (_path(data, *keys) for keys, _, _ in NAMED)
+        trackers = tuple(path for _, path in _trackers(data))
+        return cls(pipeline, train_engine, gen_engine, algorithm, trackers)
 
 
 NAMED: tuple[tuple[tuple[str, ...], SpecTable[Any], type[Section] | None], ...] = (
@@ -48,8 +51,11 @@ NAMED: tuple[tuple[tuple[str, ...], SpecTable[Any], type[Section] | None], ...] 
 
 def unloadable(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yields (key, error) for every part that is named by a path without a specification."""
-    for keys, table, base in NAMED:
-        if path := _path(data, *keys):
+    named: list[tuple[Path, str, SpecTable[Any], type[Section] | None]]
+    named = [(keys, _path(data, *keys), table, base) for keys, table, base in NAMED]
+    named += [(("trackers", index), path, TRACKERS, TrackingConfig) for index, path in _trackers(data)]
+    for keys, path, table, base in named:
+        if path:
             try:
                 if base is not None and (text := _clash(base, path, table[path])):
                     yield keys, text
@@ -63,6 +69,14 @@ def _path(data: Any, *keys: str) -> str:
     return data if isinstance(data, str) and ":" in data else ""
 
 
+def _trackers(data: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """(index, path) of every tracker that is named by path."""
+    names = data.get("trackers")
+    for index, name in enumerate(names if isinstance(names, list) else ()):
+        if isinstance(name, str) and ":" in name:
+            yield index, name
+
+
 @lru_cache
 def config_class(named: Named = Named()) -> type[Config]:
     """Config with the choices and sections of all parts in the tables, and of parts named by path.
@@ -72,7 +86,8 @@ def config_class(named: Named = Named()) -> type[Config]:
     trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine, TrainerConfig))
     generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine, GeneratorConfig))
     layout = layout_class()
-    tracking = with_fields(TrackingConfig, **_sections(_choices(TRACKERS, "", TrackingConfig)))
+    trackers = _choices(TRACKERS, "", TrackingConfig) | {path: TRACKERS[path] for path in named.trackers}
+    tracking = with_fields(TrackingConfig, **_sections(trackers))
     algorithms = [_named(name, spec) for name, spec in _choices(ALGORITHMS, named.algorithm).items()]
     union = functools.reduce(operator.or_, algorithms)  # of one member: the member itself, without discriminator
     algorithm: Any = Annotated[union, Field(discriminator="name")] if len(algorithms) > 1 else union

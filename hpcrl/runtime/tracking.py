@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 
 from hpcrl.config import Config
+from hpcrl.config.schema import section_name
 from hpcrl.metrics.trackers.base import TrackedRun, Tracker
 from hpcrl.metrics.trackers.thread import FOLDER, TrackerThread
 from hpcrl.metrics.trackers.thread import run_id as id_of
@@ -34,7 +35,8 @@ def make_tracker(config: Config, run_dir: Path, name: str, run_id: str, first_st
         online=config.tracking.online,
         config=config.model_dump(mode="json"),
     )
-    tracker: Tracker = TRACKERS[name].load()(run, getattr(config.tracking, name, None))
+    spec = TRACKERS[name]
+    tracker: Tracker = spec.load()(run, getattr(config.tracking, section_name(name, spec), None))
     return tracker
 
 

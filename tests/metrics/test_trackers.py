@@ -17,8 +17,11 @@ from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import MetricsLog, read_metrics
+from hpcrl.metrics.trackers.base import TrackedRun
 from hpcrl.metrics.trackers.thread import TrackerThread, log_missed
 from hpcrl.runtime.tracking import last_step_file, start_trackers
+from hpcrl.spec.fields import Section
+from hpcrl.spec.kinds import TrackerSpec
 from hpcrl.spec.tables import TRACKERS
 
 
@@ -150,6 +153,44 @@ def test_a_tracker_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_server_is_needed_with_the_network() -> None:
     with pytest.raises(ConfigError, match=r"tracking\.mlflow\.uri: tracking\.online=true needs the address"):
         config_of(trackers=["mlflow"], tracking={"online": True})
+
+
+class LinesConfig(Section):
+    """Keys of a tracker of one's own."""
+
+    end: str = ";"
+    """After each value."""
+
+
+class Lines(Recorder):
+    def __init__(self, run: TrackedRun, section: LinesConfig):
+        super().__init__([])
+        self._file, self._end = run.run_dir / "lines", section.end
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._file.open("a") as file:
+            file.write(f"{metrics['x']}{self._end}")
+
+
+LINES = TrackerSpec(about="Lines.", make=f"{__name__}:Lines", section=LinesConfig, name="lines")
+
+
+def test_a_tracker_named_by_its_path_gets_its_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{__name__}:LINES"
+    config = config_of(trackers=[path], tracking={"lines": {"end": "\n"}})
+    log = MetricsLog(tmp_path, -1, 100, trackers=lambda: start_trackers(config, tmp_path, -1))
+    log.log(0, {"x": 0.5})
+    log.close()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
+    assert track.main([str(tmp_path), path]) == ExitCode.DONE
+    assert (tmp_path / "lines").read_text() == "0.5\n0.5;"
+    wrong = {"wandbb": "did you mean wandb?", f"{path}x": "LINESx", f"{path} http://x": "takes no address"}
+    for words, text in wrong.items():
+        assert track.main([str(tmp_path), *words.split()]) == ExitCode.BAD_INPUT and text in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"trackers\.0: .*LINESx"):
+        config_of(trackers=[f"{path}x"])
+    with pytest.raises(ConfigError, match=r"tracking\.lines\.start"):
+        config_of(trackers=[path], tracking={"lines": {"start": ""}})
 
 
 # -- real ones, where they are installed
