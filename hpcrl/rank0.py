@@ -132,7 +132,7 @@ def _tell(world: World, code: ExitCode, message: str) -> int:
 
 
 def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[int]) -> bool:
-    """Whether a rank may be lost: it only generates, rewards or plays environments, enough ranks of its role remain,
+    """Whether a rank may be lost: it only generates, rewards or plays environments, enough ranks of its work remain,
     and it is not in a replica of several ranks, which would wait for it in the middle of a burst."""
     roles = {name: ROLES[name] for name in layout.roles_of(rank) if name != "controller"}
     if not roles or rank == CONTROLLER:
@@ -140,6 +140,6 @@ def _survivable(config: Config, layout: RoleLayout, rank: int, lost: Collection[
     if any(role.forms_replicas for role in roles.values()) and (rank,) not in layout.free_replicas:
         return False
     return all(
-        role.least_ranks is not None and len(set(layout.ranks[name]) - set(lost)) >= role.least_ranks(config)
+        role.least_ranks is not None and len(set(layout.peers_of(name, rank)) - set(lost)) >= role.least_ranks(config)
         for name, role in roles.items()
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from hpcrl.config import Config, ConfigError, Problem, RoleName
@@ -25,6 +27,8 @@ class RoleLayout:
     world_size: int
     generator_tensor_parallel: int = 1
     divisions: Mapping[RoleName, Division] = field(default_factory=dict)
+    scorers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Domain -> reward ranks that score only this domain (layout.reward.domains)."""
 
     @classmethod
     def from_config(cls, config: Config) -> RoleLayout:
@@ -35,12 +39,33 @@ class RoleLayout:
         divisions = {
             name: ROLES[name].division(config, len(ranks[name])).of(ranks[name]) for name in needed_roles(config)
         }
-        return cls(MappingProxyType(ranks), world_size, config.layout.generator.tensor_parallel, divisions)
+        scorers = _scorers(config, ranks["reward"])
+        return cls(MappingProxyType(ranks), world_size, config.layout.generator.tensor_parallel, divisions, scorers)
 
     def division(self, role: RoleName) -> Division:
         """How the ranks of a role divide the work."""
         ranks = self.ranks.get(role, ())
         return self.divisions.get(role) or Division.unsplit(len(ranks)).of(ranks)
+
+    def scorers_of(self, domain: str) -> tuple[int, ...]:
+        """The reward ranks that score a domain: its own, else those of no domain."""
+        return self.scorers.get(domain, self._shared_scorers)
+
+    def domain_of(self, rank: int) -> str | None:
+        """The only domain that a reward rank scores; None: all domains without ranks of their own."""
+        return next((domain for domain, ranks in self.scorers.items() if rank in ranks), None)
+
+    def peers_of(self, role: RoleName, rank: int) -> tuple[int, ...]:
+        """The ranks that do the same work as this rank of a role, itself included."""
+        if role != "reward":
+            return self.ranks[role]
+        domain = self.domain_of(rank)
+        return self._shared_scorers if domain is None else self.scorers[domain]
+
+    @functools.cached_property
+    def _shared_scorers(self) -> tuple[int, ...]:
+        own = {rank for ranks in self.scorers.values() for rank in ranks}
+        return tuple(rank for rank in self.ranks.get("reward", ()) if rank not in own)
 
     def roles_of(self, rank: int) -> tuple[RoleName, ...]:
         """The roles of a rank, controller first, then in the order of ROLES."""
@@ -148,6 +173,8 @@ def _check_ranks(
     if ROLES[role].forms_replicas:
         yield from check_replicas(config, len(mine) // spec.tensor_parallel)
     yield from _check_division(config, role, len(mine))
+    if role == "reward":
+        yield from _check_scorers(config, mine)
     if spec.min_ranks > len(mine):
         text = f"layout.{role}.min_ranks: {spec.min_ranks} is more than the {len(mine)} ranks of {role}"
         yield Problem((*at, "min_ranks"), text, ((*at, "num_ranks"),))
@@ -160,6 +187,29 @@ def _check_ranks(
             # Both engines own the default process group of their ranks, so they share all of these ranks or none.
             text = f"layout.{role}: ranks {_span(mine)} overlap with ranks {_span(theirs)} of {other}"
             yield Problem(at, f"{text}; give {role} all of these ranks, or separate ranks")
+
+
+def _check_scorers(config: Config, ranks: tuple[int, ...]) -> Iterator[Problem]:
+    """Checks of layout.reward.domains; whether every domain has ranks is known with the rows."""
+    spec, at = config.layout.reward, ("layout", "reward", "domains")
+    total = sum(spec.domains.values())
+    if total > len(ranks):
+        counts = " + ".join(map(str, spec.domains.values()))
+        text = f"layout.reward.domains: {counts} ranks of domains, and reward has {len(ranks)}"
+        yield Problem(at, f"{text} (layout.reward.num_ranks)", (("layout", "reward", "num_ranks"),))
+        return
+    parts = spec.domains | ({"all others": len(ranks) - total} if spec.domains and total < len(ranks) else {})
+    for domain, count in parts.items():
+        if spec.min_ranks > count:
+            text = f"layout.reward.min_ranks: {spec.min_ranks} is more than the {count} ranks of domain {domain}"
+            yield Problem(("layout", "reward", "min_ranks"), text, (at,))
+
+
+def _scorers(config: Config, ranks: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+    """The reward ranks of each domain that has its own, in order of the configuration."""
+    ends = [*accumulate(config.layout.reward.domains.values(), initial=0)]
+    parts = (ranks[start:end] for start, end in pairwise(ends)) if ranks else ()
+    return MappingProxyType(dict(zip(config.layout.reward.domains, parts, strict=False)))
 
 
 def _check_division(config: Config, role: RoleName, num_ranks: int) -> Iterator[Problem]:

@@ -115,6 +115,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
     fewer = [name for name, role in ROLES.items() if role.least_ranks is not None and not role.forms_replicas]
     for role in (name for name in ROLES if name not in fewer):
         yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} continue with fewer ranks"
+    for role in (name for name in ROLES if name != "reward"):
+        yield ("layout", role, "domains"), (), "only reward has ranks of one domain"
 
 
 def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:

@@ -36,7 +36,7 @@ def _excess(config: Config, layout: RoleLayout) -> str:
         f"{layout.world_size} ranks x {cluster.threads_per_rank} threads": layout.world_size * cluster.threads_per_rank
     }
     for domain, reward in config.reward.items():
-        ranks = len(layout.ranks["reward"])
+        ranks = len(layout.scorers_of(domain))
         parts[f"{ranks} reward ranks x {reward.num_processes} processes of {domain}"] = ranks * reward.num_processes
     for domain, env in config.envs.items():
         ranks = len(layout.ranks["env"])

@@ -219,10 +219,14 @@ def _asynchrony(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _rank_table(layout: RoleLayout) -> list[tuple[str, tuple[str, ...]]]:
-    """Ranges of consecutive ranks with the same roles."""
+    """Ranges of consecutive ranks with the same roles, of reward ranks also the same domain."""
     table: list[tuple[int, int, tuple[str, ...]]] = []
     for rank in range(layout.world_size):
-        roles = layout.roles_of(rank)
+        alone = layout.domain_of(rank)
+        roles = tuple(
+            f"reward of {alone} alone" if role == "reward" and alone is not None else role
+            for role in layout.roles_of(rank)
+        )
         if table and table[-1][2] == roles:
             table[-1] = (table[-1][0], rank, roles)
         else:

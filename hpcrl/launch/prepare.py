@@ -40,7 +40,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         reading.add(check_container(config.cluster))
         reading.add(check_prologue(config.cluster))
         if not config.pipeline_spec.alone:
-            _check_inputs(reading, config)
+            _check_inputs(reading, config, None if layout_problems else layout)
             config = _find_model(reading, config)
             model = _check_model(reading, config)
             config = _check_critic(reading, config)
@@ -58,11 +58,11 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     return config, RoleLayout.from_config(config), model, run
 
 
-def _check_inputs(reading: Reading, config: Config) -> None:
-    """Checks prompt files, rewards and stored rollouts."""
+def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> None:
+    """Checks prompt files, rewards and stored rollouts. layout: None if it is impossible."""
     from hpcrl.data import check_answers, check_shares, read_splits
     from hpcrl.envs.making import validate_envs
-    from hpcrl.rewards.router import validate_rewards
+    from hpcrl.rewards.router import check_reward_ranks, validate_rewards
 
     if config.debug != "train_only" or config.evaluates:
         rows, wrong = read_splits(config.data, config.seed)
@@ -75,6 +75,8 @@ def _check_inputs(reading: Reading, config: Config) -> None:
         reading.add([Problem((), line, (("data",),)) for line in lines])
         reading.add([Problem((), line, (("reward",), ("data",))) for line in validate_rewards(config, rows)])
         reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config, rows)])
+        ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
+        reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
     reading.add(check_rollouts(config))
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,10 +40,17 @@ class RewardPool:
     """The scores of a rank's responses; no call waits for a reward. Create it on the main thread: Linux kills the
     workers when the thread that started them ends."""
 
-    def __init__(self, config: Config, clock: Clock = time.monotonic):
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock = time.monotonic,
+        domain: str | None = None,
+        elsewhere: Collection[str] = (),
+    ):
         """ValueError if a built-in reward cannot be made from its section; workers start in the background. clock: of
-        the host; timeouts count only the time between two polls that AwakeClock counts."""
-        self._router = Router(config)
+        the host; timeouts count only the time between two polls that AwakeClock counts. domain: the only one whose
+        responses are scored here; None: all but those in `elsewhere`."""
+        self._router = Router(config).restricted(domain, elsewhere)
         self._inline: dict[str, Reward] = {}
         self._crews: dict[str, _Crew] = {}
         self._keys: dict[str, str] = {}  # domain -> section of its reward, the key of rewards and crews

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from difflib import get_close_matches
 
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, RewardConfig
 from hpcrl.data.files import open_table
 from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources, start_domains
@@ -27,6 +29,16 @@ class Router:
 
     def __init__(self, config: Config):
         self._sections = _drawn(config) if config.debug == "fake" else dict(config.reward) or built_in_rewards(config)
+
+    def restricted(self, domain: str | None, elsewhere: Collection[str]) -> Router:
+        """The router of a rank that scores one domain, or with None all but those that are scored elsewhere."""
+        kept = copy(self)
+        if domain is None:
+            there = {*elsewhere} - {DEFAULT}
+            kept._sections = {name: section for name, section in self._sections.items() if name not in there}
+        else:
+            kept._sections = {domain: self.of(domain)}
+        return kept
 
     @property
     def sections(self) -> dict[str, RewardConfig]:
@@ -117,20 +129,43 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
 
 def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     """Rewards without a row, unless some rows could not be read."""
-    splits: tuple[Split, ...] = ("train", "val")
-    if any(split not in rows and sources(config.data, split) for split in splits):
-        return []
-    domains = dict.fromkeys(domain for found in rows.values() for domain in found.domain_names)
-    problems = []
-    for name in config.reward:
-        if name not in (*domains, DEFAULT):
-            near = get_close_matches(name, domains, n=1)
-            hint = (
-                f"did you mean reward.{near[0]}?" if near else "reward.default is that of all domains without their own"
+    otherwise = "reward.default is that of all domains without their own"
+    return [
+        f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}"
+        for domains in _all_domains(config, rows)
+        for name in config.reward
+        if name not in (*domains, DEFAULT)
+    ]
+
+
+def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Domains of layout.reward.domains without a row, and domains of rows without a rank, one line each."""
+    problems, key = [], "layout.reward.domains"
+    for domains in _all_domains(config, rows) if layout.scorers else ():
+        problems += [
+            f"{key}.{name}: {_no_row_of(name, domains, key, 'ranks that are not listed score all other domains')}"
+            for name in layout.scorers
+            if name not in domains
+        ]
+        if left := [name for name in domains if not layout.scorers_of(name)]:
+            problems.append(
+                f"{key}: all {len(layout.ranks['reward'])} reward ranks score one domain only, and none is left for "
+                f"{', '.join(left)}; raise layout.reward.num_ranks, or give a domain fewer"
             )
-            text = f"no row of data.train or data.val is of domain {name} (there are: {', '.join(domains)}); {hint}"
-            problems.append(f"reward.{name}: {text}")
     return problems
+
+
+def _all_domains(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[list[str]]:
+    """The domains of all rows; nothing if some rows could not be read."""
+    splits: tuple[Split, ...] = ("train", "val")
+    if not any(split not in rows and sources(config.data, split) for split in splits):
+        yield list(dict.fromkeys(domain for found in rows.values() for domain in found.domain_names))
+
+
+def _no_row_of(name: str, domains: Sequence[str], key: str, otherwise: str) -> str:
+    near = get_close_matches(name, domains, n=1)
+    hint = f"did you mean {key}.{near[0]}?" if near else otherwise
+    return f"no row of data.train or data.val is of domain {name} (there are: {', '.join(domains)}); {hint}"
 
 
 def _check_rows(section: RewardConfig, domain: str, split: Split, found: RowSet) -> list[str]:

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -172,7 +172,7 @@ class GeneratorRole:
         started = time.perf_counter()
         beginning, self._beginning = self._beginning, []
         for sample in beginning:
-            sample.env = self._receiver("env", sample.id, command.envs)
+            sample.env = receiver_of(sample.id, self._worker.layout.ranks["env"], command.envs)
         self._play(beginning)
         if self.trainer is not None:
             self.trainer.check()
@@ -242,7 +242,8 @@ class GeneratorRole:
             ids = np.asarray(turn, dtype=np.int32).tobytes()
             earlier = self._earlier_turns(held)
             response = Response(sample.id, prompt.domain, text, meta, str(held.finish_reason), ids, earlier)
-            posts[self._receiver("reward", sample.id, receivers)].append(response)
+            scorers = self._worker.layout.scorers_of(prompt.domain)
+            posts[receiver_of(sample.id, scorers, receivers)].append(response)
         self._mail(posts)
 
     def _earlier_turns(self, held: Sample) -> list[tuple[str, bytes]]:
@@ -250,9 +251,6 @@ class GeneratorRole:
         turns = [held.token_ids[held.loss_mask & (held.turn_ids == turn)] for turn in range(held.turn_ids[-1])]
         texts = self._worker.tokenizer.batch_decode(turns, skip_special_tokens=True) if turns else []
         return [(text, np.asarray(ids, dtype=np.int32).tobytes()) for text, ids in zip(texts, turns, strict=True)]
-
-    def _receiver(self, role: Literal["env", "reward"], sample: int, alive: Sequence[int]) -> int:
-        return receiver_of(sample, self._worker.layout.ranks[role], alive)
 
     def _mail(self, posts: Mapping[int, Sequence[Response | Turn | TurnDelta]]) -> None:
         for rank, items in posts.items() if self._speaks else ():

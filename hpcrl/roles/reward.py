@@ -26,7 +26,8 @@ class RewardRole:
 
     def __init__(self, worker: Rank):
         self._worker = worker
-        self._pool = RewardPool(worker.config)
+        rank, layout = worker.world.rank, worker.layout
+        self._pool = RewardPool(worker.config, domain=layout.domain_of(rank), elsewhere=layout.scorers)
         self._arrived: list[RewardItem] = []  # until their reward is loaded
         self._held: dict[int, RewardItem] = {}  # waiting for their siblings
         worker.world.mailbox.open()

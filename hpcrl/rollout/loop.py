@@ -63,16 +63,17 @@ class RolloutLoop:
         burst_tokens: int,
         deterministic: bool,
         free: Collection[int] = (),
+        scorers_of: Callable[[str], Sequence[int]] | None = None,
     ):
         """replicas: the ranks of each, by first rank. free: the replicas whose ranks neither train nor control, so that
-        they may continue while others do."""
+        they may continue while others do. scorers_of: those of a domain, if some of them score one domain only."""
         self._controller, self._seed, self._burst_tokens = controller, seed, burst_tokens
         self._deterministic = deterministic
         self._replicas = {ranks[0]: ReplicaLink(controller, ranks) for ranks in replicas}
         self._generating = frozenset(rank for replica in self._replicas.values() for rank in replica.ranks)
         self._free = [self._replicas[first] for first in free]
         self._needed_elsewhere = frozenset(self._replicas.keys() - set(free))  # in the background
-        self._scorers, self._envs = list(scorers), list(envs)
+        self._scorers, self._envs, self._scorers_of = list(scorers), list(envs), scorers_of
         self._awaited = Awaited(controller, {*scorers, *envs})
         self._pace = Pace()
         self._streams: list[_Stream] = []  # the driven one is last
@@ -258,14 +259,24 @@ class RolloutLoop:
         """The environments or scorers for this replica's responses: only itself if all of them generate, since mail
         would only cost time and the load is equal."""
         own = [rank for rank in replica.ranks if rank in ranks]
-        if own and self._generating.issuperset(ranks) and not (self._awaited.siblings_meet and ranks is self._scorers):
+        tied = ranks is self._scorers and (self._awaited.siblings_meet or self._scorers_of is not None)
+        if own and self._generating.issuperset(ranks) and not tied:
             return own
         return [rank for rank in ranks if rank not in self._controller.lost]
 
     def _reach(self, replica: ReplicaLink, samples: Sequence[int], alive: Sequence[int], acting: bool) -> None:
         for sample in samples:
-            receiver = receiver_of(sample, self._envs if acting else self._scorers, alive)
+            receiver = receiver_of(sample, self._envs if acting else self._scorers_for(sample), alive)
             self._awaited.reach(sample, receiver, replica.first, acting)
+
+    def _scorers_for(self, sample: int) -> Sequence[int]:
+        """The scorers of the sample's domain; all for a prompt that has ended, whose samples nobody waits for."""
+        prompt = self._prompt_of(sample) if self._scorers_of is not None else None
+        return self._scorers if self._scorers_of is None or prompt is None else self._scorers_of(prompt.domain)
+
+    def _prompt_of(self, sample: int) -> Prompt | None:
+        stream = self._stream_of(sample)
+        return None if stream is None else stream.prompts.get(split_sample_id(sample)[0])
 
     def _lose(self, replica: ReplicaLink) -> None:
         """Stop waiting for a replica and for answers to samples that it should have sent, and end their episodes."""
@@ -388,8 +399,7 @@ class RolloutLoop:
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Record the statistics of a result."""
-        stream = self._stream_of(result.sample)
-        prompt = stream.prompts.get(split_sample_id(result.sample)[0]) if stream is not None else None
+        stream, prompt = self._stream_of(result.sample), self._prompt_of(result.sample)
         if stream is not None and prompt is not None:
             stats = {f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()}
             stream.stats.append(stats | ({f"{prompt.domain}/score": scalar(result.score)} if scored else {}))

@@ -110,6 +110,7 @@ def _make_loop(controller: Controller, layout: RoleLayout, config: Config) -> Ro
         burst_tokens=config.generator.burst_tokens,
         deterministic=config.deterministic,
         free=[replica[0] for replica in layout.free_replicas],
+        scorers_of=layout.scorers_of if layout.scorers else None,
     )
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.config import Config, ConfigError, load, parse
+from hpcrl.rank0 import _survivable
 from hpcrl.spec.tables import ROLES
 
 KL = "algorithm.kl_loss_coef=.1"
@@ -74,6 +75,18 @@ def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() ->
     assert (made.ranks["generator"], made.ranks["reward"]) == ((1, 2, 3), (1, 2, 3))
 
 
+def test_domains_have_reward_ranks_of_their_own_and_the_others_share_the_rest() -> None:
+    words = ("layout=disaggregated", "layout.reward.num_ranks=5", "layout.reward.domains={code:2,essays:1}")
+    made = layout(*words)
+    assert made.ranks["reward"] == (5, 6, 7, 8, 9)
+    assert [made.scorers_of(name) for name in ("code", "essays", "maths")] == [(5, 6), (7,), (8, 9)]
+    assert [made.domain_of(rank) for rank in made.ranks["reward"]] == ["code", "code", "essays", None, None]
+    assert layout("layout=disaggregated").scorers_of("maths") == (5,)
+    config = load(words)
+    expected = {(5,): True, (5, 6): False, (7,): False, (8,): True, (8, 9): False, (8, 5): True}
+    assert {lost: _survivable(config, made, lost[-1], lost) for lost in expected} == expected
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -91,6 +104,14 @@ def test_a_role_may_take_the_first_ranks_of_another_and_chains_are_followed() ->
         ),
         (["layout.reward.tensor_parallel=2"], "layout.reward.tensor_parallel: 2, but a reward rank holds no model"),
         (["layout.reward.min_ranks=3"], "layout.reward.min_ranks: 3 is more than the 2 ranks of reward"),
+        (
+            ["layout.reward.domains={code:1,maths:2}"],
+            "layout.reward.domains: 1 + 2 ranks of domains, and reward has 2 (layout.reward.num_ranks)",
+        ),
+        (
+            ["layout.reward.domains={code:1}", "layout.reward.min_ranks=2"],
+            "layout.reward.min_ranks: 2 is more than the 1 ranks of domain code",
+        ),
         (
             [KL, "layout.reference.num_ranks=1"],
             "layout.reference: ranks 1 overlap with ranks 1-2 of trainer; give reference all of these ranks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,3 +89,22 @@ STEPWISE = AlgorithmSpec(
     make="tests.e2e.step_credit:StepCredit",
     objective=POLICY_GRADIENT,
 )
+
+
+def of_two_domains(items: Sequence[RewardItem], folder: str, fast: int) -> list[float]:
+    """Notes domain and reward rank of every response. The first of domain slow ends its reward rank, all others of it
+    wait until `fast` responses of domain fast are scored."""
+    notes = Path(folder)
+    for item in items:
+        name = f"{item.domain}.{item.sample_id}.{os.environ['HPCRL_RANK']}"
+        if item.domain == "slow":
+            try:
+                (notes / "first").touch(exist_ok=False)
+            except FileExistsError:
+                while len(list(notes.glob("fast.*"))) < fast:
+                    time.sleep(0.01)
+            else:
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(60)
+        (notes / name).touch()
+    return [float(item.response == item.answer) for item in items]

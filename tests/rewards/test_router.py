@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config import Config, DataConfig, DataSource, RewardConfig
+from hpcrl.cluster.layout import RoleLayout
+from hpcrl.config import Config, DataConfig, DataSource, RewardConfig, load
 from hpcrl.data import read_splits
-from hpcrl.rewards.router import Router
+from hpcrl.rewards.router import Router, check_reward_ranks
 from hpcrl.rewards.router import validate_rewards as validate
 
 FILE = Path(__file__).with_name("user_rewards.py")
@@ -116,6 +117,32 @@ def test_a_reward_that_no_row_asks_for_is_named(names: list[str], said: str | No
     config = Config(data=DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows)), reward=dict.fromkeys(names, MATH))
     wrong = [f"reward.{names[0]}: no row of data.train or data.val is of domain {said}"] if said else []
     assert validate_rewards(config) == wrong
+
+
+@pytest.mark.parametrize(
+    ("domains", "said"),
+    [
+        ({"maths": 1}, []),
+        ({"maths": 1, "code": 1}, []),
+        ({"maths": 2}, ["all 2 reward ranks score one domain only, and none is left for code; raise"]),
+        ({"kode": 1}, ["kode: no row of data.train or data.val is of domain kode (there are: maths, code); did you"]),
+    ],
+)
+def test_reward_ranks_of_domains_are_checked_against_the_rows(domains: dict, said: list[str], tmp_path: Path):
+    rows = [{"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")]
+    path, counts = jsonl(tmp_path / "a.jsonl", *rows), ",".join(f"{name}:{count}" for name, count in domains.items())
+    config = load([f"data.train={path}", f"layout.reward.domains={{{counts}}}"])
+    found = check_reward_ranks(config, RoleLayout.from_config(config), read_splits(config.data, 0)[0])
+    assert len(found) == len(said)
+    for problem, start in zip(found, said, strict=True):
+        assert problem.removeprefix("layout.reward.domains").lstrip(".: ").startswith(start)
+
+
+def test_a_rank_of_one_domain_has_only_its_reward():
+    router = Router(Config(reward={"a": MATH, "default": EXACT}))
+    assert router.restricted("a", {"a"}).sections == {"a": MATH}
+    assert router.restricted("b", {"b"}).sections == {"b": EXACT}
+    assert router.restricted(None, {"a", "b"}).sections == {"default": EXACT}
 
 
 def test_a_domain_that_the_only_reward_does_not_name_has_none(tmp_path: Path):
