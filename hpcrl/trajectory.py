@@ -126,6 +126,14 @@ declare(
     Field("rewards", "float32", Level.ROW, Origin.SCORER, "reward, from which advantages are computed"),
     Field("scores", "float32", Level.ROW, Origin.SCORER, "score, from which accuracy is computed"),
     Field(
+        "baselines",
+        "float32",
+        Level.ROW,
+        Origin.SCORER,
+        "reward of the greedy response to the row's prompt, which is not trained on; only with a greedy sibling",
+        optional=True,
+    ),
+    Field(
         "turn_rewards",
         "float32",
         Level.TURN,

@@ -28,7 +28,8 @@ class RewardTable:
 
     rewards and scores float32 [N], group_ids and sample_ids int64 [N]; lengths int64 [N]: tokens of the response;
     truncated bool [N]: whether the limit of tokens ended it. domains: name of each domain -> ids of its groups; a group
-    of none belongs to one more domain without a name.
+    of none belongs to one more domain without a name. baselines float32 [N]: the reward of the greedy response to the
+    prompt; only for a credit with a greedy sibling (AlgorithmSpec).
     """
 
     rewards: Tensor
@@ -38,13 +39,22 @@ class RewardTable:
     lengths: Tensor
     truncated: Tensor
     domains: Mapping[str, list[int]] = field(default_factory=dict)
+    baselines: Tensor | None = None
 
     @classmethod
     def of(cls, batch: Batch) -> RewardTable:
         """The table of a batch's rows, in their order, without domains."""
         lengths = torch.zeros_like(batch.lengths).index_add(0, batch.row_ids, (batch.turn_ids >= 0).long())
         truncated = batch.status == STATUS.index("length")
-        return cls(batch.rewards, batch.group_ids, batch.sample_ids, batch.scores, lengths, truncated)
+        return cls(
+            batch.rewards,
+            batch.group_ids,
+            batch.sample_ids,
+            batch.scores,
+            lengths,
+            truncated,
+            baselines=batch.baselines,
+        )
 
     def domain_ids(self) -> tuple[list[str], Tensor]:
         """(names, int64 [N]): the domains, and which of them each row belongs to; without a name if none lists it."""

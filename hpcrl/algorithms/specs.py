@@ -61,6 +61,13 @@ class RLOO(PolicyLoss):
     """The algorithm."""
 
 
+class ReMax(PolicyLoss):
+    """ReMax (arXiv 2310.10505): a reward minus that of the greedy response to the prompt, which is not trained on."""
+
+    name: Literal["remax"] = "remax"
+    """The algorithm."""
+
+
 class RaftPlusPlus(PolicyLoss):
     """RAFT++ (arXiv 2504.11343): learn from responses with positive rewards only, with PPO clip."""
 
@@ -145,6 +152,14 @@ RLOO_SPEC = AlgorithmSpec(
     make="hpcrl.algorithms.rloo:RLOOCredit",
     objective=POLICY_GRADIENT,
     compares_siblings=lambda section: True,
+)
+
+REMAX_SPEC = AlgorithmSpec(
+    about="ReMax: each response is compared with the greedy response to its prompt.",
+    section=ReMax,
+    make="hpcrl.algorithms.remax:ReMaxCredit",
+    objective=POLICY_GRADIENT,
+    greedy_sibling=True,
 )
 
 RAFT_PLUS_PLUS_SPEC = AlgorithmSpec(

@@ -291,7 +291,8 @@ def check_replicas(config: Config, replicas: int) -> Iterator[Problem]:
             "or raise layout.generator.num_ranks"
         )
         yield Problem(("rollout", "min_replicas"), text, (layout,))
-    room, members = replicas * config.generator.most_requests, rollout.group_size + rollout.extra_members
+    room, greedy = replicas * config.generator.most_requests, config.algorithm_spec.greedy_sibling
+    members = rollout.group_size + rollout.extra_members + greedy
     has = f"but {replicas} replicas get at most {room} responses at once"
     if config.generator.max_requests is not None and members > room:
         text = (

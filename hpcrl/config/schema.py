@@ -34,7 +34,7 @@ from hpcrl.spec.table import SpecError, SpecTable
 from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS, TRACKERS, TRAIN_ENGINES
 
 S = TypeVar("S", bound=Section)
-MOST_MEMBERS = 1 << 14
+MOST_MEMBERS = (1 << 14) - 1
 MOST_HELD_OUT = 1 << 20
 """Limits of a sample id (hpcrl.rollout.types)."""
 LEAST_VOCABULARY = 259

@@ -35,15 +35,21 @@ def check_rollouts(config: Config) -> list[Problem]:
 
 
 def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
-    """Whether the trainer divides logits by the temperature of the stored log-probs, and a correction suits their
-    sampling."""
+    """Whether the trainer divides logits by the temperature of the stored log-probs, a correction suits their sampling,
+    and there are the greedy responses that a credit reads."""
     if not (run_dir / CONFIG).exists():
         return []
     try:
-        drawn = stored_config(run_dir).rollout
+        stored = stored_config(run_dir)
     except ConfigError as error:
         return [Problem(("rollouts",), f"rollouts: {line}") for line in error.problems]
-    problems, asked = [], config.rollout.temperature
+    problems, asked, drawn = [], config.rollout.temperature, stored.rollout
+    if config.algorithm_spec.greedy_sibling and not stored.algorithm_spec.greedy_sibling:
+        text = (
+            f"algorithm.name: it needs the reward of a greedy response to every prompt, and the rollouts of {run_dir} "
+            "were drawn without; use those of a run with the same algorithm"
+        )
+        problems.append(Problem(("algorithm", "name"), text, (("rollouts",),)))
     if given := weighed_shares(config, drawn):
         text = (
             "algorithm.correction_level: sequence multiplies the shares of probability that sampling kept at each "

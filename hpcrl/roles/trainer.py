@@ -170,7 +170,9 @@ def _gather_rewards(batch: Batch, ranks: DataParallel, domains: dict[str, list[i
     order = torch.argsort(ids)
     rewards, scores, lengths = (ranks.all_gather(values)[order] for values in (own.rewards, own.scores, own.lengths))
     truncated = ranks.all_gather(own.truncated.byte())[order].bool()
-    return RewardTable(rewards, group_ids(ids[order]), ids[order], scores, lengths, truncated, domains)
+    # The filled fields of a batch are the same on all ranks, also without rows.
+    baselines = ranks.all_gather(own.baselines)[order] if own.baselines is not None else None
+    return RewardTable(rewards, group_ids(ids[order]), ids[order], scores, lengths, truncated, domains, baselines)
 
 
 def _supervised_sample(row: int, token_ids: list[int], loss_mask: list[bool]) -> Sample:

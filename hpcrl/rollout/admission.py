@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from hpcrl.control import messages
-from hpcrl.rollout.types import Prompt, sampling_seed, split_sample_id
+from hpcrl.rollout.types import Prompt, is_greedy, sampling_seed, split_sample_id
 
 PAYLOAD_BYTES = 1 << 20
 
@@ -16,7 +17,18 @@ PAYLOAD_BYTES = 1 << 20
 def admissions(
     samples: Sequence[int], prompts: Mapping[int, Prompt], sampling: messages.Sampling, seed: int
 ) -> Iterator[messages.Admit]:
-    """Admit messages of about 1 MiB; siblings stay together unless their prompt itself is larger."""
+    """Admit messages of about 1 MiB; siblings stay together unless their prompt itself is larger. Greedy samples come
+    last, in messages of their own."""
+    greedy = [sample for sample in samples if is_greedy(sample)]
+    sampled = [sample for sample in samples if not is_greedy(sample)]
+    plain = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    yield from _admissions(sampled, prompts, sampling, seed)
+    yield from _admissions(greedy, prompts, plain, seed)
+
+
+def _admissions(
+    samples: Sequence[int], prompts: Mapping[int, Prompt], sampling: messages.Sampling, seed: int
+) -> Iterator[messages.Admit]:
     payloads: dict[int, messages.PromptPayload] = {}
     batch: list[tuple[int, int]] = []
     size = 0

@@ -15,7 +15,7 @@ from hpcrl.rollout.links import ReplicaLink
 from hpcrl.rollout.pace import Pace
 from hpcrl.rollout.scheduling import events
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
-from hpcrl.rollout.types import FinishReason, Prompt, Sizes, receiver_of, split_sample_id
+from hpcrl.rollout.types import FinishReason, Prompt, Sizes, is_greedy, receiver_of, split_sample_id
 
 BURSTS_AHEAD = 2
 
@@ -398,7 +398,9 @@ class RolloutLoop:
         return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
-        """Record the statistics of a result."""
+        """Record the statistics of a result, except for a greedy sibling: they are of sampled responses."""
+        if is_greedy(result.sample):
+            return
         stream, prompt = self._stream_of(result.sample), self._prompt_of(result.sample)
         if stream is not None and prompt is not None:
             stats = {f"env/{prompt.domain}/{name}": scalar(value) for name, value in result.metrics.items()}

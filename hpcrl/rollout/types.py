@@ -16,7 +16,10 @@ from hpcrl.trajectory import FIELDS
 
 MEMBER_BITS = 14
 ATTEMPT_BITS = 10
-MAX_GROUP_SIZE = 1 << MEMBER_BITS
+GREEDY_MEMBER = (1 << MEMBER_BITS) - 1
+"""The member of a group that is decoded greedily, as the baseline of its siblings; it is not trained on."""
+MAX_GROUP_SIZE = GREEDY_MEMBER
+"""Largest number of sampled responses to a prompt."""
 MAX_ATTEMPTS = 1 << ATTEMPT_BITS
 HELD_OUT = 1 << 38
 """First number of held-out prompts, apart from those of training."""
@@ -50,7 +53,7 @@ STATUS = tuple(FinishReason)
 def make_sample_id(uid: int, attempt: int, member: int) -> int:
     """Sample id of `member` of prompt `uid` in its `attempt`: one integer that sorts by prompt, attempt, member.
     ValueError if attempt or member does not fit its field."""
-    if not (uid >= 0 and 0 <= attempt < MAX_ATTEMPTS and 0 <= member < MAX_GROUP_SIZE):
+    if not (uid >= 0 and 0 <= attempt < MAX_ATTEMPTS and 0 <= member < 1 << MEMBER_BITS):
         raise ValueError(f"no sample id for prompt {uid}, attempt {attempt}, member {member}")
     return (uid << (ATTEMPT_BITS + MEMBER_BITS)) | (attempt << MEMBER_BITS) | member
 
@@ -60,8 +63,13 @@ def split_sample_id(sample_id: int) -> tuple[int, int, int]:
     return (
         sample_id >> (ATTEMPT_BITS + MEMBER_BITS),
         (sample_id >> MEMBER_BITS) & (MAX_ATTEMPTS - 1),
-        sample_id & (MAX_GROUP_SIZE - 1),
+        sample_id & ((1 << MEMBER_BITS) - 1),
     )
+
+
+def is_greedy(sample_id: int) -> bool:
+    """Whether the sample is the greedy one of its group."""
+    return split_sample_id(sample_id)[2] == GREEDY_MEMBER
 
 
 def held_out_uid(evaluation: int, row: int) -> int:

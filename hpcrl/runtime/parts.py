@@ -195,8 +195,7 @@ class RolloutFabric:
         """Move the harvested samples, with their behaviour log-probs if `truncated`, from their replicas to the ranks
         that train on them. None, with nothing changed, if a replica that held some of them was lost."""
         groups, sizes = harvest.groups, harvest.sizes
-        done = {sample.id: sample for group in groups for sample in group.samples}
-        homes = {sample.id: sample.replica for sample in done.values()}
+        homes = {sample.id: sample.replica for group in groups for sample in group.samples}
         if not self._controller.lost.isdisjoint(homes.values()):
             return None
         handle = lay_out(config, self._layout, step, sizes)
@@ -207,8 +206,10 @@ class RolloutFabric:
                 "scores": sample.score,
                 "turn_rewards": sample.turn_rewards,
                 "token_rewards": sample.token_rewards,
+                **({} if group.baseline is None else {"baselines": group.baseline}),
             }
-            for sample in done.values()
+            for group in groups
+            for sample in group.samples
         }
         fields = [field.name for field in fields_of(Origin.GENERATOR) if truncated or not field.optional]
         between = moves(homes, wanted, sizes, readers=handle.rows if config.rollout.save_rollouts else ())

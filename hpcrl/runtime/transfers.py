@@ -15,7 +15,7 @@ from hpcrl.trajectory import Level, Origin, fields_of
 
 PART_SAMPLES = 32_768
 """Maximum samples in a message: id, length, bytes of messages, reward, score and number of turn rewards take at most 31
-bytes, together less than 1 MiB. A turn reward takes 4 bytes more, a token reward 8."""
+bytes, together less than 1 MiB. A baseline takes 4 bytes more, a turn reward 4, a token reward 8."""
 
 
 def hand_overs(
@@ -28,11 +28,14 @@ def hand_overs(
 ) -> Iterator[dict[int, HandOver]]:
     """The commands that form a batch on `dests`, part by part, by rank. scored: the scorer's fields of each sample by
     name. fields: names of the generator's fields to transfer."""
-    of_rows, of_turns = fields_of(Origin.SCORER, Level.ROW), fields_of(Origin.SCORER, Level.TURN)
+    given = {name for values in scored.values() for name in values}
+    of_rows = [f for f in fields_of(Origin.SCORER, Level.ROW) if f.name in given or not f.optional]
+    of_turns = fields_of(Origin.SCORER, Level.TURN)
     of_tokens = [f for f in fields_of(Origin.SCORER, Level.TOKEN) if any(s.get(f.name) for s in scored.values())]
     most_turns = max((len(s[f.name]) for s in scored.values() for f in of_turns), default=0)
     token_bytes = max((len(s.get(f.name, b"")) for s in scored.values() for f in of_tokens), default=0)
-    most = max(1, PART_SAMPLES * 31 // (31 + 4 * most_turns + token_bytes))
+    row_bytes = 31 + 4 * ("baselines" in given)
+    most = max(1, PART_SAMPLES * 31 // (row_bytes + 4 * most_turns + token_bytes))
     parts = _parts(moves, {*dests, *(move.source for move in moves)}, most)
     for number, part in enumerate(parts, 1):
         commands = {}

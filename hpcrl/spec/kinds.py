@@ -230,6 +230,9 @@ class AlgorithmSpec(Spec):
     """Whether it needs a critic's values."""
     compares_siblings: Callable[[Any], bool] = lambda section: False
     """Whether the credit compares the responses to a prompt, so that a group needs at least two."""
+    greedy_sibling: bool = False
+    """Whether every prompt gets one more response, decoded greedily, whose reward the credit reads
+    (RewardTable.baselines) and which is not trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ ALGORITHMS = SpecTable(
         "reinforce_plus_plus": "hpcrl.algorithms.specs:REINFORCE_PLUS_PLUS_SPEC",
         "reinforce": "hpcrl.algorithms.specs:REINFORCE_SPEC",
         "rloo": "hpcrl.algorithms.specs:RLOO_SPEC",
+        "remax": "hpcrl.algorithms.specs:REMAX_SPEC",
         "raft_plus_plus": "hpcrl.algorithms.specs:RAFT_PLUS_PLUS_SPEC",
         "gae": "hpcrl.algorithms.specs:GAE_SPEC",
         "turn_reinforce": "hpcrl.algorithms.specs:TURN_REINFORCE_SPEC",

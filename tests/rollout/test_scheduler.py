@@ -218,6 +218,7 @@ def check_accounting(scheduler, batches, ends, offered):
             "siblings_together": st.booleans(),
             "prompt_affinity": st.booleans(),
             "routing": st.sampled_from(["count", "expected_length"]),
+            "greedy_sibling": st.booleans(),
         }
     ),
     chaos=st.booleans(),
@@ -269,6 +270,7 @@ def test_accounting_budget_and_termination_under_random_events(
             uids, attempts, members = zip(*(split_sample_id(sample.id) for sample in group.samples), strict=True)
             assert set(uids) == {group.uid} and max(attempts) <= group.attempt
             assert len(set(members)) == group_size and max(members) < group_size + policies["extra_members"]
+            assert (group.baseline is not None) == policies["greedy_sibling"]
             restarts = policies["on_new_weights"] == "restart" and max_lag > 0
             assert len(set(attempts)) == 1 or restarts
     if policies["on_stale"] == "wait" and extra_prompts == 0:
@@ -282,13 +284,14 @@ def test_accounting_budget_and_termination_under_random_events(
     order=st.integers(0, 2**32),
     extra_prompts=st.integers(0, 3),
     max_turns=st.integers(1, 3),
+    greedy=st.booleans(),
 )
-def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, max_turns):
+def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, max_turns, greedy):
     """Same outcomes in another order: the same batches, the same ends, the same admissions on every replica."""
 
     def run(seed):
         world = World(random.Random(seed), True, {0: 4, 1: 4}, max_turns=max_turns)
-        config = SchedulerConfig(3, extra_prompts, filter_std=True, deterministic=True)
+        config = SchedulerConfig(3, extra_prompts, filter_std=True, deterministic=True, greedy_sibling=greedy)
         scheduler = RolloutScheduler(config, world.capacities)
         batches, ends, _ = run_steps(scheduler, world, 4, 3)
         # without over-sampling nothing is dropped, and the next turns come at the same place too

@@ -165,12 +165,14 @@ class DoneSample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt's responses in order of member. `version`: of the oldest weights in them."""
+    """A prompt's responses in order of member. `version`: of the oldest weights in them. `baseline`: the reward of the
+    greedy response, which is none of them; None without one."""
 
     uid: int
     attempt: int
     version: int
     samples: tuple[DoneSample, ...]
+    baseline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.rollout.scheduling.events import Answered, DoneSample, Group, Played, Rewarded
 from hpcrl.rollout.scheduling.prompt_queue import Start
-from hpcrl.rollout.types import FinishReason, make_sample_id, split_sample_id
+from hpcrl.rollout.types import GREEDY_MEMBER, FinishReason, make_sample_id, split_sample_id
 from hpcrl.trajectory import MAX_REWARD
 
 
@@ -39,16 +39,37 @@ class LiveSample:
 
 class LiveGroup:
     """The samples of one attempt at a prompt, `keep` of which form the group. `version`: oldest weights in it. `home`:
-    the replica that has the prompt's prefix from an earlier attempt."""
+    the replica that has the prompt's prefix from an earlier attempt. `greedy`: the sample that is decoded greedily,
+    until its reward is the group's `baseline`; it is not in `samples`, and num_done does not count it."""
 
-    __slots__ = ("attempt", "cause", "failures", "home", "keep", "num_done", "samples", "uid", "version")
+    __slots__ = (
+        *("attempt", "baseline", "cause", "failures", "greedy", "home", "keep", "num_done", "samples", "uid"),
+        "version",
+    )
 
-    def __init__(self, start: Start, version: int, size: int, keep: int):
+    def __init__(self, start: Start, version: int, size: int, keep: int, greedy: bool = False):
         self.uid, self.attempt, self.failures, self.home = start
         self.version, self.keep = version, keep
         self.samples = [LiveSample(make_sample_id(self.uid, self.attempt, member), self) for member in range(size)]
+        self.greedy = LiveSample(make_sample_id(self.uid, self.attempt, GREEDY_MEMBER), self) if greedy else None
+        self.baseline: float | None = None
         self.num_done = 0
         self.cause = ""  # why the group must restart
+
+    @property
+    def everyone(self) -> list[LiveSample]:
+        """The samples and the greedy one."""
+        return self.samples if self.greedy is None else [*self.samples, self.greedy]
+
+    @property
+    def is_done_whole(self) -> bool:
+        """Whether no sample is missing, not even a redundant one."""
+        return self.num_done >= len(self.samples) and self.is_greedy_done
+
+    @property
+    def is_greedy_done(self) -> bool:
+        """Whether no greedy sample is missing."""
+        return self.greedy is None or self.greedy.state is State.DONE
 
     @property
     def num_dropped(self) -> int:
@@ -63,7 +84,10 @@ class LiveGroup:
         """The replacement of this sample: the same member in another attempt."""
         uid, attempt, member = split_sample_id(sample.id)
         fresh = LiveSample(make_sample_id(uid, attempt + 1, member), self)
-        self.samples[self.samples.index(sample)] = fresh
+        if sample is self.greedy:
+            self.greedy = fresh
+        else:
+            self.samples[self.samples.index(sample)] = fresh
         self.attempt = max(self.attempt, attempt + 1)
         return fresh
 
@@ -75,7 +99,8 @@ class LiveGroup:
         return [sample for sample in self.samples if sample.id not in kept]
 
     def frozen(self) -> Group:
-        return Group(self.uid, self.attempt, self.version, tuple(sample.done for sample in self.samples))
+        samples = tuple(sample.done for sample in self.samples)
+        return Group(self.uid, self.attempt, self.version, samples, self.baseline)
 
     def saved(self) -> dict[str, Any]:
         """JSON-able content of a group that is done."""
@@ -91,7 +116,7 @@ class LiveGroup:
         size = len(saved["samples"])
         start = Start(saved["uid"], saved["attempt"], saved["failures"])
         group = cls(start, saved["version"], size, size)
-        group.num_done = size
+        group.num_done, group.baseline = size, saved.get("baseline")
         for sample, done in zip(group.samples, saved["samples"], strict=True):
             sample.id, sample.state = done["id"], State.DONE
             sample.replica = done["replica"] if done["replica"] in homes else homes[group.uid % len(homes)]

@@ -119,7 +119,7 @@ class Wave:
     def next_verdict(self, open_groups: Mapping[int, LiveGroup]) -> LiveGroup | None:
         while self._uids:
             group = open_groups.get(self._uids[0])
-            if group is not None and group.num_done < len(group.samples) and not group.cause:
+            if group is not None and not (group.cause or group.is_done_whole):
                 return None
             self._uids.popleft()
             if group is not None:

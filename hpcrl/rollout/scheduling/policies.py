@@ -35,30 +35,33 @@ class SchedulerConfig:
     spare_slow_replicas: bool = True
     deterministic: bool = False
     accept_errors: bool = False  # a group of errors counts with its rewards of 0 instead of restarting
+    greedy_sibling: bool = False  # one more response per prompt, decoded greedily
 
     @classmethod
     def of(cls, config: Config) -> SchedulerConfig:
         shared = {name: getattr(config.rollout, name) for name in cls.__slots__ if name in RolloutConfig.model_fields}
-        return cls(**shared, deterministic=config.deterministic)
+        greedy = config.algorithm_spec.greedy_sibling
+        return cls(**shared, deterministic=config.deterministic, greedy_sibling=greedy)
 
     @property
     def num_members(self) -> int:
-        """Number of responses generated for a prompt."""
+        """Number of responses sampled for a prompt."""
         return self.group_size + self.extra_members
 
 
-def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig) -> str:
+def rejecting_filter(samples: Sequence[DoneSample], config: SchedulerConfig, baseline: float | None = None) -> str:
     """Name of the filter that rejects a group (mean_low, mean_high, std), empty if none does.
 
     Groups pass with low < mean score < high and, under filter_std, with rewards that are not all equal, since equal
-    rewards have no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476).
+    rewards have no advantage to learn from (DAPO's dynamic sampling, arXiv 2503.14476). Beside a baseline they have one
+    if the baseline is another reward.
     """
     mean = sum(sample.score for sample in samples) / len(samples)
     if config.filter_mean_low is not None and mean <= config.filter_mean_low:
         return "mean_low"
     if config.filter_mean_high is not None and mean >= config.filter_mean_high:
         return "mean_high"
-    same = len({sample.reward for sample in samples}) == 1
+    same = len({sample.reward for sample in samples} | ({baseline} - {None})) == 1
     return "std" if config.filter_std and same else ""
 
 

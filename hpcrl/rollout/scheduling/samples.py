@@ -65,7 +65,7 @@ class Samples:
                     self._move(sample, State.DONE)
                     sample.done = with_score(sample.done, event)
                     self._tally.count("score_errors", bool(sample.done.error))
-                    sample.group.num_done += 1
+                    sample.group.num_done += sample is not sample.group.greedy
                     yield sample, ""
             case Played():
                 sample = self._find(event.sample_id, State.RUNNING, State.ACTING)
@@ -145,9 +145,12 @@ class Samples:
                 groups.setdefault(sample.group.uid, []).append(sample)
         complete = []
         for samples in groups.values():
-            missing = samples[0].group.keep - samples[0].group.num_done  # samples without a scorer are done already
-            if len(samples) >= missing:
-                complete.append(sorted(sample.id for sample in samples)[: max(missing, 0)])
+            group = samples[0].group
+            missing = max(group.keep - group.num_done, 0)  # samples without a scorer are done already
+            greedy = [sample.id for sample in samples if sample is group.greedy]
+            sampled = sorted(sample.id for sample in samples if sample is not group.greedy)
+            if len(sampled) >= missing and (greedy or group.is_greedy_done):
+                complete.append(sampled[:missing] + greedy)
         return [ids for ids in complete if ids], unwanted
 
     # -- decisions

@@ -112,7 +112,7 @@ class RolloutScheduler:
         for group in self._open.values():
             if self.config.on_new_weights == "restart":
                 self._restart(group)
-            if all(sample.state is State.WAITING for sample in group.samples):
+            if all(sample.state is State.WAITING for sample in group.everyone):
                 group.version = version
 
     def ready(self) -> bool:
@@ -279,10 +279,11 @@ class RolloutScheduler:
     def _start_groups(self) -> None:
         starts = [self._queue.pop() for _ in range(min(self._startable(), len(self._queue)))]
         for start in starts:
-            group = LiveGroup(start, self._newest, self.config.num_members, self.config.group_size)
+            config = self.config
+            group = LiveGroup(start, self._newest, config.num_members, config.group_size, config.greedy_sibling)
             self._open[group.uid] = group
             self._selection.expect(group)
-            for sample in group.samples:
+            for sample in group.everyone:
                 self._samples.add(sample)
         self._mode.started([start.uid for start in starts])
         self._generated += len(starts)
@@ -293,7 +294,7 @@ class RolloutScheduler:
     def _done(self, sample: LiveSample) -> None:
         self._mode.learn(sample)
         group = sample.group
-        if group.num_done == group.keep and self._mode.judges_at_once:
+        if group.num_done >= group.keep and group.is_greedy_done and self._mode.judges_at_once:
             self._judge(group)
 
     def _give_up(self, sample: LiveSample, cause: str) -> None:
@@ -301,7 +302,7 @@ class RolloutScheduler:
         group = sample.group
         if group.uid in self._selection.valid:
             self._requeue(group, cause)
-        elif len(group.samples) > group.keep:
+        elif len(group.samples) > group.keep and sample is not group.greedy:
             group.samples.remove(sample)
             group.num_done -= sample.state is State.DONE
             self._samples.abort(sample)
@@ -322,7 +323,12 @@ class RolloutScheduler:
             group.cause = group.samples[0].done.error
         if group.cause:
             self._requeue(group, group.cause)
-        elif reason := rejecting_filter([sample.done for sample in group.samples], self.config):
+            return
+        if group.greedy is not None:
+            group.baseline = group.greedy.done.reward
+            self._samples.drop(group.greedy)
+            group.greedy = None
+        if reason := rejecting_filter([sample.done for sample in group.samples], self.config, group.baseline):
             self._tally.count("group_filter_count")
             self._tally.count(f"filtered_{reason}")
             self._release(group)
@@ -333,7 +339,7 @@ class RolloutScheduler:
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
         """Drop the group. Its prompt restarts, or has failed after max_attempts failures."""
         home = group.samples[0].replica
-        for sample in group.samples:
+        for sample in group.everyone:
             self._samples.abort(sample)
         self._release(group)
         group.failures += bool(cause)
@@ -350,7 +356,7 @@ class RolloutScheduler:
 
     def _restart(self, group: LiveGroup) -> None:
         """Restart the unfinished samples that have begun, each at most max_attempts times."""
-        for sample in list(group.samples):
+        for sample in list(group.everyone):
             going = sample.state in (State.RUNNING, State.ACTING, State.ANSWERED)
             if not going or split_sample_id(sample.id)[1] >= self.config.max_attempts:
                 continue
@@ -365,5 +371,5 @@ class RolloutScheduler:
         """Forget the group, also on its replicas."""
         self._open.pop(group.uid, None)
         self._selection.remove(group)
-        for sample in group.samples:
+        for sample in group.everyone:
             self._samples.drop(sample)
