@@ -22,7 +22,7 @@ from hpcrl.planner.memory_parts import PHASES, Part, Phase
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
 from hpcrl.planner.trainer import train_plan
 from hpcrl.spec.table import load
-from hpcrl.spec.tables import GEN_ENGINES, ROLES, TRAIN_ENGINES
+from hpcrl.spec.tables import GEN_ENGINES, ROLES
 
 CARDS = {
     "40 GB": 39 << 30,
@@ -145,11 +145,9 @@ def _kind(
 
 
 def may_take_turns(config: Config, layout: RoleLayout) -> bool:
-    """Whether trainer and generator share ranks, never work at the same time there, and layout.offload and the trainer
-    allow it."""
+    """Whether trainer and generator share ranks, never work at the same time there, and layout.offload allows it."""
     shared = set(layout.ranks["trainer"]) & set(layout.ranks["generator"])
-    offloads = TRAIN_ENGINES[config.trainer.engine].offloads and config.layout.offload != "never"
-    return bool(shared) and offloads and config.rollout.max_lag == 0
+    return bool(shared) and config.layout.offload != "never" and config.rollout.max_lag == 0
 
 
 def _summed(

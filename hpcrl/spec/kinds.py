@@ -155,8 +155,6 @@ class TrainEngineSpec(Spec):
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
     optimizers: Mapping[str, Spec] = field(default_factory=lambda: ADAMW)
     """The values of trainer.optimizer that it has."""
-    offloads: bool = True
-    """Whether its memory moves to the host while a generator works on the same GPU (layout.offload)."""
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.routes)."""
     lora: bool = False

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import ConfigError, TrainerConfig, parse
+from hpcrl.engines.train.deepspeed import local_disk, places, zero
 from hpcrl.engines.train.deepspeed.engine import ZeroEngine
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
@@ -142,7 +147,9 @@ def test_other_forwards_give_the_same_gradients(
 
 @pytest.mark.parametrize("case", ["zero1", "zero3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frozen_engine(case: str, dtype: str, folder: Path, world_of_one: None) -> None:
+def test_a_frozen_engine(
+    case: str, dtype: str, folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = make_batch(LENGTHS)
     engine = make_engine(folder, case, trainable=False, dtype=dtype, param_dtype=dtype)
     want, _ = transformers_results(folder, batch, TEMPERATURE)
@@ -150,6 +157,12 @@ def test_a_frozen_engine(case: str, dtype: str, folder: Path, world_of_one: None
     assert (got - want).abs().max() < (1e-5 if dtype == "float32" else 0.5)
     assert not any(parameter.requires_grad for parameter in engine.module.parameters())
     assert all(tensor.dtype == getattr(torch, dtype) for _, tensor in engine.named_weights())
+    left = _take_turns(monkeypatch)
+    turns = places.HostTurns(engine.module, getattr(engine.model, "optimizer", None), None, torch.device("cpu"))
+    for turn in (lambda: turns.offload(weights=True), turns.onload):
+        turn()
+        assert left.overwrite() >= engine.num_parameters * getattr(torch, dtype).itemsize
+    assert torch.equal(engine.logprobs(batch, PLAN, TEMPERATURE), got)
 
 
 def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_path: Path) -> None:
@@ -180,6 +193,10 @@ def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_
         ),
         ({"options": {"zero_optimization": 3}}, "options: zero_optimization is a section of keys, not 3"),
         ({"attention": "flash"}, "attention: flash needs GPUs"),
+        ({"offload_optimizer": "nvme"}, "nvme_path: goes together with offload_optimizer=nvme"),
+        ({"nvme_path": "/scratch"}, "nvme_path: goes together with offload_optimizer=nvme"),
+        ({"offload_optimizer": "nvme", "nvme_path": "here"}, "nvme_path: a folder of each node .* not 'here'"),
+        ({"zero_stage": 2, "offload_parameters": "nvme", "nvme_path": "/x"}, "offload_parameters: ZeRO-2 does not"),
     ],
 )
 def test_impossible_settings(section: dict[str, Any], message: str) -> None:
@@ -187,13 +204,147 @@ def test_impossible_settings(section: dict[str, Any], message: str) -> None:
         parse({"trainer": {"engine": "deepspeed", "deepspeed": section}})
 
 
-def test_turns_with_the_generator_are_refused() -> None:
-    trainer, ranks = {"engine": "deepspeed"}, {"trainer": {"num_ranks": 2}, "generator": {"colocate_with": "trainer"}}
-    with pytest.raises(ConfigError, match=r"layout\.offload: the state of the deepspeed trainer stays"):
-        parse({"trainer": trainer, "layout": {**ranks, "offload": "always"}})
-    for engine, may in (("deepspeed", False), ("fsdp2", True)):
-        config = parse({"trainer": {"engine": engine}, "layout": ranks, "generator": {"engine": "vllm"}})
+class Left:
+    """Memory from which something moved."""
+
+    def __init__(self) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+
+    def copy(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+        self._storages.append(storage)
+        return storage.clone()
+
+    def overwrite(self) -> int:
+        """Returns how many bytes they were."""
+        for storage in self._storages:
+            ctypes.memset(storage.data_ptr(), 255, storage.nbytes())  # NaN in every type
+        num_bytes = sum(storage.nbytes() for storage in self._storages)
+        self._storages.clear()
+        return num_bytes
+
+
+def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:
+    left = Left()
+    monkeypatch.setattr(places, "_copy", left.copy)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("zero1", "bfloat16"),
+        ("zero2", "float32"),
+        ("zero3", "float32"),
+        ("zero3", "bfloat16"),
+        ("zero3_offload", "bfloat16"),
+    ],
+)
+def test_turns_with_a_generator_change_nothing(
+    case: str, dtype: str, folder: Path, world_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU nothing has to move: here all memory moves to other memory, and what was left behind is overwritten. A
+    tensor that still used it would make the results NaN."""
+    left = _take_turns(monkeypatch)
+    batch = make_batch(LENGTHS)
+    stays, moves = (make_engine(folder, case, param_dtype=dtype) for _ in range(2))
+    turns, moved = places.HostTurns(moves.module, moves.model.optimizer, moves.optimizer, torch.device("cpu")), []
+    for _ in range(2):
+        for engine in (stays, moves):
+            engine.train_step(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
+        turns.offload(weights=False)
+        moved.append(left.overwrite())
+        published = dict(stays.named_weights())
+        assert all(torch.equal(tensor, published[name]) for name, tensor in moves.named_weights())
+        turns.offload(weights=True)
+        moved.append(left.overwrite())
+        if case == "zero3":
+            assert not any(b.untyped_storage().nbytes() for b in turns._gradient_buffers())
+        _same_state(moves, stays)  # what a checkpoint takes
+        turns.onload()
+        moved.append(left.overwrite())
+        assert torch.equal(moves.logprobs(batch, PLAN, TEMPERATURE), stays.logprobs(batch, PLAN, TEMPERATURE))
+    numbers = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    own_masters = dtype == "bfloat16" or case != "zero3"  # ZeRO-3 in float32 updates the weights of the computation
+    assert moved[0] >= (8 + 4 * own_masters) * numbers
+    assert moved[1] >= (2 if dtype == "bfloat16" else 4) * numbers
+    assert moved[2] == moved[0] + moved[1] and moved[3:] == moved[:3]
+    _same_state(moves, stays)
+
+
+def _same_state(engine: ZeroEngine, other: ZeroEngine) -> None:
+    for mine, others in zip(engine.module.parameters(), other.module.parameters(), strict=True):
+        for (key, values), (_, wanted) in zip(zero.state_of(mine), zero.state_of(others), strict=True):
+            assert torch.equal(values, wanted), key
+
+
+def test_turns_with_a_generator_are_planned() -> None:
+    ranks = {"trainer": {"num_ranks": 2}, "generator": {"colocate_with": "trainer"}}
+    for max_lag, may in ((0, True), (1, False)):
+        sections = {"trainer": {"engine": "deepspeed"}, "rollout": {"max_lag": max_lag}}
+        config = parse({**sections, "layout": {**ranks, "offload": "always"}, "generator": {"engine": "vllm"}})
         assert may_take_turns(config, RoleLayout.from_config(config)) == may
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("zero2_offload", "float32"), ("zero3_offload", "bfloat16")])
+def test_state_on_a_disk_is_that_in_memory(
+    case: str, dtype: str, folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, also from a checkpoint; the files have no names and, after a step, none of the process's memory."""
+    monkeypatch.setattr(local_disk, "IN_MEMORY", ())  # wherever tests keep their files
+    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    files = {key: "nvme" for key in OFFLOAD if key in CASES[case]} | {"nvme_path": "$NODE_DISK"}
+    batch = make_batch(LENGTHS)
+    first, second, other = (make_engine(folder, case, param_dtype=dtype, **keys) for keys in (files, files, {}))
+    assert list((tmp_path / "disk").iterdir()) == []
+    for engine in (first, other):
+        engine.train_step(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
+    resident = _pages(tmp_path / "disk")
+    numbers, one = first.num_parameters, {"float32": 4, "bfloat16": 2}[dtype]
+    assert sum(size for size, _ in resident) >= 2 * numbers * (12 + one * (case == "zero3_offload"))  # of two engines
+    assert sum(size for _, size in resident) < sum(size for size, _ in resident) / 2 + 1  # the second took no step
+    write_files(tmp_path, first.snapshot())
+    assert second.load(tmp_path) == []
+    for engine in (first, second, other):
+        engine.train_step(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
+    assert not any(size for _, size in _pages(tmp_path / "disk"))
+    _same_state(first, other)
+    _same_state(second, other)
+
+
+def _pages(folder: Path) -> list[tuple[int, int]]:
+    """Bytes, and resident bytes, of this process's mappings of files in the folder."""
+    found, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = f" {folder}/" in line
+        elif inside and line.startswith(("Size:", "Rss:")):
+            found.append(int(line.split()[1]) * 1024)
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no folder in memory")
+def test_a_disk_that_cannot_be_used(
+    folder: Path, world_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def message_for(path: str) -> str:
+        with pytest.raises(ValueError, match=r"trainer.deepspeed.nvme_path=") as error:
+            make_engine(folder, "zero3_offload", offload_optimizer="nvme", nvme_path=path)
+        return str(error.value)
+
+    assert "there is no such folder on " in message_for(f"{tmp_path}/none")
+    assert "there is no such folder on " in message_for("$NOT_SET/x")
+    assert "/dev/shm is tmpfs, whose files are in host memory" in message_for("/dev/shm")
+    monkeypatch.setattr(local_disk, "IN_MEMORY", ())
+    assert "cannot be written" in message_for("/proc")
+
+    def full(file: int, first: int, size: int) -> None:
+        if size > 4096:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.ftruncate(file, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert re.search(r"no file of 0\.0 GB can be made, only [0-9.]+ GB are free$", message_for(str(tmp_path)))
 
 
 def test_options_reach_deepspeed(folder: Path, world_of_one: None) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from hpcrl.checkpoint.writer import SharedFile
+from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, TrainerConfig, parse
 from hpcrl.engines.train.deepspeed import memory, zero
 from hpcrl.engines.train.deepspeed.engine import ZeroEngine
@@ -94,6 +95,21 @@ def test_two_ranks_hold_exactly_what_is_planned(tmp_path: Path) -> None:
         header = 2048  # each tensor is an archive of its own
         size = checkpoint_bytes(config_of("bfloat16"), shape)
         assert size <= written <= size + header * 4 * len(shape.parameters)
+
+
+def test_files_on_a_disk_are_a_line_of_the_plan(tmp_path: Path) -> None:
+    """By hand: 12 bytes of optimizer state and fp32 weights, 2 of bfloat16 weights; moments are not in host memory."""
+    shape = shape_of(make_model_folder("qwen2", tmp_path / "qwen2", hidden_size=32, vocab_size=64))
+    where = {"nvme_path": "/scratch"}
+    both = config_of("bfloat16", offload_optimizer="nvme", offload_parameters="nvme", **where)
+    one = config_of("bfloat16", zero_stage=2, offload_optimizer="nvme", **where)
+    assert memory.disk_bytes(both, shape, 1) == 14 * shape.num_parameters
+    assert memory.disk_bytes(one, shape, 1) == 12 * shape.num_parameters
+    assert memory.disk_bytes(config_of("bfloat16", offload_optimizer="cpu"), shape, 1) == 0
+    (row,) = memory.PLAN.rows(both, RoleLayout.from_config(both), shape)
+    assert row[0] == "on disk" and row[1].endswith(" GiB of each trainer rank in /scratch of its node")
+    on_host = {part.name: part.num_bytes for part in trainer_parts(both, shape, 1) if part.on_host}
+    assert on_host["fp32 weights"] == 4 * shape.num_parameters and on_host["optimizer"] < 10
 
 
 TALL: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 96, "intermediate_size": 256, "head_dim": 24}

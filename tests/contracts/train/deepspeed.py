@@ -15,11 +15,13 @@ from hpcrl.rollout.batch import Batch, MicroBatches, Norms
 from tests.contracts.splits import Split
 
 OFFLOAD: dict[str, Any] = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+DISK = {"offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": "/var/tmp"}
 SPLITS = {
     "zero1": Split(2, {"zero_stage": 1}, model={"tie_word_embeddings": False}),
     "zero2": Split(2, {"zero_stage": 2}),
     "zero3": Split(2, {"zero_stage": 3}, family="qwen3_moe"),
     "zero3_offload": Split(2, {"zero_stage": 3, **OFFLOAD}),
+    "zero3_disk": Split(2, {"zero_stage": 3, **DISK}),
     "zero3, many ranks": Split(8, {"zero_stage": 3}, family="qwen3_moe"),
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hpcrl.config import Config, TrainerConfig
+from hpcrl.engines.train.agreement import agreed
 from hpcrl.engines.train.deepspeed import zero
 from hpcrl.engines.train.deepspeed.checkpoint import ZeroCheckpoints
+from hpcrl.engines.train.deepspeed.local_disk import LocalDisk
+from hpcrl.engines.train.deepspeed.places import HostTurns, move, optimizer_tensors, weight_tensors
 from hpcrl.engines.train.deepspeed.spec import DeepSpeedConfig
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine, arguments
 from hpcrl.engines.train.fsdp2.model import PackedCausalLM
@@ -58,6 +62,7 @@ class ZeroEngine(FSDP2Engine):
         zero.connect()
         reduced = self.num_trained or self.num_parameters  # a frozen model reduces none
         settings = zero.settings(self.zero, self.config.max_grad_norm, self.compute_dtype, reduced)
+        self._disk = agreed(lambda: LocalDisk(self.zero.nvme_path)) if self.zero.nvme_path else None
         is_divided = self.zero.zero_stage == 3
         zero.fill(self.module, source, self.device, self.compute_dtype, settings if is_divided else None)
         self.shards = list(self.module.parameters())
@@ -65,9 +70,21 @@ class ZeroEngine(FSDP2Engine):
         if self._adamw is None and not is_divided:
             return self.module
         engine = zero.start(self.module, self._adamw, settings)
+        agreed(lambda: self._place_state(engine.optimizer))
         if self._adamw is not None and self.dtype != self.compute_dtype:
             self._fill_masters(source)
         return engine
+
+    def _place_state(self, optimizer: Any) -> None:
+        """Make the moments; move to the disk what belongs there. ValueError if it has no room."""
+        zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like
+        if self._disk is not None and self.zero.offload_parameters == "nvme":
+            move(weight_tensors(self.module, optimizer), self._disk.copy)
+        if self._adamw is not None:
+            if self._disk is not None and self.zero.offload_optimizer == "nvme":
+                move(optimizer_tensors(self.module, optimizer, self._adamw), self._disk.copy)
+                zeros_like = self._disk.zeros_like
+            zero.make_moments(optimizer, self._adamw, zeros_like)
 
     def _fill_masters(self, source: PreTrainedModel | None) -> None:
         """Give the fp32 weights what the parameters of the computation have lost."""
@@ -117,6 +134,8 @@ class ZeroEngine(FSDP2Engine):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.step()
+        if self._disk is not None:
+            self._disk.release()
         finite = not self.model.optimizer.overflow
         self.optimizer_step += finite
         if self.data_parallel_rank != 0:
@@ -150,8 +169,21 @@ class ZeroEngine(FSDP2Engine):
         return (tensor for _, tensor in self.named_weights())
 
     def _move(self, device: torch.device, weights: bool) -> None:
-        """Nothing moves: see the specification."""
+        if self.device.type == "cpu":
+            return
+        if device.type == "cpu":
+            self._turns.offload(weights)
+            torch.cuda.empty_cache()
+        else:
+            self._turns.onload()
+
+    @functools.cached_property
+    def _turns(self) -> HostTurns:
+        return HostTurns(self.module, getattr(self.model, "optimizer", None), self.optimizer, self.device)
 
     def _split_summary(self) -> dict[str, Any]:
-        offloaded = [what for what in ("optimizer", "parameters") if getattr(self.zero, f"offload_{what}") != "none"]
-        return {"zero_stage": self.zero.zero_stage, "on_host": ", ".join(offloaded)}
+        places = {"optimizer": self.zero.offload_optimizer, "parameters": self.zero.offload_parameters}
+        return {"zero_stage": self.zero.zero_stage} | {
+            key: ", ".join(what for what, where in places.items() if where == place)
+            for key, place in (("on_host", "cpu"), ("on_disk", "nvme"))
+        }

@@ -40,17 +40,20 @@ def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
     """Weights, optimizer state and gradients; with a stage or a place of their own each."""
     zero, compute = own(config), BYTES[config.trainer.param_dtype]
     learnt, whole = trained(config, shape), with_adapters(config, shape)
-    part, on_host = part_size(learnt, zero.zero_stage, num_ranks), zero.offload_optimizer == "cpu"
+    part, on_host = part_size(learnt, zero.zero_stage, num_ranks), zero.offload_optimizer != "none"
     counters = len({len(parameter.shape) >= 2 for parameter in learnt.parameters})
+    moment_bytes = OPTIMIZER_BYTES * (
+        zero.offload_optimizer != "nvme"
+    )  # weights are on the host before they are in files
     step: tuple[Phase, ...] = ("train", "update")
     parts = [
         Part("trainer", "fp32 weights", part * FP32, on_host=on_host),
-        Part("trainer", "optimizer", part * OPTIMIZER_BYTES + counters * FP32, on_host=on_host),
+        Part("trainer", "optimizer", part * moment_bytes + counters * FP32, on_host=on_host),
     ]
     if on_host:
         parts.append(Part("trainer", "fp32 gradients", part * FP32, on_host=True))
     if zero.zero_stage == 3:
-        offloaded = zero.offload_parameters == "cpu"
+        offloaded = zero.offload_parameters != "none"
         parts += [
             Part("trainer", "weights", part_size(whole, 3, num_ranks) * compute, on_host=offloaded),
             Part("trainer", "gathered weights", _persistent(whole) * compute),
@@ -68,6 +71,16 @@ def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
         at_once = min(part, LIVE_NUMBERS) if zero.zero_stage == 3 else part
         parts.append(Part("trainer", "gradients of the step", at_once * FP32, ("update",)))
     return parts
+
+
+def disk_bytes(config: Config, shape: ModelShape, num_ranks: int) -> int:
+    """Of a rank in trainer.deepspeed.nvme_path."""
+    zero, size = own(config), 0
+    if zero.offload_optimizer == "nvme":
+        size += part_size(trained(config, shape), zero.zero_stage, num_ranks) * (FP32 + OPTIMIZER_BYTES)
+    if zero.offload_parameters == "nvme":
+        size += part_size(with_adapters(config, shape), 3, num_ranks) * BYTES[config.trainer.param_dtype]
+    return size
 
 
 def _persistent(shape: ModelShape) -> int:
@@ -128,7 +141,7 @@ class ZeroPlan:
             return forward_parts(config, shape, num_ranks, shape.num_parameters * compute, 0, on_host=False)
         weights = part_size(shape, 3, num_ranks) * compute
         gathered = (_gathered(shape) + _persistent(shape)) * compute
-        return forward_parts(config, shape, num_ranks, weights, gathered, zero.offload_parameters == "cpu")
+        return forward_parts(config, shape, num_ranks, weights, gathered, zero.offload_parameters != "none")
 
     def checkpoint_bytes(self, config: Config, shape: ModelShape) -> int:
         learnt = trained(config, shape)
@@ -149,7 +162,8 @@ class ZeroPlan:
         }
 
     def rows(self, config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
-        return iter(())
+        if on_disk := disk_bytes(config, shape, len(layout.ranks["trainer"])):
+            yield "on disk", f"{on_disk / 2**30:.1f} GiB of each trainer rank in {own(config).nvme_path} of its node"
 
 
 PLAN = ZeroPlan()

@@ -45,10 +45,13 @@ class DeepSpeedConfig(Section):
 
     zero_stage: Literal[1, 2, 3] = 3
     """What the ranks divide: 1: optimizer state and the fp32 weights; 2: also gradients; 3: also parameters."""
-    offload_optimizer: Literal["none", "cpu"] = "none"
-    """Keep optimizer state and the fp32 weights in host memory, where AdamW then runs."""
-    offload_parameters: Literal["none", "cpu"] = "none"
-    """Keep parameters in host memory; zero_stage 3 only."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Keep optimizer state and fp32 weights in host memory (cpu) or in files of nvme_path; AdamW runs on the host."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Keep parameters in host memory (cpu) or in files of nvme_path; zero_stage 3 only."""
+    nvme_path: str = ""
+    """A folder on a disk of each node, where nvme keeps tensors in files without names; $TMPDIR and other variables are
+    those of the node."""
     packing: Literal["auto", "require", "off"] = "auto"
     """As trainer.fsdp2.packing."""
     attention: Literal["auto", "flash", "sdpa"] = "auto"
@@ -70,9 +73,10 @@ def _check(config: Any) -> Iterator[Problem]:
         yield _problem(
             "offload_parameters", f"ZeRO-{own.zero_stage} does not divide parameters; set zero_stage=3 or none"
         )
-    if config.layout.offload == "always":
-        text = "the state of the deepspeed trainer stays where it is; use auto, and trainer.deepspeed.offload_optimizer"
-        yield Problem(("layout", "offload"), f"layout.offload: {text}", (AT,))
+    if bool(own.nvme_path) != ("nvme" in (own.offload_optimizer, own.offload_parameters)):
+        yield _problem("nvme_path", "goes together with offload_optimizer=nvme or offload_parameters=nvme")
+    elif own.nvme_path and not own.nvme_path.startswith(("/", "$")):
+        yield _problem("nvme_path", f"a folder of each node by its full path or in a variable, not {own.nvme_path!r}")
     yield from check_attention(config, own, AT)
     yield from _check_options(own.options, GIVEN, "")
     zero = own.options.get("zero_optimization", {})
@@ -109,7 +113,6 @@ SPEC = TrainEngineSpec(
     computes=frozenset({"entropy"}),
     deterministic=True,
     float32_head=True,
-    offloads=False,
     lora=True,
     make_critic="hpcrl.engines.train.deepspeed.critic:make",
 )

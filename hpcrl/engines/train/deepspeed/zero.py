@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -74,8 +74,9 @@ def settings(own: DeepSpeedConfig, max_grad_norm: float, dtype: torch.dtype, num
     options = dict(own.options)
     pinned = torch.cuda.is_available()
 
-    def place(device: str) -> dict[str, Any]:
-        return {"device": device, "pin_memory": pinned and device != "none"}
+    def place(where: str) -> dict[str, Any]:
+        # From host memory, local_disk.py moves it on.
+        return {"device": "cpu" if where == "nvme" else where, "pin_memory": pinned and where == "cpu"}
 
     zero = {
         "stage": own.zero_stage,
@@ -147,18 +148,15 @@ def start(model: PackedCausalLM, optimizer: torch.optim.Optimizer | None, config
             if parameter is not None:  # used by the model, not by its own module
                 deepspeed.zero.register_external_parameter(model, parameter)
     parsed = deepspeed.DeepSpeedConfig(config)
-    engine = _Engine(args=None, model=model, optimizer=optimizer, config=config, config_class=parsed)
-    if optimizer is not None:
-        _make_moments(engine.optimizer, optimizer)
-    return engine
+    return _Engine(args=None, model=model, optimizer=optimizer, config=config, config_class=parsed)
 
 
-def _make_moments(zero: Any, optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's state, which it would make in its first step."""
+def make_moments(zero: Any, optimizer: torch.optim.Optimizer, zeros_like: Callable[[Tensor], Tensor]) -> None:
+    """AdamW's state, which it would make in its first step. zeros_like: makes moments for fp32 weights."""
     for flat in flat_weights(zero):
         # A fused AdamW counts on the device.
         state = {"step": torch.zeros((), dtype=torch.float32, device=flat.device)}
-        optimizer.state[flat] = state | {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
+        optimizer.state[flat] = state | {name: zeros_like(flat.detach()) for name in MOMENTS}
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._lazy_init_hp_params_optimizer_state()
 

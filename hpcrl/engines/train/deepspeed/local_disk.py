@@ -1,0 +1,77 @@
+"""Memory in files of a disk of the rank's own node (trainer.deepspeed.nvme_path)."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, UntypedStorage
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+"""File systems whose files are in host memory."""
+
+
+class LocalDisk:
+    """Tensors in files of a folder, which the kernel reads and writes as pages are used: host memory holds what it has
+    room for. A file has no name, so that no two ranks share one, and it is gone with its process, however that ends."""
+
+    def __init__(self, folder: str):
+        """folder: with the node's environment variables in it. ValueError if files there are not on a disk."""
+        self.folder = Path(os.path.expandvars(folder))
+        self._pages: list[mmap.mmap] = []
+        if not self.folder.is_absolute() or not self.folder.is_dir():
+            raise ValueError(f"{self._key}: there is no such folder on {os.uname().nodename}")
+        if (kind := _file_system(self.folder)) in IN_MEMORY:
+            raise ValueError(f"{self._key} is {kind}, whose files are in host memory; name a folder on a disk")
+        self.new(mmap.PAGESIZE)
+
+    @property
+    def _key(self) -> str:
+        return f"trainer.deepspeed.nvme_path={self.folder}"
+
+    def new(self, num_bytes: int) -> UntypedStorage:
+        """Zeros in a file of their own. ValueError if it cannot be written."""
+        try:
+            file, path = tempfile.mkstemp(prefix="hpcrl-", dir=self.folder)
+        except OSError as error:
+            raise ValueError(f"{self._key} cannot be written: {error.strerror}") from None
+        try:
+            os.unlink(path)
+            os.posix_fallocate(file, 0, num_bytes)  # else a full disk ends the process when a page is written
+            pages = mmap.mmap(file, num_bytes)
+        except OSError as error:
+            free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
+            why = f"only {free / 1e9:.1f} GB are free" if error.errno == errno.ENOSPC else error.strerror
+            raise ValueError(f"{self._key}: no file of {num_bytes / 1e9:.1f} GB can be made, {why}") from None
+        finally:
+            os.close(file)
+        self._pages.append(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+
+    def copy(self, storage: UntypedStorage) -> UntypedStorage:
+        """A copy in a file. ValueError as above."""
+        copy = self.new(storage.nbytes())
+        copy.copy_(storage)
+        return copy
+
+    def zeros_like(self, tensor: Tensor) -> Tensor:
+        """Zeros of this shape and type in a file. ValueError as above."""
+        storage = self.new(tensor.numel() * tensor.element_size())
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.size(), tensor.stride())
+
+    def release(self) -> None:
+        """Tell the kernel that the process does not need the pages now: its resident memory is what else it has."""
+        for pages in self._pages:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that has the folder; empty where the kernel does not tell."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as file:
+        return next((line.partition(" - ")[2].split()[0] for line in file if line.split()[2] == number), "")
