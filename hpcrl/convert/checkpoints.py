@@ -44,8 +44,8 @@ def find(
     tell: Callable[[str], None],
     go_on: Callable[[], None] = lambda: None,
 ) -> Found:
-    """The newest valid checkpoint of a run folder of hpcrl, the checkpoint of a step, the newest or a given one of
-    Megatron-LM. hashes: the SHA-256 of each file of an hpcrl checkpoint is checked, else its size only; `tell`
+    """The newest valid checkpoint of a run folder of hpcrl, the checkpoint of a step, or of the critic in it, the newest
+    or a given one of Megatron-LM. hashes: the SHA-256 of each file of an hpcrl checkpoint is checked, else its size only; `tell`
     is told what takes long, and an exception of `go_on` ends it. ValueError if there is none, if it is damaged, or if
     the model is not known."""
 
@@ -66,10 +66,10 @@ def find(
         if latest.path is None:
             raise ValueError(f"--checkpoint {path}: the run has no checkpoint yet")
         folder = latest.path
-    elif (path / MANIFEST).is_file():
-        if problem := problem_of(path, damage):
+    elif step := next((step for step in (path, path.absolute().parent) if (step / MANIFEST).is_file()), None):
+        if problem := problem_of(step, damage):
             raise ValueError(f"--checkpoint {path} is damaged: {problem}")
-        run = path.parent.parent
+        run = step.parent.parent
     elif steps_in(path):
         raise ValueError(
             f"--checkpoint {path} has several checkpoints; name the run folder {path.parent} or one of them"
@@ -112,7 +112,8 @@ def _model_of(folder: Path, run: Path | None) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if run is not None and (run / CONFIG).is_file():
-        path = stored_config(run).model.path
+        stored = stored_config(run)
+        path = (stored.critic.path if folder.name == "critic" else None) or stored.model.path
         if path is None:
             return run / "model"
         if (Path(path) / "config.json").is_file():

@@ -69,6 +69,7 @@ def to_hf(checkpoint: Path, output: Path, options: ConvertOptions) -> Converted:
     try:
         dtypes = output_dtypes(source, options.dtype)
         files = hf_files(source, dtypes, options.most_bytes)
+        config |= _critic(config) if source.values else {}
         small = hf_small_files(files, dtypes, config, found.model)
         return _write(found.folder, output, source, dtypes, files, small, options)
     finally:
@@ -91,6 +92,15 @@ def to_megatron(checkpoint: Path, output: Path, options: ConvertOptions) -> Conv
         return _write(checkpoint, output, source, dtypes, files, small, options)
     finally:
         source.close()
+
+
+def _critic(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json of a critic has in place of a language model's: transformers' model for token classification,
+    with a single label."""
+    from transformers.models.auto import modeling_auto  # seconds, which no other conversion needs
+
+    name = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config["model_type"]]
+    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def _write(

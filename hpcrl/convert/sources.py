@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpcrl.convert.shards import ShardedCheckpoint, Stored
 from hpcrl.convert.weight_files import WeightFiles
-from hpcrl.engines.train.megatron.names import EMBEDDING, FAMILIES, HEAD, Entry, NameTable, table
+from hpcrl.engines.train.megatron.names import EMBEDDING, FAMILIES, HEAD, VALUE_HEAD, Entry, NameTable, table
 from hpcrl.spec.lora import is_adapter
 from hpcrl.spec.weights import Box
 
@@ -39,6 +39,10 @@ class TensorSource(Protocol):
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Name -> dtype."""
+
+    @property
+    def values(self) -> bool:
+        """Whether the model is a critic: a head of values in place of the vocabulary's."""
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows of a tensor. Threads may call it at the same time."""
@@ -71,8 +75,9 @@ class MegatronWeights:
                 f"{checkpoint.folder}: {prefix + EMBEDDING} has {rows} rows, config.json has vocab_size={vocabulary}: "
                 "the checkpoint is of another model"
             )
-        local = table(config, "local", padded_vocabulary=rows)
-        fused = table(config, "fused", padded_vocabulary=rows)
+        self.values = prefix + HEAD.replace("weight", "bias") in checkpoint.tensors
+        local = table(config, "local", padded_vocabulary=rows, values=self.values)
+        fused = table(config, "fused", padded_vocabulary=rows, values=self.values)
         self._where = self._find(local, fused)
         self.shapes = local.shapes
         self._rows: dict[str, list[tuple[Entry, int, int, int]]] = {name: [] for name in self.shapes}
@@ -213,6 +218,7 @@ class TrainerWeights:
                 "folder hf, into which they are merged"
             )
         self._checkpoint = checkpoint
+        self.values = f"{self.PREFIX}{VALUE_HEAD}.weight" in checkpoint.tensors
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._where: dict[str, tuple[str, Box, int]] = {}  # tensor, leading box, first row
@@ -227,7 +233,7 @@ class TrainerWeights:
         """Families with a table are compared with config.json."""
         if config.get("model_type") not in FAMILIES:
             return
-        expected = table(config).shapes
+        expected = table(config, values=self.values).shapes
         for name in [*expected, *self.shapes]:
             if (has := self.shapes.get(name)) != (needs := expected.get(name)):
                 text = (
@@ -266,6 +272,8 @@ def _in_files(name: str, stored: Stored) -> Iterator[tuple[str, tuple[int, ...],
 class ModelWeights:
     """Megatron tensors out of an HF model, norms under the names that either kind of layers loads. ValueError if the
     model is not that of its config.json. homogeneous: all layers have the same tensors."""
+
+    values = False
 
     def __init__(self, folder: Path, config: Mapping[str, Any], padded_vocabulary: int):
         self.table = table(config, "fused", padded_vocabulary)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from hpcrl.config import TrainerConfig, parse
+from hpcrl.convert.__main__ import main as convert
 from hpcrl.engines.train.base import ValueEngine, check_objective
 from hpcrl.engines.train.fsdp2.critic import FSDP2Critic
 from hpcrl.engines.train.megatron.critic import MegatronCritic
@@ -133,10 +135,26 @@ def test_it_learns_as_fsdp2s_and_its_export_is_one_of_transformers(tmp_path: Pat
         torch.testing.assert_close(values, other.values(batch, plan), rtol=0, atol=1e-4)
         engine.export_hf(tmp_path / "hf")
         other.export_hf(tmp_path / "fsdp2")
+        for name, critic in (("hf", engine), ("fsdp2", other)):
+            (saved := tmp_path / f"{name} checkpoint").mkdir()
+            write_files(saved, critic.snapshot())
+            words = [
+                "--checkpoint",
+                str(saved),
+                "--model",
+                str(folder),
+                "--output",
+                str(tmp_path / f"{name} converted"),
+            ]
+            assert convert([*words, "--verify"]) == 0
+            exported, converted = (load_file(tmp_path / f / "model.safetensors") for f in (name, f"{name} converted"))
+            assert exported.keys() == converted.keys()
+            assert all(torch.equal(tensor, converted[key]) for key, tensor in exported.items())
         again = make(tmp_path / "hf", {}).values(batch, plan)
         assert again is not None and torch.equal(again, values)
-        ours, theirs = (AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("hf", "fsdp2"))
-        assert ours | {"_name_or_path": ""} == theirs | {"_name_or_path": ""}
+        exports = ("hf", "fsdp2", "hf converted", "fsdp2 converted")
+        ours, *theirs = (AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in exports)
+        assert all(ours | {"_name_or_path": ""} == one | {"_name_or_path": ""} for one in theirs)
         assert ours["architectures"] == ["Qwen2ForTokenClassification"]
         rounded = make(folder, {}, param_dtype="bfloat16")
         rounded.train_step(batch, plan, Squares(), norms_of(batch))
