@@ -44,10 +44,10 @@ def find(
     tell: Callable[[str], None],
     go_on: Callable[[], None] = lambda: None,
 ) -> Found:
-    """The newest valid checkpoint of a run folder of hpcrl, the checkpoint of a step, or of the critic in it, the newest
-    or a given one of Megatron-LM. hashes: the SHA-256 of each file of an hpcrl checkpoint is checked, else its size only; `tell`
-    is told what takes long, and an exception of `go_on` ends it. ValueError if there is none, if it is damaged, or if
-    the model is not known."""
+    """The newest valid checkpoint of a run folder of hpcrl, that of a step, or of the critic in it, the newest or a
+    given one of Megatron-LM. hashes: the SHA-256 of each file of an hpcrl checkpoint is checked, else its size only;
+    `tell` is told what takes long, and an exception of `go_on` ends it. ValueError if there is none, if it is damaged,
+    or if the model is not known."""
 
     def damage(folder: Path, entries: Sequence[FileEntry]) -> str:
         size = sum(entry.size for entry in entries)
