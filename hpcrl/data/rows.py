@@ -283,6 +283,14 @@ class RowSet:
                 for index in np.flatnonzero(self.domains[start:end] == self.domain_names.index(domain)).tolist():
                     yield table.where(index), self._parse(number, index)
 
+    def domains_in_turn(self) -> np.ndarray:
+        """int64 [rows]: the first row of each domain, then the second of each, and so on."""
+        place = np.empty(len(self), dtype=np.int64)  # of each row among those of its domain
+        for domain in range(len(self.domain_names)):
+            mine = np.flatnonzero(self.domains == domain)
+            place[mine] = np.arange(len(mine))
+        return np.lexsort((self.domains, place))
+
     def fingerprint(self) -> dict[str, str]:
         """Source -> what its rows and their domains depend on, to check a cursor."""
         return {

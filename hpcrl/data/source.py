@@ -41,7 +41,8 @@ class PromptSource:
     """An endless stream of the prompts of a split. `dispositions` holds drawn prompts that are not settled yet.
 
     With data.domain_interleave_probs, every `batch_size` prompts contain int(p x batch_size) of each domain, spread
-    evenly; the last domain gets the remainder. A prompt dropped for its length is replaced from its own domain.
+    evenly; the last domain gets the remainder. A prompt that cannot be trained is replaced from its own domain: one
+    dropped for its length at once, others when replace() tells of them.
     """
 
     def __init__(self, config: DataConfig, split: Split, tokenizer: Any, seed: int, batch_size: int):
@@ -57,7 +58,8 @@ class PromptSource:
         # The stream of each prompt of a batch, spread so that any part of a batch has about the same mix.
         places = [((i + 0.5) / s.share, n) for n, s in enumerate(self._streams) for i in range(s.share)]
         self._pattern = [n for _, n in sorted(places)]
-        self._num_given = 0
+        self._num_given = 0  # without those in place of others
+        self._owed: list[int] = []  # streams of the prompts to draw in place of others
         self._dropped: list[Settled] = []
         self.dispositions = Dispositions()
 
@@ -103,7 +105,8 @@ class PromptSource:
         ValueError if a whole epoch has no usable prompt, or if a prompt is over the limit
         (data.overlong_prompts=error).
         """
-        stream = self._streams[self._pattern[self._num_given % len(self._pattern)]]
+        owed = bool(self._owed)
+        stream = self._streams[self._owed[0] if owed else self._pattern[self._num_given % len(self._pattern)]]
         for _ in range(len(stream.rows)):
             epoch, row = self._advance(stream)
             try:
@@ -115,11 +118,20 @@ class PromptSource:
             uid = self.dispositions.open(epoch, row, parsed.domain)
             text, token_ids = self._tokens(parsed, row)
             if len(token_ids) <= self._config.max_prompt_tokens:
-                self._num_given += 1
+                if owed:
+                    self._owed.pop(0)
+                else:
+                    self._num_given += 1
                 return _prompt(uid, epoch, row, parsed, text, token_ids)
             reason = f"{len(token_ids)} tokens"
             self._dropped.append(self.dispositions.settle(uid, Disposition.TOO_LONG, reason))
         raise ValueError(self._all_too_long(stream))
+
+    def replace(self, domain: str) -> None:
+        """A prompt of this domain was filtered or has failed: draw another of the domain next. Without a mix of
+        domains nothing needs to be replaced."""
+        owed = [place for place, stream in enumerate(self._streams) if stream.name == domain]
+        self._owed += owed if self._mixed else []
 
     def take_dropped(self) -> list[Settled]:
         """The prompts that next() skipped since the last call; a resume keeps those not fetched."""
@@ -133,11 +145,16 @@ class PromptSource:
         text, token_ids = self._tokens(parsed, row)
         return _prompt(uid, epoch, row, parsed, text, token_ids)
 
+    @property
+    def _mixed(self) -> bool:
+        """Whether domains have shares of a batch; otherwise its size has no influence."""
+        return len(self._streams) > 1
+
     def head(self, count: int) -> list[Prompt]:
-        """The first `count` rows that are not over-long, or all if there are fewer, in data order, with the row as uid;
-        for evaluation. Opens no prompts."""
+        """The first `count` rows that are not over-long, or all if there are fewer, the domains in turn and otherwise
+        in data order, with the row as uid; for evaluation. Opens no prompts."""
         found: list[Prompt] = []
-        for row in range(len(self._rows)):
+        for row in self._rows.domains_in_turn().tolist():
             if len(found) == count:
                 break
             parsed = self._rows.row(row)
@@ -174,6 +191,7 @@ class PromptSource:
         return {
             "data": self._identity(),
             "num_given": self._num_given,
+            "owed": [self._streams[place].name for place in self._owed],
             "num_drawn": {stream.name: stream.num_drawn for stream in self._streams},
             "dispositions": self.dispositions.state_dict(),
             "dropped": [[*astuple(s)[:4], s.disposition.value, s.reason] for s in self._dropped],
@@ -183,6 +201,8 @@ class PromptSource:
         """Continue from `state`. ValueError names the source or setting that has changed."""
         require_same(state["data"], self._identity(), f"data.{self._split}")
         self._num_given = state["num_given"]
+        names = [stream.name for stream in self._streams]
+        self._owed = [names.index(name) for name in state.get("owed", [])]
         for stream in self._streams:
             stream.num_drawn = state["num_drawn"][stream.name]
         self.dispositions.load_state_dict(state["dispositions"])
@@ -192,11 +212,10 @@ class PromptSource:
         ]
 
     def _identity(self) -> dict[str, str]:
-        mixed = len(self._streams) > 1  # otherwise the batch size has no influence
         return {
             "seed": str(self._seed),
             "shuffle": str(self._config.shuffle),
-            "mix": ", ".join(f"{stream.name} {stream.share}" for stream in self._streams) if mixed else "none",
+            "mix": ", ".join(f"{stream.name} {stream.share}" for stream in self._streams) if self._mixed else "none",
             **self._rows.fingerprint(),
         }
 

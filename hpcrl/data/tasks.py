@@ -1,5 +1,5 @@
-"""Built-in prompt sources that generate their rows: `task:sort_digits`, `task:add`, `reasoning_gym:NAME`, and those of
-environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
+"""Built-in prompt sources that generate their rows: `task:NAME` (sort_digits, add, program, repeat),
+`reasoning_gym:NAME`, and those of environments (hpcrl.data.env_sources), `env:DOMAIN` and `expert:NAME`.
 
 A row is a function of (seed, split, index) only. Rows have the keys of a jsonl file: prompt, answer, other columns.
 """
@@ -20,6 +20,8 @@ from hpcrl.spec.options import read_options
 
 Split = Literal["train", "val"]
 DEFAULT_SIZE: dict[Split, int] = {"train": 65536, "val": 1024}
+
+WORDS = ("cat", "dog", "sun", "sea", "red", "ice", "oak", "bee", "fox", "owl", "rye", "ink")
 
 HELD_OUT = 16  # one content in this many belongs to val, the others to train
 
@@ -64,6 +66,20 @@ class AddOptions(Section):
     """Maximum digits of a summand."""
 
 
+class ProgramOptions(Section):
+    """Options of the task program: a function that multiplies and adds."""
+
+    max_digits: Positive = 2
+    """Maximum digits of the summand."""
+
+
+class RepeatOptions(Section):
+    """Options of the task repeat: two words, each so many times, as instructions of IFEval."""
+
+    max_times: Positive = 3
+    """Maximum times of a word."""
+
+
 def _sort_digits(rng: random.Random, options: SortOptions) -> dict[str, Any]:
     digits = [rng.randrange(10) for _ in range(rng.randint(options.min_digits, options.max_digits))]
     return {"prompt": f"sort: {_spaced(digits)}", "answer": _spaced(sorted(digits))}
@@ -74,6 +90,29 @@ def _add(rng: random.Random, options: AddOptions) -> dict[str, Any]:
     return {"prompt": f"add: {a} + {b}", "answer": str(a + b)}
 
 
+def _program(rng: random.Random, options: ProgramOptions) -> dict[str, Any]:
+    factor, summand = rng.randrange(2, 10), rng.randrange(10**options.max_digits)
+    cases = [{"call": "f", "args": [x], "returns": factor * x + summand} for x in (rng.randrange(10), 100)]
+    return {
+        "prompt": f"code: {factor} x + {summand}",
+        "answer": cases,
+        "response": f"f=lambda x:{factor}*x+{summand}",
+    }
+
+
+def _repeat(rng: random.Random, options: RepeatOptions) -> dict[str, Any]:
+    words = rng.sample(WORDS, 2)
+    counts = [rng.randint(1, options.max_times) for _ in words]
+    told = [{"keyword": word, "frequency": n, "relation": "at least"} for word, n in zip(words, counts, strict=True)]
+    most = {"num_words": sum(counts) + 1, "relation": "less than"}
+    return {
+        "prompt": "write: " + ", ".join(f"{n} {word}" for word, n in zip(words, counts, strict=True)),
+        "instruction_id_list": [*["keywords:frequency"] * len(words), "length_constraints:number_words"],
+        "kwargs": [*told, most],
+        "response": " ".join(word for word, n in zip(words, counts, strict=True) for _ in range(n)),
+    }
+
+
 def _spaced(digits: list[int]) -> str:
     return " ".join(map(str, digits))
 
@@ -82,6 +121,8 @@ Make = Callable[[random.Random, Any], dict[str, Any]]
 TASKS: dict[str, tuple[Make, type[Section], str]] = {
     "sort_digits": (_sort_digits, SortOptions, "sort_digits"),
     "add": (_add, AddOptions, "exact_match"),
+    "program": (_program, ProgramOptions, "code"),
+    "repeat": (_repeat, RepeatOptions, "ifeval"),
 }
 
 EPISODES: dict[str, Callable[..., Task]] = {"env": StartTask, "expert": ExpertTask}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from hpcrl.config import RewardConfig
@@ -15,7 +16,10 @@ from hpcrl.spec.tables import REWARDS
 
 class ComposedReward(Reward):
     """sum: the parts' rewards times their weights. product: of the rewards. gate: the sum where every part with
-    gate=true has score 1, else `closed`. The score is that of the first part. The reward of each part is a metric."""
+    gate=true has score 1, else `closed`. The score is that of the first part. The reward of each part is a metric.
+
+    With a part that waits for a service, such as a judge, responses are scored as those of an asynchronous reward;
+    parts that compute do so one response at a time."""
 
     def __init__(self, config: RewardConfig):
         self.options = read_options(ComposedOptions, config.options)
@@ -29,13 +33,13 @@ class ComposedReward(Reward):
                     "compose rewards itself"
                 )
             try:
-                reward = make_reward(RewardConfig.model_validate({"name": part.name, "options": part.options}))
+                limits = {"timeout_s": config.timeout_s, "concurrency": config.concurrency}
+                section = {"name": part.name, "options": part.options, **limits}
+                reward = make_reward(RewardConfig.model_validate(section))
             except ValueError as error:
                 raise ValueError(f"parts.{name}.options: {error}") from error
-            if reward.scores != "samples" or reward.pool != "process":
-                raise ValueError(
-                    f"parts.{name}.name: {part.name} cannot be a part: it scores groups or waits for a service"
-                )
+            if reward.scores != "samples":
+                raise ValueError(f"parts.{name}.name: {part.name} cannot be a part: it scores groups")
             self._parts[name] = reward
         if self.options.rule == "gate" and not any(part.gate for part in parts.values()):
             raise ValueError(f"rule: gate needs a part with gate=true; there are {', '.join(parts)}")
@@ -44,6 +48,8 @@ class ComposedReward(Reward):
             if unread and self.options.rule not in rule:
                 raise ValueError(f"parts.{unread[0]}.{key}: not read with rule={self.options.rule}, only with {rule}")
         self.inline = all(reward.inline for reward in self._parts.values())
+        if any(reward.pool == "async" for reward in self._parts.values()):
+            self.pool = "async"
 
     def start(self) -> None:
         """Start the parts."""
@@ -53,12 +59,20 @@ class ComposedReward(Reward):
             except ValueError as error:
                 raise ValueError(f"parts.{name}: {error}") from error
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score]:
+    def score(self, items: Sequence[RewardItem]) -> list[Score] | Awaitable[list[Score]]:
         by_part = {name: reward.score(items) for name, reward in self._parts.items()}
-        return [
-            self._composed({name: scores[place] for name, scores in by_part.items()})  # type: ignore[index]
-            for place in range(len(items))
-        ]
+        if self.pool == "async":
+            return self._awaited(by_part, len(items))
+        return self._together(by_part, len(items))  # type: ignore[arg-type]
+
+    async def _awaited(
+        self, by_part: Mapping[str, Sequence[Score] | Awaitable[Sequence[Score]]], count: int
+    ) -> list[Score]:
+        scores = {name: await given if inspect.isawaitable(given) else given for name, given in by_part.items()}
+        return self._together(scores, count)
+
+    def _together(self, by_part: Mapping[str, Sequence[Score]], count: int) -> list[Score]:
+        return [self._composed({name: scores[place] for name, scores in by_part.items()}) for place in range(count)]
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
         """Reports a row that one of the parts cannot score."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,6 +77,7 @@ class RolloutLoop:
         self._scorers, self._envs, self._scorers_of = list(scorers), list(envs), scorers_of
         self._awaited = Awaited(controller, {*scorers, *envs})
         self._pace = Pace()
+        self._waited_s = 0.0  # in this drive, for scorers and environments alone
         self._streams: list[_Stream] = []  # the driven one is last
 
     def drive(
@@ -98,6 +100,7 @@ class RolloutLoop:
             self._streams.append(stream)
         self.tell_lost()
         self._pause(frozenset())
+        self._waited_s = 0.0
         while True:
             moved = [self._advance(each) for each in self._streams]
             if scheduler.ready():
@@ -114,7 +117,7 @@ class RolloutLoop:
             stream.arrived = []
         groups = scheduler.take()
         sizes = {s.id: self._replicas[s.replica].sizes.pop(s.id) for group in groups for s in group.samples}
-        stats, stream.stats = merge(stream.stats), []
+        stats, stream.stats = merge([*stream.stats, {"time/step_reward_wait": scalar(self._waited_s)}]), []
         if not scheduler.generates_ahead:
             self._streams.remove(stream)
             self._awaited.forget_early(stream.prompts.keys())  # no outstanding burst can still report them
@@ -294,7 +297,9 @@ class RolloutLoop:
     def _collect(self) -> None:
         """Wait for events; in deterministic mode for all consequences of a burst, sorted."""
         while True:
+            start, idle = time.perf_counter(), not any(replica.num_bursts for replica in self._replicas.values())
             self._take_in(self._controller.events())
+            self._waited_s += idle * (time.perf_counter() - start)
             self._awaited.check()
             if not self._deterministic:
                 return

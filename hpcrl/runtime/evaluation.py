@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -44,22 +45,24 @@ class Evaluation:
         self._slots = replica_capacity(config, layout)
         self._examples_file, self._episodes = run_dir / "examples.json", run_dir / "episodes"
         self._prompts = _held_out(config, tokenizer) if config.data.val else []
+        self._domains = [prompt.domain for prompt in self._prompts]
 
     def scores(self, step: int) -> Stats:
         """val/score (greedy or at eval.temperature) and val/sampled/score (at the training temperature), each with the
-        number of responses whose reward could not be computed (score_errors)."""
+        number of responses whose reward could not be computed (score_errors), and with several domains also those of
+        each, such as val/maths/score."""
         if not self._prompts:
             return {}
         start, config = time.perf_counter(), self._config
         harvest = self._generate(config.eval.temperature, 2 * step)
-        stats = _score_stats("val", harvest)
+        stats = _score_stats("val", harvest, self._domains)
         self._keep_episodes(step, harvest)
         if step in {0, config.max_steps}:
             self._keep_examples(step, harvest)
         self._loop.forget(harvest.groups)
         if config.rollout.temperature != config.eval.temperature:
             sampled = self._generate(config.rollout.temperature, 2 * step + 1)
-            stats |= _score_stats("val/sampled", sampled)
+            stats |= _score_stats("val/sampled", sampled, self._domains)
             self._loop.forget(sampled.groups)
         return merge([stats, timed("time/val_step", start)])
 
@@ -159,15 +162,17 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
     return found
 
 
-def _score_stats(prefix: str, harvest: Harvest) -> Stats:
-    samples = [group.samples[0] for group in harvest.groups]
-    lengths = [harvest.sizes[sample.id].model for sample in samples]
-    shown = merge(
-        {f"{prefix}/score/*": scalar(sample.score), f"{prefix}/response_length/*": scalar(length)}
-        for sample, length in zip(samples, lengths, strict=True)
-    )
+def _score_stats(prefix: str, harvest: Harvest, domains: Sequence[str]) -> Stats:
+    """Scores and lengths of an evaluation. domains: of its prompts, in order; of several, each has its own too."""
+    samples = [group.samples[0] for group in harvest.groups]  # in order of uid
+    shown = []
+    for sample, domain in zip(samples, domains, strict=True):
+        told = {"score": scalar(sample.score), "response_length": scalar(harvest.sizes[sample.id].model)}
+        shown.append({f"{prefix}/{name}/*": value for name, value in told.items()})
+        if len(set(domains)) > 1:
+            shown.append({f"{prefix}/{domain}/{name}": value for name, value in told.items()})
     played = {f"{prefix}/{name}": stat for name, stat in harvest.stats.items() if name.startswith("env/")}
-    return shown | played | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
+    return merge(shown) | played | {f"{prefix}/score_errors": scalar(sum(bool(sample.error) for sample in samples))}
 
 
 def _short(text: str) -> str:

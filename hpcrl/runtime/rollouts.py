@@ -88,6 +88,7 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Cursor, ledger of prompts and scheduler; JSON-able. Samples of a lost replica are generated again."""
         self._loop.tell_lost()
+        self._replace_lost()
         sizes = self._loop.sizes(self.scheduler.finished())
         waiting = {"sizes": [[sample, *astuple(size)] for sample, size in sizes.items()]}
         return {"cursor": self.source.state_dict(), "scheduler": self.scheduler.state_dict() | waiting}
@@ -109,10 +110,17 @@ class Rollouts:
         self._prompts = {uid: self.source.prompt(uid) for uid in self.source.dispositions.open_uids}
 
     def _draw(self, count: int) -> list[Prompt]:
+        self._replace_lost()
         return [self.source.next() for _ in range(count)]
+
+    def _replace_lost(self) -> None:
+        """Have prompts that were filtered or have failed replaced from their own domains."""
+        for uid in self.scheduler.lost():
+            self.source.replace(self._prompts[uid].domain)
 
     def _record(self) -> None:
         """Record the disposition of every prompt that ended in this step."""
+        self._replace_lost()
         for end in self.scheduler.settled():
             domain = self.source.dispositions.settle(end.uid, end.disposition, end.reason).domain
             del self._prompts[end.uid]

@@ -120,6 +120,35 @@ def test_resume_continues_exactly(tokenizer, tmp_path_factory, data):
     assert (counts["too_long"], counts["trained"]) == (len(dropped), len(open_uids[::2]))
 
 
+def test_what_is_filtered_is_replaced_from_its_own_domain_also_after_a_resume(tokenizer, mixed_file):
+    """Over 40 batches of which every third prompt is filtered, until the batch is full, in runs resumed at any time."""
+    config = DataConfig(train=mixed_file, domain_interleave_probs=MIX)
+    prompts, seen = source(tokenizer, config), 0
+    for _ in range(40):
+        trained: Counter[str] = Counter()
+        waiting = [prompts.next() for _ in range(10)]
+        while waiting:
+            for prompt in waiting:
+                seen += 1
+                filtered = seen % 3 == 0
+                prompts.dispositions.settle(prompt.uid, Disposition.FILTERED if filtered else Disposition.TRAINED)
+                if filtered:
+                    prompts.replace(prompt.domain)
+                else:
+                    trained[prompt.domain] += 1
+            state = json.loads(json.dumps(prompts.state_dict()))
+            prompts = source(tokenizer, config)
+            prompts.load_state_dict(state)
+            waiting = [prompts.next() for _ in range(10 - trained.total())]
+        assert trained == {"a": 5, "b": 2, "c": 3}
+
+
+def test_held_out_prompts_are_of_all_domains_in_turn(tokenizer, mixed_file):
+    held_out = PromptSource(DataConfig(train=mixed_file, val=mixed_file), "val", tokenizer, 0, 1)
+    drawn = [prompt.text.splitlines()[1].removesuffix("<|im_end|>") for prompt in held_out.head(11)]
+    assert drawn == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2", "a3", "c3"]
+
+
 def test_a_changed_file_or_setting_is_refused_by_name(tokenizer, mixed_file, write_jsonl):
     config = DataConfig(train=[mixed_file, "task:add"])
     state = source(tokenizer, config).state_dict()

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from hpcrl.config import RewardConfig
 from hpcrl.data.tasks import BROKEN_REASONING_GYM, make_task
+from hpcrl.rewards.base import RewardItem, make_reward
 
 
 def rows(name: str, seed: int, split: str, count: int, **options) -> list[dict]:
@@ -44,6 +46,19 @@ def test_rows_never_change():
     assert rows("task:sort_digits", 0, "train", 20) != rows("task:sort_digits", 1, "train", 20)
 
 
+@pytest.mark.parametrize(("path", "name"), [("task:program", "code"), ("task:repeat", "ifeval")])
+def test_the_written_answers_of_a_task_are_right_and_others_are_not(path: str, name: str):
+    reward = make_reward(RewardConfig(name=name))
+    reward.start()
+    train = make_task(path, {}, None, 0, "train")
+    for row in map(train.row, range(3)):
+        scores = []
+        for response in (row["response"], f"{row['response']} red", row["response"][:-1]):
+            (score,) = reward.score([RewardItem(0, "d", row["prompt"], response, row.get("answer"), row)])
+            scores.append(score.score)
+        assert scores == [1.0, 0.0, 0.0], row
+
+
 def test_reasoning_gym_rows_are_its_own():
     import reasoning_gym
 
@@ -59,7 +74,7 @@ def test_reasoning_gym_rows_are_its_own():
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("task:nope", {}, "there is no task 'nope'; built in are add, sort_digits"),
+        ("task:nope", {}, "there is no task 'nope'; built in are add, program, repeat, sort_digits"),
         ("task:add", {"digits": 1}, r"task:add: there is no option 'digits' \(there are: max_digits\)"),
         ("task:sort_digits", {"min_digits": 9}, "min_digits=9 is above max_digits=7"),
         ("task:sort_digits", {"min_digits": 1, "max_digits": 1}, "too few different rows"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
+from hpcrl.rewards.guarded import score_each_async
+from tests.rewards.test_judge import Server
 
 
 def make(name: str, **options: Any) -> Reward:
@@ -102,6 +105,28 @@ def test_parts_of_parts_are_metrics_and_errors_name_their_part() -> None:
     assert "which the part number (numeric) compares with" in numbers.problem_of_row(None, {})
     assert numbers.problem_of_row(4, {}) == ""
     assert not make("composed", parts={"right": {"name": "math"}}).inline
+
+
+def test_a_part_may_wait_for_a_service() -> None:
+    """A judge's vote beside what is computed here; without the judge, the response has an error."""
+    answers = iter(["9", "nothing"])
+
+    def reply(body: dict[str, Any], number: int) -> str:
+        line = str(body["messages"][-1]["content"].splitlines()[-1]).removesuffix("V")
+        return line + "5" if next(answers) == "9" else "I cannot say"
+
+    server = Server(reply)
+    try:
+        parts = {"right": RIGHT, "judge": {"name": "judge", "weight": 0.5, "options": {"judges": {"j": server.judge}}}}
+        reward = make_reward(RewardConfig(name="composed", options={"parts": parts}, timeout_s=20))
+        assert reward.pool == "async" and not reward.inline
+        items = [RewardItem(n, "d", "p", "4", "4") for n in range(2)]
+        judged, unjudged = (asyncio.run(score_each_async(reward, [item], 20.0)) for item in items)
+    finally:
+        server.close()
+    assert judged is not None and unjudged is not None
+    assert (judged[0].reward, judged[0].score, judged[0].metrics["judge"]) == (1.25, 1.0, 0.5)
+    assert unjudged[0].error == "judge: j: no verdict in its answer" and unjudged[0].metrics["judge/unparsable"] == 1
 
 
 @pytest.mark.parametrize(

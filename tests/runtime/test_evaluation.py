@@ -21,9 +21,12 @@ def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
         for uid, (score, error) in zip(uids, scored, strict=True)
     ]
     groups = [Group(uid, 0, 0, (sample,)) for uid, sample in zip(uids, samples, strict=True)]
-    stats = _score_stats("val", Harvest(groups, {sample.id: Sizes(9, 5) for sample in samples}))
+    harvest = Harvest(groups, {sample.id: Sizes(9, 5) for sample in samples})
+    stats = _score_stats("val", harvest, ["a", "a", "a"])
     assert (stats["val/score/*"].total, stats["val/score/*"].count) == (1.0, 3)
-    assert stats["val/score_errors"].total == 1
+    assert stats["val/score_errors"].total == 1 and "val/a/score" not in stats
+    stats = _score_stats("val", harvest, ["a", "b", "a"])
+    assert [(stats[f"val/{name}/score"].total, stats[f"val/{name}/score"].count) for name in "ab"] == [(1, 2), (0, 1)]
 
 
 def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> None:

@@ -31,6 +31,7 @@ class Accounts:
     def __init__(self) -> None:
         self.tally = Tally(COUNTS)
         self._settled: list[PromptOutcome] = []
+        self._lost: list[int] = []  # prompts that ended without being trained
         self._taken: list[LiveGroup] = []  # the last batch, which may still be given back
         self._lag_from = -1  # its version
         self._before: dict[str, int] = {}  # counts when the step was opened
@@ -45,6 +46,8 @@ class Accounts:
         scored = [] if disposition is Disposition.FAILED else group.samples
         rewards = tuple(sample.done.reward for sample in scored)
         self._settled.append(PromptOutcome(group.uid, group.attempt, disposition, reason, rewards))
+        if disposition is not Disposition.TRAINED:
+            self._lost.append(group.uid)
 
     def take(self, batch: list[LiveGroup], version: int) -> None:
         """Take the batch for training this version: its prompts are settled as trained."""
@@ -58,6 +61,11 @@ class Accounts:
         uids = {group.uid for group in taken}
         self._settled = [end for end in self._settled if end.uid not in uids]
         return taken
+
+    def lost(self) -> list[int]:
+        """Prompts that ended without being trained since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def settled(self) -> list[PromptOutcome]:
         """Prompts that ended since the last call."""

@@ -200,6 +200,10 @@ class RolloutScheduler:
         """Prompts that ended since the last call."""
         return self._accounts.settled()
 
+    def lost(self) -> list[int]:
+        """Prompts that ended without being trained since the last call: each needs another in its place."""
+        return self._accounts.lost()
+
     def metrics(self) -> dict[str, tuple[float, float, float, float]]:
         """(sum, count, min, max) by name since the last call, as for hpcrl.metrics.stats.Stat."""
         return self._accounts.metrics(self._samples.replicas)
