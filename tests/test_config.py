@@ -104,7 +104,7 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
     )
     expected = [
         "algorithm=grop: no such algorithm; there are: cispo, dapo, dr_grpo, gigpo, grpo, gspo, kimi, lite_ppo, "
-        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, sapo, topr, "
+        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, sapo, topr, "
         "turn_reinforce; did you "
         "mean grpo?",
         "a=1,2: several values; write a list as key=[a,b], or give -m to run each value",
@@ -326,11 +326,19 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["algorithm.correction=mask", "algorithm.correction_low=1.5"],
-            "algorithm.correction_low: 1.5 masks responses of the weights that are trained, whose ratio is 1; use less",
+            "algorithm.correction_low: 1.5 drops responses of the weights that are trained, whose ratio is 1; use less",
         ),
         (
             ["algorithm.correction=mask", "algorithm.correction_low=.1", "algorithm.correction_high=.5"],
-            "algorithm.correction_high: 0.5 masks responses of the weights that are trained, whose ratio is 1; use mo",
+            "algorithm.correction_high: 0.5 drops responses of the weights that are trained, whose ratio is 1; use mo",
+        ),
+        (
+            ["algorithm.correction=reject", "algorithm.correction_high=1"],
+            "algorithm.correction_high: 1 drops responses of the weights that are trained, whose ratio is 1; use more",
+        ),
+        (
+            ["algorithm.value_clip=.5"],
+            "algorithm.value_clip: unknown key; did you mean critic.value_clip?",
         ),
         (
             ["algorithm.correction=truncate", "algorithm.correction_high=.5"],
@@ -349,7 +357,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             ],
             "algorithm.correction_level: sequence multiplies the shares of probability that rollout.top_k=50, "
             "rollout.min_p=0.1 keeps at each token, so that long responses get almost no weight even without lag; use "
-            "token or geometric, or rollout.top_k=0 rollout.min_p=0",
+            "token, turn or geometric, or rollout.top_k=0 rollout.min_p=0",
         ),
         (
             ["algorithm.kl_estimator=k3"],
@@ -411,6 +419,7 @@ def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.M
         ["algorithm.correction=truncate", "algorithm.correction_high=1"],
         ["algorithm.correction=truncate", "algorithm.correction_level=geometric", "rollout.top_p=.9"],
         ["algorithm.correction=truncate", "rollout.top_k=50"],
+        ["algorithm.correction=reject", "algorithm.correction_level=turn", "algorithm.correction_low=.9"],
         ["algorithm.correction=truncate", "algorithm.correction_level=sequence"],
     ],
 )

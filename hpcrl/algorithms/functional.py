@@ -15,8 +15,8 @@ from hpcrl.rollout.batch import Norms
 
 Over = Literal["batch", "group", "running"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]
-RatioLevel = Literal["token", "geometric", "sequence"]
-Correction = Literal["truncate", "mask"]
+RatioLevel = Literal["token", "turn", "geometric", "sequence"]
+Correction = Literal["truncate", "mask", "reject"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 KL_LIMIT = 10.0
@@ -122,22 +122,27 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def at_level(log_ratio: Tensor, rows: Tensor, num_rows: int, level: RatioLevel) -> Tensor:
+def at_level(log_ratio: Tensor, rows: Tensor, turns: Tensor, level: RatioLevel) -> Tensor:
     """float32 [M]: the log-ratio of each token, or in its place the sum (sequence) or the mean (geometric) over the
-    tokens of its row."""
+    tokens of its row, or the mean over those of its turn. rows and turns int64 [M]: of each token, in order."""
     if level == "token":
         return log_ratio
-    sums = row_sums(log_ratio, rows, num_rows)
-    if level == "geometric":
-        sums = sums / torch.bincount(rows, minlength=num_rows).clamp(min=1)
-    return sums[rows]
+    starts = torch.ones_like(rows, dtype=torch.bool)
+    starts[1:] = rows[1:] != rows[:-1]
+    if level == "turn":
+        starts[1:] |= turns[1:] != turns[:-1]
+    parts = starts.long().cumsum(0) - 1
+    sums = row_sums(log_ratio, parts, len(rows))
+    if level != "sequence":
+        sums = sums / torch.bincount(parts, minlength=len(rows)).clamp(min=1)
+    return sums[parts]
 
 
 def behaviour_weights(
     old_logprobs: Tensor,
     behaviour_logprobs: Tensor,
     rows: Tensor,
-    num_rows: int,
+    turns: Tensor,
     level: RatioLevel,
     correction: Correction,
     low: float,
@@ -146,16 +151,21 @@ def behaviour_weights(
     """(weights, cut), [M] each: importance weights for tokens of another policy than the proximal one.
 
     The ratio is proximal (the trainer's log-probs before the step) over behaviour (the generator's, maybe of older
-    weights), per token, or per row as the product (sequence) or the geometric mean of its tokens. truncate: clipped at
-    `high` (TIS, as in arXiv 1802.01561); mask: 0 outside [low, high] (MIS). `cut` is 1 where the weight is not the
-    ratio. The weights have no gradient: decoupled PPO (arXiv 2110.00641).
+    weights), at this level (at_level). truncate: clipped at `high` (TIS, as in arXiv 1802.01561); mask: 0 outside
+    [low, high] (MIS); reject: 0 for all tokens of a row with a ratio outside [low, high], 1 for all others. `cut` is 1
+    where truncate or mask changed the ratio, and where reject drops a token. The weights have no gradient: decoupled
+    PPO (arXiv 2110.00641).
     """
-    log_ratio = at_level((old_logprobs - behaviour_logprobs).detach(), rows, num_rows, level)
+    log_ratio = at_level((old_logprobs - behaviour_logprobs).detach(), rows, turns, level)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     outside = (ratio > high) | (ratio < low)
     if correction == "truncate":
         return ratio.clamp(max=high), (ratio > high).to(ratio.dtype)
-    return torch.where(outside, 0.0, ratio), outside.to(ratio.dtype)
+    if correction == "mask":
+        return torch.where(outside, 0.0, ratio), outside.to(ratio.dtype)
+    num_rows = int(rows[-1]) + 1 if len(rows) else 0
+    rejected = (row_sums(outside.to(ratio.dtype), rows, num_rows) > 0)[rows].to(ratio.dtype)
+    return 1.0 - rejected, rejected
 
 
 def clipped_policy_loss(

@@ -1,8 +1,9 @@
 """The surrogates of the policy gradient: a loss of each token whose gradient is that of the expected reward.
 
 lp, old: log-probs of a token under the policy and the policy before the step; A: its advantage; sg: no gradient.
-rho = exp(lp - old) at `ratio_level` token; else the geometric mean or the product of these ratios over the response, in
-which each token has the gradient of its own log-prob, as in GSPO-token (arXiv 2507.18071).
+rho = exp(lp - old) at `ratio_level` token; else the geometric mean of these ratios over the turn or the response, or
+their product over the response. Each token then has the gradient of its own log-prob, as in GSPO-token (arXiv
+2507.18071).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The model tokens [M] of a micro-batch, and the rows [M] of num_rows responses that they belong to."""
+    """The model tokens [M] of a micro-batch, and the rows and turns [M] that they belong to."""
 
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
     rows: Tensor
-    num_rows: int
+    turns: Tensor
 
     def ratio(self, level: F.RatioLevel) -> Tensor:
         """float32 [M]: rho, see the module's docstring."""
         if level == "token":
             return F.importance_ratio(self.logprobs, self.old_logprobs)
-        whole = F.at_level((self.logprobs - self.old_logprobs).detach(), self.rows, self.num_rows, level)
+        whole = F.at_level((self.logprobs - self.old_logprobs).detach(), self.rows, self.turns, level)
         return F.importance_ratio(whole + self.logprobs, self.logprobs.detach())
 
 
@@ -68,9 +69,9 @@ def sapo(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
 
 
 def kimi(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """-A lp + tau/2 d^2 with d = lp - old, of the token or of the response (Kimi k1.5, arXiv 2501.12599)."""
+    """-A lp + tau/2 d^2 with d = lp - old, of the token, the turn or the response (Kimi k1.5, arXiv 2501.12599)."""
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    penalty = log_ratio * F.at_level(log_ratio, tokens.rows, tokens.num_rows, config.ratio_level)
+    penalty = log_ratio * F.at_level(log_ratio, tokens.rows, tokens.turns, config.ratio_level)
     return -tokens.advantages * tokens.logprobs + 0.5 * config.kimi_tau * penalty, torch.zeros_like(log_ratio)
 
 

@@ -146,21 +146,21 @@ def _policy_loss(config: Config) -> Iterator[Problem]:
 
 
 def _correction(config: Config) -> Iterator[Problem]:
-    """Bounds that correct responses of the trained weights themselves: their ratio is 1 up to rounding, so a mask with
-    bound 1 would drop them at random."""
+    """Bounds that correct responses of the trained weights themselves: their ratio is 1 up to rounding, so a mask or a
+    rejection with bound 1 would drop them at random."""
     algorithm, section = config.algorithm, "algorithm"
     if not (config.reinforces and config.learns) or algorithm.correction == "none":
         return
-    low, high, masks = algorithm.correction_low, algorithm.correction_high, algorithm.correction == "mask"
+    low, high, masks = algorithm.correction_low, algorithm.correction_high, algorithm.correction in ("mask", "reject")
     fresh = "responses of the weights that are trained, whose ratio is 1"
     if masks and low >= high:
         text = f"algorithm.correction_low: {low:g} must be below algorithm.correction_high, which is {high:g}"
         yield Problem((section, "correction_low"), text, ((section, "correction_high"),))
     elif masks and low >= 1:
-        text = f"algorithm.correction_low: {low:g} masks {fresh}; use less than 1"
+        text = f"algorithm.correction_low: {low:g} drops {fresh}; use less than 1"
         yield Problem((section, "correction_low"), text, ((section, "correction"),))
     elif high < 1 or (masks and high == 1):
-        what, way_out = ("masks", "more than") if masks else ("cuts", "at least")
+        what, way_out = ("drops", "more than") if masks else ("cuts", "at least")
         text = f"algorithm.correction_high: {high:g} {what} {fresh}; use {way_out} 1"
         yield Problem((section, "correction_high"), text, ((section, "correction"),))
 
@@ -183,7 +183,7 @@ def _whole_responses(config: Config) -> Iterator[Problem]:
         cut = [key for key in KEEPS_ALL if _cuts(rollout, key)]
         text = (
             f"algorithm.correction_level: sequence multiplies the shares of probability that {given} keeps at each "
-            "token, so that long responses get almost no weight even without lag; use token or geometric, or "
+            "token, so that long responses get almost no weight even without lag; use token, turn or geometric, or "
             + " ".join(f"rollout.{key}={KEEPS_ALL[key]}" for key in cut)
         )
         involved = (("algorithm", "correction"), *(("rollout", key) for key in cut))

@@ -200,8 +200,11 @@ def _algorithms() -> dict[str, type[BaseModel]]:
 
 
 def _did_you_mean(path: Path) -> str:
-    """The known key most similar to an unknown one: among its siblings first, then anywhere; empty if there is none."""
+    """The known key most similar to an unknown one: of the same name, then among its siblings, then anywhere; empty if
+    there is none."""
     known = {key for key in known_keys() if not _matches(key, path)}
+    if same := [dotted(key) for key in known if key[-1] == path[-1] and len(key) > 1 and "*" not in key]:
+        return min(same, key=lambda name: (len(name), name))
     siblings = {str(key[-1]): dotted((*path[:-1], key[-1])) for key in known if _matches(key[:-1], path[:-1])}
     if near := get_close_matches(str(path[-1]), list(siblings), n=1):
         return siblings[near[0]]

@@ -151,5 +151,5 @@ def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
     if correction == "none":
         for key in ("correction_level", "correction_high"):
             yield ("algorithm", key), ("algorithm", "correction"), "correction is none"
-    if correction != "mask":
+    if correction in ("none", "truncate"):
         yield ("algorithm", "correction_low"), ("algorithm", "correction"), f"correction is {correction}"

@@ -53,7 +53,7 @@ def _check_sampling(config: Config, run_dir: Path) -> list[Problem]:
     if given := weighed_shares(config, drawn):
         text = (
             "algorithm.correction_level: sequence multiplies the shares of probability that sampling kept at each "
-            f"token, and the rollouts of {run_dir} were drawn with {given}; use token or geometric"
+            f"token, and the rollouts of {run_dir} were drawn with {given}; use token, turn or geometric"
         )
         problems.append(Problem(("algorithm", "correction_level"), text, (("rollouts",),)))
     if drawn.temperature != asked:

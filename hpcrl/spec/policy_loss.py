@@ -9,10 +9,19 @@ from pydantic import BeforeValidator, Field
 from hpcrl.spec.fields import NUMBER, Float, NonNegative, Positive, PositiveFloat, Section
 
 
+def _estimator(value: Any) -> Any:
+    if value == "full":
+        raise ValueError(
+            "k1, k2, k3 or abs (full, the exact KL over the vocabulary, needs the logits of both policies at one "
+            "place, and no engine has them; k1 in the reward and k2 in the loss have its expected gradient)"
+        )
+    return value
+
+
 def _kl_in_loss(value: Any) -> Any:
     if value == "k1":
         raise ValueError("abs, k2 or k3 (in the loss, the expected gradient of k1 is zero, so it would have no effect)")
-    return value
+    return _estimator(value)
 
 
 SURROGATE_KEYS: dict[str, frozenset[str]] = {
@@ -32,9 +41,9 @@ class PolicyLoss(Section):
     surrogate: Literal["ppo", "cispo", "topr", "sapo", "kimi", "vanilla"] = "ppo"
     """Loss of a token: PPO's clip, CISPO (arXiv 2506.13585), TOPR (arXiv 2503.14286), SAPO (arXiv 2511.20347), Kimi
     k1.5 (arXiv 2501.12599), or the plain policy gradient (docs/algorithms.md)."""
-    ratio_level: Literal["token", "geometric", "sequence"] = "token"
-    """Level of the ratio to the policy before the step: per token, or the geometric mean (with ppo: GSPO, arXiv
-    2507.18071) or the product over a response."""
+    ratio_level: Literal["token", "turn", "geometric", "sequence"] = "token"
+    """Level of the ratio to the policy before the step: per token, the geometric mean over a turn of the model, or the
+    geometric mean (with ppo: GSPO, arXiv 2507.18071) or the product over a response."""
     pg_clip_low: NonNegative = 0.2
     """Lower clip bound of the ratio is 1 minus this value."""
     pg_clip_high: NonNegative = 0.2
@@ -57,7 +66,7 @@ class PolicyLoss(Section):
     """Weight of KL(policy, reference) in the loss."""
     kl_reward_coef: NonNegative = 0.0
     """Weight of the per-token KL(old policy, reference) subtracted from the reward."""
-    kl_reward_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    kl_reward_estimator: Annotated[Literal["k1", "abs", "k2", "k3"], BeforeValidator(_estimator)] = "k1"
     """Estimator of the KL in the reward (docs/algorithms.md); the expected gradient of k1 is that of the exact KL."""
     kl_loss_estimator: Annotated[Literal["abs", "k2", "k3"], BeforeValidator(_kl_in_loss)] = "k2"
     """Estimator of the KL in the loss (docs/algorithms.md); the expected gradient of k2 is that of the exact KL."""
@@ -77,14 +86,15 @@ class PolicyLoss(Section):
     """Rewards are clamped to +- this value; null: off."""
     advantage_clip: PositiveFloat | None = None
     """Advantages are clamped to +- this value; null: off."""
-    correction: Literal["none", "truncate", "mask"] = "none"
+    correction: Literal["none", "truncate", "mask", "reject"] = "none"
     """Off-policy correction: token losses are multiplied by the ratio of the trainer's probabilities before the step to
     the generator's, clipped at correction_high (truncate, TIS) or dropped outside correction_low..correction_high
-    (mask, MIS)."""
-    correction_level: Literal["token", "geometric", "sequence"] = "token"
-    """Level of the ratio: per token, or the geometric mean or the product over a response."""
+    (mask, MIS). reject: responses with any ratio outside these bounds are dropped, all others keep weight 1."""
+    correction_level: Literal["token", "turn", "geometric", "sequence"] = "token"
+    """Level of the ratio: per token, the geometric mean over a turn of the model, or the geometric mean or the product
+    over a response."""
     correction_low: NonNegative = 0.5
-    """Lower bound of the ratio, below 1; used by mask only."""
+    """Lower bound of the ratio, below 1; used by mask and reject only."""
     correction_high: PositiveFloat = 2.0
     """Upper bound of the ratio; above 1, or at least 1 with truncate."""
     whiten_rewards: bool = False

@@ -161,6 +161,7 @@ CONFIGS = [
     GRPO(correction="truncate", correction_high=1.1, kl_loss_coef=0.3),
     GRPO(correction="mask", correction_level="geometric", correction_low=0.8, correction_high=1.1),
     ReinforcePlusPlus(correction="truncate", correction_level="sequence"),
+    GRPO(correction="reject", correction_low=0.6, correction_high=1.5),
     Reinforce(norm_mean_type="group", norm_std_type="batch", gamma=0.9, entropy_loss_coef=-0.1, reward_clip=1.0),
 ]
 
@@ -189,6 +190,8 @@ def naive_weight(config: PolicyLoss, gaps, t) -> float:
     if config.correction == "none":
         return 1.0
     total = sum(gaps.values())
+    if config.correction == "reject":  # by token
+        return float(all(config.correction_low <= math.exp(g) <= config.correction_high for g in gaps.values()))
     weight = math.exp({"token": gaps[t], "sequence": total, "geometric": total / len(gaps)}[config.correction_level])
     if config.correction == "truncate":
         return min(weight, config.correction_high)

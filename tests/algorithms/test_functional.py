@@ -175,21 +175,34 @@ LOG2 = 0.6931472
         ("geometric", "truncate", 0.6, 1.2, [1.2, 1.2, 1.2, 0.5], [1, 1, 1, 0]),
         ("geometric", "mask", 0.4, 3.0, [1.259921, 1.259921, 1.259921, 0.5], [0, 0, 0, 0]),
         ("geometric", "mask", 0.6, 1.2, [0.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]),
+        # turns (0, 0, 1) of row 0: geometric means (2 / 4)^(1/2) = .707107 and 4
+        ("turn", "truncate", 0.6, 3.0, [0.707107, 0.707107, 3.0, 0.5], [0, 0, 1, 0]),
+        ("turn", "mask", 0.6, 5.0, [0.707107, 0.707107, 4.0, 0.0], [0, 0, 0, 1]),
+        ("turn", "reject", 0.4, 3.0, [0.0, 0.0, 0.0, 1.0], [1, 1, 1, 0]),
+        ("token", "reject", 0.4, 5.0, [0.0, 0.0, 0.0, 1.0], [1, 1, 1, 0]),
+        ("token", "reject", 0.2, 5.0, [1.0, 1.0, 1.0, 1.0], [0, 0, 0, 0]),
+        ("geometric", "reject", 0.6, 1.5, [1.0, 1.0, 1.0, 0.0], [0, 0, 0, 1]),
+        ("sequence", "reject", 0.4, 1.5, [0.0, 0.0, 0.0, 1.0], [1, 1, 1, 0]),
     ],
 )
 def test_behaviour_weights(level, correction, low, high, weights, cut):
     old = torch.tensor([-1.0, -2.0, -3.0, -1.0], requires_grad=True)
     behaviour = old.detach() - LOG2 * torch.tensor([1.0, -2.0, 2.0, -1.0])
-    rows = torch.tensor([0, 0, 0, 2])
-    found, where = F.behaviour_weights(old, behaviour, rows, 3, level, correction, low, high)
+    rows, turns = torch.tensor([0, 0, 0, 2]), torch.tensor([0, 0, 1, 1])
+    found, where = F.behaviour_weights(old, behaviour, rows, turns, level, correction, low, high)
     close(found, weights)
     close(where, [float(value) for value in cut])
     assert not found.requires_grad
 
 
 def test_behaviour_weights_of_one_policy_are_one_and_stay_finite():
-    logprobs, rows = torch.tensor([-1.0, -30.0]), torch.tensor([0, 1])
-    for level in ("token", "geometric", "sequence"):
-        close(F.behaviour_weights(logprobs, logprobs, rows, 2, level, "mask", 0.9, 1.1)[0], [1.0, 1.0])
-    far = F.behaviour_weights(logprobs, logprobs - 1e4, rows, 2, "token", "truncate", 0.0, 1e30)[0]
+    logprobs, rows, turns = torch.tensor([-1.0, -30.0]), torch.tensor([0, 1]), torch.tensor([0, 0])
+    for level in ("token", "turn", "geometric", "sequence"):
+        for correction in ("mask", "reject"):
+            weights = F.behaviour_weights(logprobs, logprobs, rows, turns, level, correction, 0.9, 1.1)[0]
+            close(weights, [1.0, 1.0])
+    far = F.behaviour_weights(logprobs, logprobs - 1e4, rows, turns, "token", "truncate", 0.0, 1e30)[0]
     assert bool(torch.isfinite(far).all())
+    none = torch.empty(0)
+    for level in ("token", "turn", "geometric", "sequence"):
+        assert not len(F.behaviour_weights(none, none, none.long(), none.long(), level, "reject", 0.9, 1.1)[0])

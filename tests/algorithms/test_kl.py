@@ -76,3 +76,9 @@ def test_k1_in_the_loss_has_no_gradient_and_is_refused() -> None:
     assert expected_gradient(unchecked).abs().max() < 1e-6
     with pytest.raises(ValueError, match="expected gradient of k1 is zero"):
         Reinforce(kl_loss_coef=1.0, kl_loss_estimator="k1")
+
+
+def test_the_exact_kl_is_refused_with_the_estimators_that_have_its_expected_gradient() -> None:
+    for place in ("reward", "loss"):
+        with pytest.raises(ValueError, match="no engine has them; k1 in the reward and k2 in the loss"):
+            Reinforce(**{f"kl_{place}_coef": 1.0, f"kl_{place}_estimator": "full"})

@@ -25,7 +25,7 @@ from tests.algorithms.test_algorithms import advantages, make_batch, norms_of
 MASKS = [[0, 1, 1], [0, 0, 1, 0, 1, 1], [0, 1], [0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 0, 1]]
 ADVANTAGES = [0.7, -1.3, 0.0, 2.0, -0.4, 1.1]
 SHIFTS = [0.12, -0.12, 0.1, 0.0, 0.4, 0.5]
-LEVELS = ("token", "geometric", "sequence")
+LEVELS = ("token", "turn", "geometric", "sequence")
 
 
 def moved(batch: Any) -> Tensor:
@@ -71,6 +71,11 @@ def plain_loss(config: Any, batch: Any, logprobs: Tensor) -> Tensor:
         if config.ratio_level == "token":
             for one, before in zip(lp, old, strict=True):
                 total = total + formula(config, (one - before).exp(), one, one - before, a)
+        elif config.ratio_level == "turn":  # as often as the turn has tokens
+            turns = batch.turn_ids[tokens]
+            for turn in turns.unique():
+                delta, mean = (lp - old)[turns == turn].mean(), lp[turns == turn].mean()
+                total = total + (turns == turn).sum() * formula(config, delta.exp(), mean, delta, a)
         elif config.ratio_level == "sequence":
             total = total + formula(config, (lp - old).sum().exp(), lp.sum(), (lp - old).sum(), a)
         else:
@@ -90,6 +95,9 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.surrogate}-{c.ratio_level}-{c.dual_clip}")
 def test_gradients_are_those_of_the_formula(config: Any) -> None:
     batch, _ = make_batch(MASKS, [0.0] * 6, [0] * 6)
+    starts = [[int(m > before) for before, m in zip([0, *mask], mask, strict=False)] for mask in MASKS]
+    batch.turn_ids = torch.cat([torch.tensor(row).cumsum(0) - 1 for row in starts]).int()
+    assert int(batch.turn_ids.max()) == 1, "some rows have two turns"
     batch.advantages = torch.tensor(ADVANTAGES)[batch.row_ids] * batch.loss_mask
     mode = "seq-mean-token-mean" if config.ratio_level == "geometric" else "seq-mean-token-sum"
     config = config.model_copy(update={"loss_aggregation": mode, "num_mini_batches": 2})
