@@ -1,0 +1,64 @@
+"""The recipe rlvr_multitask: four domains with a reward of their own each, a judge included."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.files import committed_step
+from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.store import RolloutReader
+from tests.e2e.program import Start
+from tests.rewards.test_judge import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_STEPS, SHARES = 4, {"sums": 4, "programs": 3, "gym": 2, "instructions": 1}
+
+
+def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path: Path) -> None:
+    """With random weights, so that no reward is won: what is tested is that each reward scores its own domain."""
+    told = threading.Event()
+
+    def grade(body: dict[str, Any], number: int) -> str:
+        if number > 6:  # those of the first evaluation and step: no second step ends before the signal
+            told.wait(60)
+        return str(body["messages"][-1]["content"].splitlines()[-1]).removesuffix("V") + "10"
+
+    judge = Server(grade)
+    words = f"""
+    +experiment=rlvr_multitask max_steps={NUM_STEPS} save_every=1 eval_every={NUM_STEPS} eval.num_prompts=8
+    rollout.num_prompts=10 rollout.group_size=2 algorithm.num_mini_batches=1 generator.max_slots=32
+    """.split()
+    part = f"name:judge,weight:.25,options:{{judges:{{one:{{url:'http://127.0.0.1:{judge.port}/v1',model:grader}}}}}}"
+    words.append(f"reward.instructions.options.parts.judge={{{part}}}")
+    run_dir = tmp_path / "run"
+    try:
+        start = Start(run_dir, words)
+        start.wait_until(lambda: start.step >= 1)
+        start.process.send_signal(signal.SIGUSR1)
+        told.set()
+        assert start.wait() == ExitCode.REQUEUE, start.text
+        assert 1 <= committed_step(run_dir) < NUM_STEPS
+        start = Start(run_dir, words)
+        assert start.wait() == ExitCode.DONE, start.text
+        judged = len(judge.bodies)
+    finally:
+        judge.close()
+    reader = RolloutReader(run_dir)
+    assert list(reader.steps()) == list(range(1, NUM_STEPS + 1))
+    for step in reader.steps():
+        assert {name: len(uids) for name, uids in reader.domains(step).items()} == SHARES
+    uids = [record.uid for record in reader.dispositions()]
+    assert sorted(uids) == list(range(NUM_STEPS * 10)), "each prompt ended once"
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
+    assert all(f"val/{name}/score" in rows[-1] and f"{name}/score" in rows[-1] for name in SHARES)
+    assert rows[-1]["env/programs/sandbox_level"] >= 1 and rows[-1]["env/instructions/judge"] == 1.0
+    assert judged >= NUM_STEPS * 2, "every response of the instructions was judged"
+    assert not sum(row.get("scheduler/score_errors", 0.0) for row in rows)

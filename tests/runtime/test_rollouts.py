@@ -1,0 +1,55 @@
+"""Batches of several domains."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import DataConfig
+from hpcrl.data import PromptSource
+from hpcrl.rollout.scheduling.policies import SchedulerConfig
+from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
+from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.runtime.rollouts import Rollouts
+from tests.rollout.ranks import Ranks
+from tests.rollout.test_loop import GENERATOR, SAMPLING, make_loop
+
+SHARES = {"maths": 0.4, "code": 0.3, "gym": 0.2, "essays": 0.1}
+
+
+class Words:
+    """A tokenizer of words."""
+
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def two_in_five_filtered(sample: int) -> Any:
+    uid, _, member = split_sample_id(sample)
+    return float(member % 2 and uid % 5 > 1), ""
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_batch_has_its_shares_though_prompts_are_filtered(tmp_path: Path, deterministic: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p {n}", "tag": tag}) + "\n" for tag in SHARES for n in range(7)))
+    rollouts = object.__new__(Rollouts)  # of which only the draws are tested
+    data = DataConfig(train=str(path), domain_interleave_probs=SHARES)
+    rollouts.source, rollouts._prompts = PromptSource(data, "train", Words(), 0, 10), {}
+    config = SchedulerConfig(2, filter_std=True, deterministic=deterministic)
+    rollouts.scheduler = RolloutScheduler(config, {GENERATOR: 64})
+    loop, rollouts._records = make_loop(Ranks(score=two_in_five_filtered), deterministic), []
+    for step in range(30):
+        rollouts.scheduler.begin_step(step, 10)
+        harvest = loop.drive(rollouts.scheduler, rollouts._prompts, rollouts._draw, SAMPLING)
+        domains = Counter(rollouts._prompts[group.uid].domain for group in harvest.groups)
+        assert domains == {"maths": 4, "code": 3, "gym": 2, "essays": 1}
+        rollouts._record()
+    counts = Counter(record.disposition for record in rollouts._records)
+    assert counts[Disposition.TRAINED] == 300 and counts[Disposition.FILTERED] > 150
