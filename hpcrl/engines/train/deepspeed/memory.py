@@ -42,9 +42,7 @@ def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
     learnt, whole = trained(config, shape), with_adapters(config, shape)
     part, on_host = part_size(learnt, zero.zero_stage, num_ranks), zero.offload_optimizer != "none"
     counters = len({len(parameter.shape) >= 2 for parameter in learnt.parameters})
-    moment_bytes = OPTIMIZER_BYTES * (
-        zero.offload_optimizer != "nvme"
-    )  # weights are on the host before they are in files
+    moment_bytes = 0 if zero.offload_optimizer == "nvme" else OPTIMIZER_BYTES  # weights start in host memory
     step: tuple[Phase, ...] = ("train", "update")
     parts = [
         Part("trainer", "fp32 weights", part * FP32, on_host=on_host),
