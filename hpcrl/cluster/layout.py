@@ -146,6 +146,8 @@ def _whole(config: Config, role: RoleName) -> str:
     if not spec.forms_replicas:
         return (
             f"the ranks of {role} are split by the keys of their engine"
+            if spec.owns_default_group
+            else f"each {role} rank holds a whole model"
             if spec.holds_model
             else (f"a {role} rank holds no model")
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from hpcrl.config.judging import JUDGE_ENGINE
 from hpcrl.config.schema import Config, GeneratorConfig, TrainerConfig
 from hpcrl.spec.extras import install
 from hpcrl.spec.kinds import Spec
@@ -28,6 +29,8 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
                 yield ("trainer", "optimizer"), config.trainer.optimizer, optimizer
     if config.reinforces:
         yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
+    if config.has_judge:
+        yield JUDGE_ENGINE, config.judge.engine, GEN_ENGINES[config.judge.engine]
     for domain, reward in config.reward.items():
         yield ("reward", domain, "name"), reward.name, REWARDS[reward.name]
     for domain, env in config.envs.items():

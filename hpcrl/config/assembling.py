@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from hpcrl.config.cluster import layout_class
-from hpcrl.config.schema import Config, GeneratorConfig, TrackingConfig, TrainerConfig, section_name
+from hpcrl.config.schema import Config, GeneratorConfig, JudgeConfig, TrackingConfig, TrainerConfig, section_name
 from hpcrl.spec.fields import Section, with_fields
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import Path
@@ -85,6 +85,7 @@ def config_class(named: Named = Named()) -> type[Config]:
     pipelines = _choices(PIPELINES, named.pipeline, Config)
     trainer = _engine(TrainerConfig, _choices(TRAIN_ENGINES, named.train_engine, TrainerConfig))
     generator = _engine(GeneratorConfig, _choices(GEN_ENGINES, named.gen_engine, GeneratorConfig))
+    judge = _engine(JudgeConfig, _choices(GEN_ENGINES, "", JudgeConfig))
     layout = layout_class()
     trackers = _choices(TRACKERS, "", TrackingConfig) | {path: TRACKERS[path] for path in named.trackers}
     tracking = with_fields(TrackingConfig, **_sections(trackers))
@@ -98,6 +99,7 @@ def config_class(named: Named = Named()) -> type[Config]:
         "tracking": (tracking, Field(tracking())),
         "trainer": (trainer, Field(trainer())),
         "generator": (generator, Field(generator())),
+        "judge": (judge, Field(judge())),
         **_sections(pipelines),
     }
     return with_fields(Config, **fields)

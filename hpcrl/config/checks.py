@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcrl.config.abilities import CRITIC_ENGINE, check_abilities, check_family, check_length, check_trainable, chosen
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
+from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge
 from hpcrl.config.schema import (
     MOST_MEMBERS,
     Config,
@@ -15,6 +16,7 @@ from hpcrl.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
+from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable
 from hpcrl.spec.tables import ENVS, REWARDS
@@ -47,16 +49,19 @@ def check(config: Config) -> list[Problem]:
         *_model(config),
         *_user_code(config),
         *check_abilities(config),
-        *(problem for path, _, spec in chosen(config) for problem in spec.check(_read_by(config, path))),
+        *check_judge(config),
+        *(problem for path, _, spec in chosen(config) for problem in _check_part(config, path, spec)),
         *_components(config),
         *_slurm_options(config),
         *_warning(config),
     ]
 
 
-def _read_by(config: Config, path: Path) -> Config:
-    """The configuration as the part that this key selects reads it."""
-    return config.of_critic() if path == CRITIC_ENGINE else config
+def _check_part(config: Config, path: Path, spec: Spec) -> Iterable[Problem]:
+    """What the part that this key selects says of the configuration as it reads it."""
+    if path == JUDGE_ENGINE:
+        return map(as_judges, spec.check(config.of_judge()))
+    return spec.check(config.of_critic() if path == CRITIC_ENGINE else config)
 
 
 def check_placeholders(data: Mapping[str, Any]) -> list[Problem]:

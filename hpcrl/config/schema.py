@@ -293,6 +293,34 @@ class GeneratorConfig(Section):
         return self.max_requests or 2 * self.max_slots
 
 
+class JudgeConfig(GeneratorConfig):
+    """The model of the role judge and its engine, for rewards with a judge of `role: judge`. Its weights stay as they
+    are."""
+
+    path: str | None = None
+    """Folder in HF layout, with a tokenizer that has a chat template."""
+    max_slots: Positive = 32
+    """Requests that a rank decodes at once."""
+    max_requests: Positive | None = None
+    """Requests that a rank accepts at once, including those that wait for a slot; others are told to come back; null:
+    four times max_slots."""
+    burst_tokens: Positive = 4
+    """Decode steps between two looks for new requests."""
+    max_prompt_tokens: Positive = 8192
+    """Longest question, tokens; a longer one is refused, and costs the vote."""
+    max_new_tokens: Positive = 1024
+    """Longest answer, tokens."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
+    head_dtype: Literal["float32"] | None = None
+    """Type in which the vocabulary projection is computed; null: dtype."""
+
+    @property
+    def most_requests(self) -> int:
+        """max_requests, or its default."""
+        return self.max_requests or 4 * self.max_slots
+
+
 class EvalConfig(Section):
     """Held-out evaluation on data.val."""
 
@@ -383,6 +411,8 @@ class Config(Section):
     """The critic."""
     generator: GeneratorConfig = GeneratorConfig()
     """Generation engine."""
+    judge: JudgeConfig = JudgeConfig()
+    """The model that judges on ranks of the run."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     layout: LayoutConfig = LayoutConfig()
@@ -412,7 +442,7 @@ class Config(Section):
         """In float32, most of a GPU's speed and its attention kernels are not used."""
         if not isinstance(data, dict) or not _asks_for_gpus(data.get("cluster")):
             return data
-        for section, key in (("trainer", "param_dtype"), ("generator", "dtype")):
+        for section, key in (("trainer", "param_dtype"), ("generator", "dtype"), ("judge", "dtype")):
             given = data.get(section, {})
             if isinstance(given, dict):
                 data = data | {section: {key: "bfloat16"} | given}
@@ -496,6 +526,34 @@ class Config(Section):
         changes |= {"lora": LoRAConfig(), "router_replay": False, "head_dtype": None}
         model = self.model.model_copy(update={"path": critic.path or self.model.path})
         return self.model_copy(update={"trainer": self.trainer.model_copy(update=changes), "model": model})
+
+    def of_judge(self) -> Config:
+        """The configuration that the judge's engine and its plan read: with the judge's model, engine, lengths and
+        ranks in place of the policy's and its generator's."""
+        judge = self.judge
+        trainer = self.trainer.model_copy(update={"lora": LoRAConfig(), "router_replay": False})
+        sampling = RolloutConfig(num_prompts=1, group_size=1, max_new_tokens=judge.max_new_tokens)
+        changes: dict[str, Any] = {
+            "model": self.model.model_copy(update={"path": judge.path}),
+            "generator": judge,
+            "trainer": trainer,
+            "rollout": sampling,
+            "data": self.data.model_copy(update={"max_prompt_tokens": judge.max_prompt_tokens, "val": None}),
+            "env": {},
+            "layout": self.layout.model_copy(update={"generator": self.layout.of("judge"), "offload": "never"}),
+        }
+        return self.model_copy(update=changes)
+
+    def asks(self, role: str) -> list[str]:
+        """The domains whose reward asks ranks of this role."""
+        if self.debug == "fake" or not (self.generates or self.evaluates):  # then rewards are random, or none is given
+            return []
+        return [domain for domain, reward in self.reward.items() if role in REWARDS[reward.name].asks(reward.options)]
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether ranks of the run judge."""
+        return bool(self.asks("judge"))
 
     @property
     def evaluates(self) -> bool:

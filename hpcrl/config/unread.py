@@ -16,6 +16,9 @@ SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "st
 STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
 """The keys of rollout that a run on stored rollouts reads: those of evaluation, and the batch size."""
 
+ASKED = {"judge": "reward.DOMAIN.options.judges.NAME.role=judge"}
+"""Role with a section of its own -> what makes a reward ask its ranks."""
+
 KEYS_OF_ALL = ("pipeline", "run_name", "run_dir", "resume", "dry_run", "timeouts", "cluster")
 """What a run without roles (PipelineSpec.alone) reads, besides the section of its pipeline."""
 
@@ -105,6 +108,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("critic",), (cause,), f"{name} has no critic"
     elif config.critic.lr_schedule == "constant":
         yield ("critic", "min_lr"), ("critic", "lr_schedule"), "the learning rate is constant"
+    for role, how in ASKED.items():
+        if not config.asks(role):
+            yield (role,), ("reward",), f"no reward asks it ({how})"
+            yield ("layout", role), ("reward",), f"no reward asks it ({how})"
     if config.trainer.lr_schedule == "constant":
         yield ("trainer", "min_lr"), ("trainer", "lr_schedule"), "the learning rate is constant"
     for name, tracker in TRACKERS.items():
@@ -125,6 +132,7 @@ def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
         ((), ("pipeline",), config.pipeline, PIPELINES.items()),
         (("trainer",), ("trainer", "engine"), config.trainer.engine, TRAIN_ENGINES.items()),
         (("generator",), ("generator", "engine"), config.generator.engine, GEN_ENGINES.items()),
+        (("judge",), ("judge", "engine"), config.judge.engine, GEN_ENGINES.items()),
     ]
     for section, key, chosen, entries in choices:
         for name, spec in entries:

@@ -21,11 +21,13 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, tag=True, array_like=T
 
 
 class BuildRole(Message):
-    """Build the engine or pool of a role. `ranks` share the engine's default group, made from epoch `epoch`."""
+    """Build the engine or pool of a role. `ranks` share the engine's default group, made from epoch `epoch`. services:
+    role -> addresses of its ranks, of the roles that serve requests and were built before."""
 
     role: str
     ranks: list[int]
     epoch: int = 0
+    services: dict[str, list[str]] = {}
 
 
 class BuildGroup(Message):
@@ -403,7 +405,8 @@ class Done(Message):
     """The command `seq` was executed. stats: name -> (sum, count, min, max); files: (path, bytes, hash).
 
     progress: the current file and the total bytes done, if the work is unfinished. unreached: ranks that did not send
-    or take their part, and without which the run may continue. weights: (sample, weight in the loss) if not 1.
+    or take their part, and without which the run may continue. weights: (sample, weight in the loss) if not 1. address:
+    where the role that was built serves requests.
     """
 
     seq: int
@@ -413,6 +416,7 @@ class Done(Message):
     progress: tuple[str, int] | None = None
     unreached: list[int] = []
     weights: list[tuple[int, float]] = []
+    address: str = ""
 
 
 class Failed(Message):

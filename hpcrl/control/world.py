@@ -6,6 +6,7 @@ between roles.
 
 from __future__ import annotations
 
+import hmac
 import os
 import random
 import secrets
@@ -45,7 +46,7 @@ def rank_queue(rank: int) -> str:
 @dataclass
 class World:
     """A rank's view of the world. Rank 0 has the controller's inbox `events`, other ranks a `watch`. host: the node's
-    name; address: for connections from other ranks."""
+    name; address: for connections from other ranks; token: what a request to a rank of the run must carry."""
 
     rank: int
     size: int
@@ -61,6 +62,7 @@ class World:
     trace: Trace
     watch: StoreWatch | None
     timeout_s: float
+    token: str = ""
 
     def leave(self) -> None:
         """This process and the store may end from now on; call it before the last answer."""
@@ -179,6 +181,7 @@ def join(
         trace=trace,
         watch=watch,
         timeout_s=command_s,
+        token=hmac.new(key, b"requests", "sha256").hexdigest(),  # the key itself is never sent
     )
 
 

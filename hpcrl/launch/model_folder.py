@@ -18,6 +18,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "score.weight"
 """The head of an exported critic, which has no vocabulary projection."""
 NO_TOKENIZER = "no tokenizer in"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 OPTIONAL_SIZES = ("head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 
@@ -65,7 +66,7 @@ def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -
             found.problems.append(
                 f"model.path: {file} lacks {missing[0]}, which the index assigns to it{_more(missing)}"
             )
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((path / name).is_file() for name in TOKENIZERS):
         lacking.append(f"model.path: {NO_TOKENIZER} {path} (tokenizer.json)")
     if found.config:
         wrong = list(_wrong_sizes(found)) or list(_wrong_shapes(found))
@@ -75,6 +76,23 @@ def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -
                 f"model.path: {path}: and {len(wrong) - MAX_SHOWN} more tensors that do not match config.json"
             )
     return found
+
+
+def check_chat_template(found: ModelFolder) -> Iterator[str]:
+    """A line if the folder's tokenizer has no chat template."""
+    if not any((found.path / name).is_file() for name in TOKENIZERS):
+        return  # a problem or a note of inspect_model()
+    if any((found.path / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return
+    try:
+        content = json.loads((found.path / "tokenizer_config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not content.get("chat_template"):
+        yield (
+            f"model.path: the tokenizer in {found.path} has no chat template (tokenizer_config.json, "
+            "chat_template.jinja), which the messages to it need"
+        )
 
 
 def _read_json(path: Path, found: ModelFolder) -> dict[str, Any]:

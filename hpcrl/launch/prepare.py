@@ -11,13 +11,15 @@ from hpcrl.cluster.layout import RoleLayout, check_layout
 from hpcrl.cluster.placement import check_placement
 from hpcrl.config import Config, ConfigError, Problem, Reading, read
 from hpcrl.config.abilities import check_built, check_family, check_length, check_trainable
+from hpcrl.config.judging import as_judges
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
-from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, inspect_model
+from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, inspect_model
 from hpcrl.launch.plan import plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
 from hpcrl.launch.stored import check_rollouts
+from hpcrl.planner.judge import check_judge_sizes
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.rundir import CONFIG, RunState, check_run
@@ -44,6 +46,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             config = _find_model(reading, config)
             model = _check_model(reading, config)
             config = _check_critic(reading, config)
+            config = _check_judge(reading, config)
             if not layout_problems:
                 _check_sizes(reading, config, model)
         run = _check_run(reading, config)
@@ -137,6 +140,30 @@ def _check_critic(reading: Reading, config: Config) -> Config:
     lines = (line.replace("model.path", "critic.path") for line in problems)
     reading.add([Problem(("critic", "path"), line) for line in lines])
     return config.model_copy(update={"critic": config.critic.model_copy(update={"path": path})})
+
+
+def _check_judge(reading: Reading, config: Config) -> Config:
+    """The configuration with the folder of judge.path in place of a hub name."""
+    if not config.has_judge or config.judge.path is None:
+        return config
+    at = ("judge", "path")
+    try:
+        path = find_model(config.judge.path, plan_only=config.dry_run)
+    except ValueError as error:
+        reading.add([Problem(at, str(error).replace("model.path", "judge.path"))])
+        return config
+    config = config.model_copy(update={"judge": config.judge.model_copy(update={"path": path})})
+    own, found = config.of_judge(), inspect_model(Path(path), to_plan=config.dry_run)
+    problems = [Problem(at, line) for line in (*found.problems, *check_chat_template(found))]
+    if found.model_type:
+        problems += check_family(own, found.model_type, ("model", "path"), found.config)
+    if found.max_positions is not None:
+        problems += check_length(own, found.max_positions, f"max_position_embeddings of {found.path}")
+    reading.add(list(map(as_judges, problems)))
+    if not problems:
+        with contextlib.suppress(CannotPlanError):
+            reading.add(list(check_judge_sizes(config)))
+    return config
 
 
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:

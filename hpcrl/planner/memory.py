@@ -85,7 +85,8 @@ class RankMemory:
 
     def responses(self, card_bytes: int) -> int:
         """Full-length responses in the KV cache of a paged engine on a card that fits; 0 for other engines."""
-        cache = next((part for part in self.parts if part.least is not None), None)
+        own = (part for part in self.parts if part.role == "generator" and part.least is not None)
+        cache = next(own, None)
         if cache is None or cache.least is None or not self.fits(card_bytes):
             return 0
         room = min(usable(card_bytes) - self.total(phase, least=True) for phase in cache.during)
@@ -129,7 +130,7 @@ def _kind(
     """Roles that take turns alternate on the GPU: the generator is away while the trainer works, and the trainer's
     state is in host memory while the generator decodes and, except for weights, while it loads weights. Otherwise the
     roles are summed."""
-    on_gpu, mode = _has_gpus(config, roles), config.layout.offload
+    on_gpu, mode = has_gpus(config, roles), config.layout.offload
     may = (
         len({"trainer", "reference", "critic"} & {*roles}) > 0
         and "generator" in roles
@@ -159,7 +160,7 @@ def _summed(
     shares: bool,
 ) -> RankMemory:
     parts: list[Part] = []
-    on_gpu = _has_gpus(config, roles)
+    on_gpu = has_gpus(config, roles)
     for role in roles:
         if path := ROLES[role].plan:
             parts += load(path, f"the plan of the role {role}")(config, shape, len(layout.ranks[role]))
@@ -203,7 +204,7 @@ def _moves_out(part: Part) -> list[Part]:
     return [replace(part, during=stays), replace(part, during=away, on_host=True)]
 
 
-def _has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
+def has_gpus(config: Config, roles: tuple[RoleName, ...]) -> bool:
     """Whether these ranks use GPUs, according to the configuration."""
     if config.cluster.device != "auto":
         return config.cluster.device == "cuda"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hpcrl.config import RewardConfig
+from hpcrl.rewards.served import Services
 from hpcrl.spec.tables import REWARDS
 
 MAX_TOKEN_REWARDS = 256
@@ -79,6 +80,9 @@ class Reward(Protocol):
     """groups: a call has exactly the siblings of one prompt."""
     pool: Literal["process", "async"] = "process"
     """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
+
+    def connect(self, services: Services) -> None:
+        """Called before start() in a run, with the ranks that serve models (RewardSpec.asks)."""
 
     def start(self) -> None:
         """Called once in the process that scores, before the first response. ValueError if nothing can be scored

@@ -1,4 +1,5 @@
-"""A client of an OpenAI-compatible endpoint for threads: retries with back-off until a deadline, a rate limit, a cache.
+"""A client of an endpoint, or of several with one model, for threads: retries with back-off until a deadline, a rate
+limit, a cache.
 
 Standard library alone. A request is repeated after a broken connection, a timeout, and the status codes of a busy or
 starting server; any other refusal (a wrong key, an unknown model) is an error at once. Redirects are not
@@ -18,11 +19,12 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rewards.specs import JudgeSection
+from hpcrl.rewards.served import DOWN_S, LOAD_HEADER, Replicas
 
 MOST_BYTES = 1 << 20
 """Longest answer that is read."""
@@ -41,40 +43,62 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Endpoint:
-    """One model behind a URL. Every method may be called by many threads at once."""
+    """One model behind one or several URLs. Every method may be called by many threads at once.
 
-    def __init__(self, judge: JudgeSection, timeout_s: float, backoff_s: float):
-        self.url, self.model = judge.url.rstrip("/") + "/chat/completions", judge.model
-        self._key_env, self._timeout_s, self._backoff_s = judge.api_key_env, timeout_s, backoff_s
-        self._interval_s = 1.0 / judge.max_requests_per_s if judge.max_requests_per_s else 0.0
-        self._opener = urllib.request.build_opener(_NoRedirects)
+    key: the environment variable with the bearer's token; token: this itself, of the run, for its own ranks, which are
+    asked without a proxy.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        backoff_s: float,
+        key_env: str | None = None,
+        token: str = "",
+        max_requests_per_s: float | None = None,
+    ):
+        self._replicas = Replicas(urls)
+        self._several = len(urls) > 1
+        self._key_env, self._token, self._timeout_s, self._backoff_s = key_env, token, timeout_s, backoff_s
+        self._interval_s = 1.0 / max_requests_per_s if max_requests_per_s else 0.0
+        proxies = [urllib.request.ProxyHandler({})] if token else []
+        self._opener = urllib.request.build_opener(_NoRedirects, *proxies)
         self._lock = threading.Lock()
         self._free_at = 0.0  # monotonic time from which the next request may start
 
-    def ask(self, body: Mapping[str, Any], deadline: float, counts: Counter[str]) -> str:
-        """The content of the first choice. deadline: monotonic time after which no attempt begins and none goes on.
-        counts: requests and retries are added. EndpointError says why there is no answer, ValueError that the answer is
-        none of such an endpoint."""
-        data, pause_s, problem = json.dumps({"model": self.model, **body}).encode(), self._backoff_s, "no time left"
+    def ask(self, body: Mapping[str, Any], deadline: float, counts: Counter[str]) -> bytes:
+        """The answer to a JSON object. deadline: monotonic time after which no attempt begins and none goes on. counts:
+        requests and retries are added. EndpointError says why there is no answer, ValueError that it is too long."""
+        data, pause_s, problem = json.dumps(body).encode(), self._backoff_s, "no time left"
+        url = ""
         while self._take_turn(deadline):
             counts["requests"] += 1
+            url, told, down_s = self._replicas.take(), None, 0.0
             try:
-                return _content(self._post(data, deadline))
+                answer, told = self._post(url, data, deadline)
+                return answer
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}: {_excerpt(error)}"
                 if error.code not in TRANSIENT:
-                    raise EndpointError(f"{self.url}: {problem}") from None
-                wait_s = _retry_after_s(error)
+                    raise EndpointError(f"{url}: {problem}") from None
+                wait_s, told = _retry_after_s(error), _load(error.headers)
+                down_s = wait_s or pause_s
             except (OSError, http.client.HTTPException) as error:
-                problem, wait_s = f"{type(error).__name__}: {error}", 0.0
+                problem, wait_s, down_s = f"{type(error).__name__}: {error}", 0.0, DOWN_S
+            finally:
+                self._replicas.done(url, told, down_s)
             counts["retries"] += 1
+            if self._several and self._replicas.any_up():
+                continue
             # Jitter, so that the threads that failed together do not return together.
             wait_s = min(max(wait_s, pause_s * random.uniform(0.5, 1.0)), MOST_WAIT_S)
             pause_s = min(2 * pause_s, MOST_WAIT_S)
             if wait_s >= deadline - time.monotonic():
                 break
             time.sleep(wait_s)
-        raise EndpointError(f"{self.url}: no answer in time; the last attempt: {problem}")
+        raise EndpointError(f"{url or 'judge'}: no answer in time; the last attempt: {problem}")
 
     def _take_turn(self, deadline: float) -> bool:
         """Wait for the rate limit; False if the turn would come after the deadline."""
@@ -87,13 +111,14 @@ class Endpoint:
         time.sleep(start - now)
         return True
 
-    def _post(self, data: bytes, deadline: float) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if self._key_env is not None:
-            if not (key := os.environ.get(self._key_env)):
-                raise EndpointError(f"the environment variable {self._key_env} with the key of {self.url} is not set")
+    def _post(self, url: str, data: bytes, deadline: float) -> tuple[bytes, int | None]:
+        """(body, open requests of a rank of the run) of the answer."""
+        headers, key = {"Content-Type": "application/json"}, self._token
+        if self._key_env is not None and not (key := os.environ.get(self._key_env, "")):
+            raise EndpointError(f"the environment variable {self._key_env} with the key of {url} is not set")
+        if key:
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, data, headers)
+        request = urllib.request.Request(url, data, headers)
         end = min(deadline, time.monotonic() + self._timeout_s)
         with self._opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
             body = bytearray()
@@ -105,7 +130,7 @@ class Endpoint:
                     raise TimeoutError("the answer did not end in time")
             if response.length:  # of what the headers promised
                 raise http.client.IncompleteRead(bytes(body), response.length)
-        return bytes(body)
+        return bytes(body), _load(response.headers)
 
 
 class Cache:
@@ -135,8 +160,8 @@ class Cache:
             temporary.replace(path)
 
 
-def _content(body: bytes) -> str:
-    """The text of the first choice. ValueError for anything else."""
+def content_of(body: bytes) -> str:
+    """The text of the first choice of a chat completion. ValueError for anything else."""
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -144,6 +169,11 @@ def _content(body: bytes) -> str:
     if not isinstance(content, str):
         raise ValueError("the answer has no text")
     return content
+
+
+def _load(headers: Message) -> int | None:
+    given = headers.get(LOAD_HEADER, "")
+    return int(given) if given.isdecimal() else None
 
 
 def _retry_after_s(error: urllib.error.HTTPError) -> float:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score
-from hpcrl.rewards.endpoint import Cache, Endpoint, EndpointError
+from hpcrl.rewards.endpoint import Cache, Endpoint, EndpointError, content_of
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import after_thinking
 from hpcrl.rewards.judge_prompt import RUBRIC, TEMPLATE, Scale, harmless, messages
+from hpcrl.rewards.served import Services
 from hpcrl.rewards.specs import JudgeOptions, JudgeSection
 from hpcrl.spec.options import read_options
 
@@ -44,18 +45,42 @@ class JudgeReward(Reward):
             raise ValueError(f"template_file: {options.template_file} has no place {{response}}")
         self._rubric = _file(options.rubric_file, RUBRIC, "rubric_file")
         self._cache = Cache(Path(options.cache)) if options.cache else None
+        self._services = Services()
         self._endpoints = {
-            name: Endpoint(judge, options.request_timeout_s, options.backoff_s)
+            name: self._endpoint(judge, [judge.url.rstrip("/")])
             for name, judge in options.judges.items()
+            if judge.url is not None
         }
-        self._threads = ThreadPoolExecutor(config.concurrency * len(self._endpoints), "judge")
+        self._threads = ThreadPoolExecutor(config.concurrency * len(options.judges), "judge")
+
+    def connect(self, services: Services) -> None:
+        """See Reward."""
+        self._services = services
+
+    def start(self) -> None:
+        """See Reward."""
+        for name, judge in self.options.judges.items():
+            if judge.role is not None:
+                urls = [f"{url}/v1" for url in self._services.of(judge.role)]
+                self._endpoints[name] = self._endpoint(judge, urls)
+
+    def _endpoint(self, judge: JudgeSection, urls: Sequence[str]) -> Endpoint:
+        options = self.options
+        return Endpoint(
+            [f"{url}/chat/completions" for url in urls],
+            timeout_s=options.request_timeout_s,
+            backoff_s=options.backoff_s,
+            key_env=judge.api_key_env,
+            token=self._services.token if judge.role is not None else "",
+            max_requests_per_s=judge.max_requests_per_s,
+        )
 
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:  # type: ignore[override]
         return list(await asyncio.gather(*map(self._judged, items)))
 
     async def _judged(self, item: RewardItem) -> Score:
         deadline, loop = time.monotonic() + self._timeout_s, asyncio.get_running_loop()
-        counts = {name: Counter[str]() for name in self._endpoints}
+        counts = {name: Counter[str]() for name in self.options.judges}
         asked = {
             name: loop.run_in_executor(self._threads, self._ask, name, item, deadline, own)
             for name, own in counts.items()
@@ -98,10 +123,11 @@ class JudgeReward(Reward):
         if self._cache is not None and path is not None and (kept := self._cache.read(path)) is not None:
             counts["cached"] += 1
             return kept
-        asked, nonce = messages(self._template, material, self._scale, options.max_chars)
-        body = {"messages": asked, "temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.extra_body}
+        asked, nonce = messages(self._template, material, self._scale, options.max_chars, self._services.seed)
+        sampling = {"temperature": judge.temperature, "max_tokens": judge.max_tokens}
+        body = {"model": judge.model or judge.role, "messages": asked, **sampling, **judge.extra_body}
         try:
-            verdict = self._scale.read(self._endpoints[name].ask(body, deadline, counts), nonce)
+            verdict = self._scale.read(content_of(self._endpoints[name].ask(body, deadline, counts)), nonce)
         except ValueError:  # an answer that is not a chat completion
             return None
         if self._cache is not None and path is not None and verdict is not None:
@@ -112,6 +138,8 @@ class JudgeReward(Reward):
         """Everything that decides a verdict."""
         texts = {name: harmless(text, self.options.max_chars) for name, text in material.items()}
         model = {**judge.model_dump(exclude={"api_key_env", "max_requests_per_s"}), "scale": vars(self._scale)}
+        if judge.role is not None:
+            model |= {"model": self._services.models[judge.role]}
         return {"judge": model, "template": self._template, **texts}
 
 

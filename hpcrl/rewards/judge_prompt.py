@@ -8,10 +8,13 @@ seen are removed. A judge can still be persuaded by what it reads: no marking pr
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import re
 import secrets
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpcrl.rewards.extract import after_thinking
@@ -83,14 +86,21 @@ class Scale:
         return (float(given) - self.low) / (self.high - self.low)
 
 
+def _nonces(seed: int | None, template: str, texts: Mapping[str, str]) -> Iterator[str]:
+    for attempt in itertools.count():
+        told = json.dumps([seed, attempt, template, texts], sort_keys=True).encode()
+        yield secrets.token_hex(4) if seed is None else hashlib.sha256(told).hexdigest()[:8]
+
+
 def messages(
-    template: str, material: Mapping[str, str], scale: Scale, most_chars: int
+    template: str, material: Mapping[str, str], scale: Scale, most_chars: int, seed: int | None = None
 ) -> tuple[list[dict[str, str]], str]:
-    """(the messages of a request, the nonce that the verdict must repeat). material: FIELDS as text, empty: none."""
+    """(the messages of a request, the nonce that the verdict must repeat). material: FIELDS as text, empty: none. seed:
+    with one, the nonce is a hash of it and of all texts, the same at every start; a response would have to contain a
+    part of its own hash to know it."""
     texts = {name: harmless(material[name], most_chars) or NONE for name in FIELDS}
-    nonce = secrets.token_hex(4)
-    while any(nonce in text for text in texts.values()):
-        nonce = secrets.token_hex(4)
+    nonces = _nonces(seed, template, texts)
+    nonce = next(nonce for nonce in nonces if not any(nonce in text for text in texts.values()))
     marked = {
         name: texts[name] if name == "rubric" else f"<<{name} {nonce}>>\n{texts[name]}\n<<end of {name} {nonce}>>"
         for name in FIELDS

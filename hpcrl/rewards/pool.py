@@ -22,8 +22,9 @@ from hpcrl.clock import AwakeClock
 from hpcrl.config import Config, RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import describe, failed, score_each
-from hpcrl.rewards.protocol import Answer, Ready, frame, pack, take_answers, to_message
+from hpcrl.rewards.protocol import Answer, Ready, Start, pack, take_answers, to_message
 from hpcrl.rewards.router import Router
+from hpcrl.rewards.served import NOBODY, Services
 from hpcrl.signals import held_back
 from hpcrl.spec.tables import REWARDS
 
@@ -44,6 +45,7 @@ class RewardPool:
         self,
         config: Config,
         clock: Clock = time.monotonic,
+        services: Services = NOBODY,
         domain: str | None = None,
         elsewhere: Collection[str] = (),
     ):
@@ -62,7 +64,7 @@ class RewardPool:
             if reward is not None and reward.inline:
                 self._inline[key] = reward
             elif key not in self._crews:
-                self._crews[key] = _Crew(name, section, clock)
+                self._crews[key] = _Crew(name, section, clock, services)
 
     def scores(self, domain: str) -> Literal["samples", "groups"] | None:
         """What the domain's reward scores; None while it loads. ValueError names a domain without a reward."""
@@ -136,7 +138,7 @@ class _Job:
 class _Crew:
     """The workers of one reward, and the responses that wait for them."""
 
-    def __init__(self, name: str, section: RewardConfig, clock: Clock):
+    def __init__(self, name: str, section: RewardConfig, clock: Clock, services: Services):
         self.counts: Counter[str] = Counter()
         self.scores: Literal["samples", "groups"] | None = None
         self._name = name
@@ -145,7 +147,8 @@ class _Crew:
         self._waiting: deque[_Job] = deque()
         self._done: list[tuple[RewardItem, Score]] = []
         self._failed_starts = 0
-        self._workers = [_Worker(section, clock) for _ in range(section.num_processes)]
+        self._services = services
+        self._workers = [_Worker(section, clock, services) for _ in range(section.num_processes)]
 
     @property
     def pending(self) -> int:
@@ -220,7 +223,7 @@ class _Crew:
             self.counts["timeouts"] += bool(charged) and worker.timed_out
         for _, left in charged:
             self._charge(left, problem)
-        return _Worker(self._section, self._clock)
+        return _Worker(self._section, self._clock, self._services)
 
     def _retry(self, jobs: Iterable[_Job]) -> None:
         self._waiting.extendleft(reversed([replace(job, alone=True) for job in jobs]))
@@ -236,7 +239,7 @@ class _Crew:
 class _Worker:
     """One process, its pipes, and its responses: number -> response and the others sent with it."""
 
-    def __init__(self, section: RewardConfig, clock: Clock):
+    def __init__(self, section: RewardConfig, clock: Clock, services: Services):
         self._timeout_s = section.timeout_s
         self._concurrency = section.concurrency
         with held_back():
@@ -252,7 +255,7 @@ class _Worker:
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
-        self._out = bytearray(frame(section.model_dump_json().encode()))
+        self._out = bytearray(pack(Start(section.model_dump_json(), services)))
         self._in = bytearray()
         self._gone = False
         self._sent = 0

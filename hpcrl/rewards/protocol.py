@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.rewards.base import ModelTurn, RewardItem
+from hpcrl.rewards.served import Services
 
 LENGTH = struct.Struct("<I")
 
@@ -44,6 +45,13 @@ def from_message(item: Item) -> RewardItem:
 def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:
     """The model's turns from their texts and int32 token ids."""
     return tuple(ModelTurn(text, array("i", token_ids)) for text, token_ids in messages)
+
+
+class Start(msgspec.Struct):
+    """The first message to a worker: its RewardConfig as JSON, and the ranks that it may ask."""
+
+    section: str
+    services: Services = Services()
 
 
 class Ready(msgspec.Struct, tag="ready"):

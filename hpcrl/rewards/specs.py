@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -201,10 +202,12 @@ class SortDigitsOptions(Section):
 class JudgeSection(Section):
     """A judge of the reward judge."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
+    role: Literal["judge"] | None = None
+    """judge: the ranks of the run that serve the model of the section `judge`; null: url."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = None
     """Address of an OpenAI-compatible endpoint, up to and with /v1."""
-    model: str
-    """Model that it serves."""
+    model: str | None = None
+    """Model that it serves; only with url."""
     api_key_env: str | None = None
     """Environment variable with its key; null: none."""
     temperature: NonNegative = 0.0
@@ -216,12 +219,23 @@ class JudgeSection(Section):
     extra_body: dict[str, Any] = {}
     """More fields of the request."""
 
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.role is None) == (self.url is None):
+            raise ValueError("give either url and model, or role: judge for the ranks of the run")
+        if self.url is not None and self.model is None:
+            raise ValueError("model: missing; the endpoint of url serves models by name")
+        if self.role is not None and (unread := [k for k in ("model", "api_key_env") if getattr(self, k) is not None]):
+            raise ValueError(f"{unread[0]}: not read with role, only with url")
+        return self
+
 
 class JudgeOptions(Section):
     """Options of the reward judge."""
 
     judges: Annotated[dict[str, JudgeSection], Field(min_length=1)]
-    """Name -> url, model, api_key_env, temperature, max_tokens, max_requests_per_s and extra_body of each judge."""
+    """Name -> role, or url, model and api_key_env; and temperature, max_tokens, max_requests_per_s and extra_body of
+    each judge."""
     vote: Literal["mean", "median", "majority"] = "mean"
     """How several verdicts become one; majority: 1 if more than half of them reach the threshold, else 0."""
     min_votes: Positive = 1
@@ -369,9 +383,18 @@ SORT_DIGITS = RewardSpec(
     compares_answer=True,
 )
 
+
+def _roles_of_judges(options: Mapping[str, Any]) -> Iterator[str]:
+    judges = options.get("judges")
+    for judge in judges.values() if isinstance(judges, Mapping) else ():
+        if isinstance(judge, Mapping) and judge.get("role") == "judge":
+            yield "judge"
+
+
 JUDGE = RewardSpec(
     about="The vote of language models behind OpenAI-compatible endpoints, by a rubric.",
     make="hpcrl.rewards.judge:JudgeReward",
+    asks=_roles_of_judges,
     section=JudgeOptions,
 )
 

@@ -1,6 +1,6 @@
 """A reward's worker process, `python -m hpcrl.rewards.worker PARENT_PID`.
 
-It reads its RewardConfig (JSON), then chunks of responses from a pipe, and writes scores to another pipe. It imports
+It reads its RewardConfig, then chunks of responses from a pipe, and writes scores to another pipe. It imports
 neither torch nor code of ranks, sends the output of user code to the rank's log, and dies with its parent.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each, score_each_async
-from hpcrl.rewards.protocol import LENGTH, Answer, Item, ItemScore, Ready, from_message, pack
+from hpcrl.rewards.protocol import LENGTH, Answer, Item, ItemScore, Ready, Start, from_message, pack
 from hpcrl.signals import let_signals_pass
 
 PR_SET_PDEATHSIG = 1
@@ -32,9 +32,11 @@ def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    config = RewardConfig.model_validate_json(_read(source) or b"")
+    begin = msgspec.msgpack.decode(_read(source) or b"", type=Start)
+    config = RewardConfig.model_validate_json(begin.section)
     try:
         reward = make_reward(config)
+        reward.connect(begin.services)
         reward.start()
     except ValueError as error:
         _write(sink, Ready(error=" ".join(str(error).split())))

@@ -40,8 +40,16 @@ class Answers(Protocol):
         """Statistics of this rank, merged over all ranks of the role. May fill fields of batches on the rank."""
 
 
+@runtime_checkable
+class Serves(Protocol):
+    """A role that answers requests of rewards over HTTP (hpcrl.roles.serving)."""
+
+    url: str
+
+
 class Rank(Protocol):
-    """The rank process (hpcrl.roles.worker.Worker) as its roles see it; the roles share batches and groups."""
+    """The rank process (hpcrl.roles.worker.Worker) as its roles see it; the roles share batches and groups. services:
+    role -> addresses of the ranks that serve requests, of the roles built before."""
 
     world: World
     config: Config
@@ -51,6 +59,7 @@ class Rank(Protocol):
     batches: dict[int, Batch]
     fabrics: dict[str, Fabric]
     roles: dict[str, Role]
+    services: dict[str, list[str]]
 
     @property
     def tokenizer(self) -> Any:

@@ -13,6 +13,7 @@ from hpcrl.control.messages import AwaitSiblings, Response, Scored, ScoredSample
 from hpcrl.rewards.base import RewardItem, Score
 from hpcrl.rewards.pool import RewardPool
 from hpcrl.rewards.protocol import turns_of
+from hpcrl.rewards.served import Services
 from hpcrl.roles.base import Rank
 from hpcrl.rollout.types import TOKEN_REWARD
 
@@ -27,7 +28,9 @@ class RewardRole:
     def __init__(self, worker: Rank):
         self._worker = worker
         rank, layout = worker.world.rank, worker.layout
-        self._pool = RewardPool(worker.config, domain=layout.domain_of(rank), elsewhere=layout.scorers)
+        self._pool = RewardPool(
+            worker.config, services=_services(worker), domain=layout.domain_of(rank), elsewhere=layout.scorers
+        )
         self._arrived: list[RewardItem] = []  # until their reward is loaded
         self._held: dict[int, RewardItem] = {}  # waiting for their siblings
         worker.world.mailbox.open()
@@ -72,6 +75,12 @@ class RewardRole:
 
     def close(self) -> None:
         self._pool.close()
+
+
+def _services(worker: Rank) -> Services:
+    config = worker.config
+    models = {"judge": f"{config.judge.path} {config.judge.engine} {config.judge.dtype}"}
+    return Services(worker.services, models, worker.world.token, config.seed if config.deterministic else None)
 
 
 def _scored(sample: int, score: Score) -> ScoredSample:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hpcrl.spec.division import Division
 from hpcrl.spec.kinds import RoleSpec
-from hpcrl.spec.tables import TRAIN_ENGINES
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
 
 
 def _tokenizer(config: Any) -> str:
@@ -32,6 +32,10 @@ def _critic_division(config: Any, num_ranks: int) -> Division:
 def _needs_reference(config: Any) -> bool:
     """With adapters, the trainers' frozen weights are the reference."""
     return bool(config.uses_reference and config.lora is None)
+
+
+def _judge_engine(config: Any) -> str:
+    return str(GEN_ENGINES[config.judge.engine].make).partition(":")[0]
 
 
 def _generates(config: Any) -> bool:
@@ -87,12 +91,27 @@ CRITIC = RoleSpec(
     imports=_critic_engine,
 )
 
+JUDGE = RoleSpec(
+    about="Ranks that serve the model of `judge`; only with a reward whose judge has role=judge.",
+    make="hpcrl.roles.judge:JudgeRole",
+    plan="hpcrl.planner.judge:judge_parts",
+    needed=lambda config: config.has_judge,
+    num_ranks=1,
+    colocate_with=None,
+    holds_model=True,
+    gets_mail=True,
+    serves=True,
+    peers=("reward",),
+    least_ranks=lambda config: config.layout.judge.min_ranks,
+    imports=_judge_engine,
+)
+
 REWARD = RoleSpec(
     about="Ranks that score.",
     make="hpcrl.roles.reward:RewardRole",
     needed=_generates,
     gets_mail=True,
-    peers=("generator",),
+    peers=("generator", "judge"),
     least_ranks=lambda config: config.layout.reward.min_ranks,
 )
 

@@ -26,7 +26,7 @@ from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
 from hpcrl.planner.host import takes_turns
 from hpcrl.roles.allocator import grow_segments
-from hpcrl.roles.base import Answers, Role
+from hpcrl.roles.base import Answers, Role, Serves
 from hpcrl.roles.exchange import Exchange
 from hpcrl.roles.peaks import PHASES, Peaks
 from hpcrl.roles.publishing import Publishing
@@ -53,6 +53,7 @@ class Worker:
         self.batches: dict[int, Batch] = {}
         self.fabrics: dict[str, Fabric] = {}
         self.roles: dict[str, Role] = {}
+        self.services: dict[str, list[str]] = {}
         self._default_ranks: list[int] | None = None
         self._handlers: dict[type, Callable[[Any, int], Any]] = {
             BuildRole: self._build_role,
@@ -185,10 +186,12 @@ class Worker:
             if len(replica) > 1:
                 self.world.default_group(f"{command.role}/{replica[0]}", replica, command.epoch)
                 self._default_ranks = replica
+        self.services = command.services
         role = cast(Role, spec.load()(self))
         self.roles[command.role] = role
         self._handlers |= role.handlers()
-        return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"])
+        address = role.url if isinstance(role, Serves) else ""
+        return Done(seq, texts=[f"{command.role} ready in {time.perf_counter() - started:.1f} s"], address=address)
 
     def _build_group(self, command: BuildGroup, seq: int) -> Done:
         build = self.world.group if command.replica is None else self.world.weights_group

@@ -88,10 +88,13 @@ def build(
 def _build_ranks(controller: Controller, layout: RoleLayout, weights: Weights, fabric: RolloutFabric) -> None:
     """Engines and groups, role by role, on all ranks of a role at once, since making a default group is collective."""
     controller.await_world()
+    services: dict[str, list[str]] = {}
     for role in sorted(ROLES, key=lambda name: not ROLES[name].owns_default_group):
         ranks = list(layout.ranks[role])
         if ranks:
-            controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks)))
+            built = controller.call(dict.fromkeys(ranks, messages.BuildRole(role, ranks, services=services)))
+            if addresses := [built[rank].address for rank in ranks if built[rank].address]:
+                services[role] = addresses
     if layout.ranks["generator"] or layout.ranks["reference"] or layout.ranks["critic"]:
         fabric.build()
     weights.build_groups()

@@ -109,7 +109,7 @@ class Run:
         """Write the step's metrics. SupersededError, before anything is written, if another attempt owns the run;
         NoProgress if the metrics of several steps show that nothing is learnt; MismatchError if trainer and generator
         differ too much."""
-        stats = merge([*parts, self.checkpoint.take_stats()])
+        stats = merge([*parts, self.checkpoint.take_stats(), self._roles.load()])
         flat = flatten({name: value for name, value in stats.items() if not name.startswith("_")})
         evaluated = stats["time/val_step"].total if "time/val_step" in stats else 0.0
         elapsed = time.perf_counter() - self._step_started - evaluated

@@ -20,6 +20,7 @@ from hpcrl.rollout.types import Sizes
 from hpcrl.runtime.batches import BatchHandle, assign_rows, lay_out, moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
 from hpcrl.spec.division import Division
+from hpcrl.spec.tables import ROLES
 from hpcrl.trajectory import Origin, fields_of
 
 
@@ -43,6 +44,11 @@ class Roles:
         """Merged answers of all ranks of a role that answers questions (hpcrl.roles.base.Answers)."""
         ask = messages.Ask(role, question, values)
         return answers_stats(self._controller.call(dict.fromkeys(self._layout.ranks[role], ask)).values())
+
+    def load(self) -> Stats:
+        """How busy the ranks that serve requests were since the last call."""
+        serving = [role for role, spec in ROLES.items() if spec.serves and self._layout.ranks.get(role)]
+        return merge([self.ask(role, "load", {}) for role in serving])
 
 
 class Trainer:

@@ -116,7 +116,9 @@ class RoleSpec(Spec):
     forms_replicas: bool = False
     """Whether its ranks form replicas of `tensor_parallel` ranks."""
     gets_mail: bool = False
-    """Whether it receives responses and turns by mail, besides the controller's commands."""
+    """Whether it receives responses and turns by mail, or requests, besides the controller's commands."""
+    serves: bool = False
+    """Whether its ranks answer requests of rewards (hpcrl.roles.base.Serves), and the question `load`."""
     peers: tuple[str, ...] = ()
     """Roles whose ranks it communicates with, besides the controller."""
     least_ranks: Callable[[Any], int] | None = None
@@ -240,6 +242,8 @@ class RewardSpec(Spec):
 
     compares_answer: bool = False
     """Whether it needs the row's answer."""
+    asks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda options: ()
+    """`asks(options)`: the roles whose ranks it asks. Run before the options are checked: they may be anything."""
     imports_code: str = ""
     """The key of RewardConfig that names user code, which is imported in worker processes only."""
     scores_in_unit_interval: bool = True

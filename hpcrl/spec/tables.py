@@ -34,6 +34,7 @@ ROLES = SpecTable(
         "generator": "hpcrl.roles.specs:GENERATOR",
         "reference": "hpcrl.roles.specs:REFERENCE",
         "critic": "hpcrl.roles.specs:CRITIC",
+        "judge": "hpcrl.roles.specs:JUDGE",
         "reward": "hpcrl.roles.specs:REWARD",
         "env": "hpcrl.roles.specs:ENV",
     },

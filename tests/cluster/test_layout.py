@@ -19,7 +19,8 @@ def layout(*words: str) -> RoleLayout:
 
 
 def test_single_is_one_rank_with_every_role() -> None:
-    made = layout("layout=single", "env=scripted", "algorithm=ppo", KL)
+    asks = "+reward.default={name: judge, options: {judges: {own: {role: judge}}}}"
+    made = layout("layout=single", "env=scripted", "algorithm=ppo", KL, asks, "judge.path=/models/judge")
     assert made.world_size == 1 and set(made.ranks.values()) == {(0,)}
     assert made.roles_of(0) == ("controller", *ROLES)
     assert made.replicas == ((0,),)

@@ -1,0 +1,50 @@
+"""How busy a rank that serves requests was, as metrics."""
+
+from __future__ import annotations
+
+import time
+
+from hpcrl.metrics.stats import Stat, Stats, scalar
+
+
+class Load:
+    """Time with open requests, and their number over that time, since the last take(). slots: requests at work at once;
+    more wait."""
+
+    def __init__(self, role: str, slots: int):
+        self._role, self._slots = role, slots
+        self._open, self._since = 0, time.monotonic()
+        self._num_answered = self._most = 0
+        self._total_s = self._busy_s = self._request_s = self._slot_s = 0.0
+
+    def note(self, num_open: int) -> None:
+        """From now on this many requests are open."""
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        self._total_s += seconds
+        if self._open:
+            self._busy_s += seconds
+            self._request_s += seconds * self._open
+            self._slot_s += seconds * min(self._open, self._slots)
+        self._most, self._open = max(self._most, num_open), num_open
+
+    def answered(self, count: int) -> None:
+        """So many requests were answered."""
+        self._num_answered += count
+
+    def take(self, refused: int) -> Stats:
+        """Metrics since the last call: share of the time with open requests; while there were any, how many (mean and
+        most) and the share of slots in use; requests answered, and told to come back, by a rank on average."""
+        self.note(self._open)
+        role, answered, most = self._role, self._num_answered, self._most
+        found = {
+            f"{role}/busy": Stat(self._busy_s, self._total_s),
+            f"{role}/in_flight/mean": Stat(self._request_s, self._busy_s),
+            f"{role}/in_flight/max^": scalar(most),
+            f"{role}/slots_used": Stat(self._slot_s, self._busy_s * self._slots),
+            f"{role}/answered": scalar(answered),
+            f"{role}/told_to_wait": scalar(refused),
+        }
+        self._total_s = self._busy_s = self._request_s = self._slot_s = 0.0
+        self._most, self._num_answered = self._open, 0
+        return found
