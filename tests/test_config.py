@@ -311,7 +311,7 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             ["env=scripted", "env.default.timeout_s=300", "timeouts.command_s=60"],
             "env.default.timeout_s: 300 must be below timeouts.command_s, which is 60",
         ),
-        (["rollout.extra_members=16384"], "rollout.extra_members: with group_size 8 at most 16376"),
+        (["rollout.extra_members=16384"], "rollout.extra_members: with group_size 8 at most 16375"),
         (
             ["algorithm.loss_aggregation=seq-mean-token-sum-norm"],
             "algorithm.loss_aggregation: seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens; give it",

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrl.config.abilities import CRITIC_ENGINE, check_abilities, check_family, check_length, check_trainable, chosen
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
-from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge
+from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
 from hpcrl.config.schema import (
     MOST_MEMBERS,
     Config,
@@ -50,6 +50,7 @@ def check(config: Config) -> list[Problem]:
         *_user_code(config),
         *check_abilities(config),
         *check_judge(config),
+        *check_reward_model(config),
         *(problem for path, _, spec in chosen(config) for problem in _check_part(config, path, spec)),
         *_components(config),
         *_slurm_options(config),

@@ -1,4 +1,4 @@
-"""What a run with a judge of its own asks of the section `judge`, whose engine is checked as a generator's."""
+"""What a run asks of the models that its own ranks serve to rewards. The judge's engine is checked as a generator's."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def as_judges(problem: Problem) -> Problem:
         ending = "" if "." in old and "layout" not in old else "."
         text = text.replace(old + ending, new + ending)
     return Problem(own(problem.path), text, tuple(map(own, problem.involves)))
+
+
+def check_reward_model(config: Config) -> Iterator[Problem]:
+    """A reward model without a folder."""
+    if (domains := config.asks("reward_model")) and config.reward_model.path is None:
+        text = f"reward_model.path: missing; reward.{domains[0]}.name=reward_model needs the folder of one"
+        yield Problem(("reward_model", "path"), text, (("reward", domains[0]),))
 
 
 def check_judge(config: Config) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from hpcrl.config.cluster import ClusterConfig, LayoutConfig
 from hpcrl.config.critic import CriticConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.fake import FakeConfig
+from hpcrl.config.reward_model import RewardModelConfig
 from hpcrl.spec.fields import (
     NUMBER,
     Count,
@@ -413,6 +414,8 @@ class Config(Section):
     """Generation engine."""
     judge: JudgeConfig = JudgeConfig()
     """The model that judges on ranks of the run."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """The model with a scalar head that scores on ranks of the run."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     layout: LayoutConfig = LayoutConfig()
@@ -442,7 +445,8 @@ class Config(Section):
         """In float32, most of a GPU's speed and its attention kernels are not used."""
         if not isinstance(data, dict) or not _asks_for_gpus(data.get("cluster")):
             return data
-        for section, key in (("trainer", "param_dtype"), ("generator", "dtype"), ("judge", "dtype")):
+        of_models = [(section, "dtype") for section in ("generator", "judge", "reward_model")]
+        for section, key in (("trainer", "param_dtype"), *of_models):
             given = data.get(section, {})
             if isinstance(given, dict):
                 data = data | {section: {key: "bfloat16"} | given}

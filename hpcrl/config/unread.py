@@ -16,7 +16,10 @@ SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "st
 STORED_KEYS = (*SAMPLING_KEYS, "num_prompts", "group_size", "min_replicas")
 """The keys of rollout that a run on stored rollouts reads: those of evaluation, and the batch size."""
 
-ASKED = {"judge": "reward.DOMAIN.options.judges.NAME.role=judge"}
+ASKED = {
+    "judge": "reward.DOMAIN.options.judges.NAME.role=judge",
+    "reward_model": "reward.DOMAIN.name=reward_model",
+}
 """Role with a section of its own -> what makes a reward ask its ranks."""
 
 KEYS_OF_ALL = ("pipeline", "run_name", "run_dir", "resume", "dry_run", "timeouts", "cluster")

@@ -17,6 +17,8 @@ MAX_SHOWN = 4
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "score.weight"
 """The head of an exported critic, which has no vocabulary projection."""
+SCALAR = ("ForSequenceClassification", "ForTokenClassification")
+"""Endings of the architectures of reward models, and of an exported critic."""
 NO_TOKENIZER = "no tokenizer in"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -76,6 +78,16 @@ def inspect_model(path: Path, to_plan: bool = False, weightless: bool = False) -
                 f"model.path: {path}: and {len(wrong) - MAX_SHOWN} more tensors that do not match config.json"
             )
     return found
+
+
+def check_scalar_head(found: ModelFolder) -> Iterator[str]:
+    """A line if config.json is of no model that gives a sequence one number, as hpcrl.engines.scalar reads them."""
+    names = found.config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "no architecture"
+    labels = found.config.get("num_labels", len(found.config.get("id2label") or (0, 1)))
+    if found.config and (not name.endswith(SCALAR) or labels != 1):
+        what = f"{found.path} is of {name} with {labels} label(s)"
+        yield f"model.path: {what}; a reward model is ...{' or ...'.join(SCALAR)} with one label"
 
 
 def check_chat_template(found: ModelFolder) -> Iterator[str]:

@@ -12,7 +12,7 @@ from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
 from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer_rows, update_rows
 from hpcrl.planner.lora import trained
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, tiny_config
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, shape_of, tiny_config
 from hpcrl.rundir import RunState
 from hpcrl.spec.extras import version_of
 
@@ -75,8 +75,28 @@ def _inputs(
     yield "batch", _batch(config, layout)
     if layout.replicas:
         yield "", _generation(config, layout)
+    yield from _served(config, layout)
     if config.generates and config.rollout.max_lag > 0:
         yield from _asynchrony(config)
+
+
+def _served(config: Config, layout: RoleLayout) -> Iterator[tuple[str, str]]:
+    """The models that ranks of the run serve to rewards."""
+    judge, scores = config.judge, config.reward_model
+    if ranks := len(layout.ranks["judge"]):
+        lengths = f"questions up to {judge.max_prompt_tokens} tokens, answers up to {judge.max_new_tokens}"
+        slots = f"{ranks} rank(s) x {judge.max_slots} slots, {judge.engine}"
+        yield "judge", f"{_folder(judge.path)}, {judge.dtype}; {lengths}; {slots}"
+    if ranks := len(layout.ranks["reward_model"]):
+        yield "scores", f"{_folder(scores.path)}, {scores.dtype}; up to {scores.max_tokens} tokens; {ranks} rank(s)"
+
+
+def _folder(path: str | None) -> str:
+    try:
+        shape = shape_of(path, "path")
+    except CannotPlanError:
+        return str(path)
+    return f"{path} ({shape.family}, {_count(shape.num_parameters)} parameters)"
 
 
 def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:

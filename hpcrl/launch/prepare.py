@@ -14,7 +14,7 @@ from hpcrl.config.abilities import check_built, check_family, check_length, chec
 from hpcrl.config.judging import as_judges
 from hpcrl.launch.hub import find_model
 from hpcrl.launch.machine import check_machine
-from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, inspect_model
+from hpcrl.launch.model_folder import NO_TOKENIZER, ModelFolder, check_chat_template, check_scalar_head, inspect_model
 from hpcrl.launch.plan import plan_shape
 from hpcrl.launch.render import check_prologue, check_words
 from hpcrl.launch.resources import check_host_memory
@@ -47,6 +47,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
             model = _check_model(reading, config)
             config = _check_critic(reading, config)
             config = _check_judge(reading, config)
+            config = _check_reward_model(reading, config)
             if not layout_problems:
                 _check_sizes(reading, config, model)
         run = _check_run(reading, config)
@@ -164,6 +165,25 @@ def _check_judge(reading: Reading, config: Config) -> Config:
         with contextlib.suppress(CannotPlanError):
             reading.add(list(check_judge_sizes(config)))
     return config
+
+
+def _check_reward_model(reading: Reading, config: Config) -> Config:
+    """The configuration with the folder of reward_model.path in place of a hub name."""
+    if not config.asks("reward_model") or config.reward_model.path is None:
+        return config
+    at, own = ("reward_model", "path"), config.reward_model
+    try:
+        path = find_model(config.reward_model.path, plan_only=config.dry_run)
+    except ValueError as error:
+        problems, path = [str(error)], config.reward_model.path
+    else:
+        found = inspect_model(Path(path), to_plan=config.dry_run)
+        problems = [*found.problems, *check_scalar_head(found)]
+        if found.max_positions is not None and own.max_tokens > found.max_positions:
+            text = f"{own.max_tokens} exceeds max_position_embeddings of {path} = {found.max_positions}"
+            reading.add([Problem(("reward_model", "max_tokens"), f"reward_model.max_tokens: {text}", (at,))])
+    reading.add([Problem(at, line.replace("model.path", "reward_model.path", 1)) for line in problems])
+    return config.model_copy(update={"reward_model": own.model_copy(update={"path": path})})
 
 
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:

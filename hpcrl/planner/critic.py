@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.planner.memory_parts import PHASES, Part, Phase
-from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter, read_shape
+from hpcrl.planner.shapes import ModelShape, Parameter, shape_of
 from hpcrl.planner.trainer import train_plan
 
 PHASE_OF: dict[Phase, Phase] = {"train": "critic", "update": "critic_update"}
@@ -18,13 +16,7 @@ PHASE_OF: dict[Phase, Phase] = {"train": "critic", "update": "critic_update"}
 
 def critic_shape(config: Config, policy: ModelShape) -> ModelShape:
     """The parameters of the critic; `policy`: of the policy's model. CannotPlanError if critic.path cannot be read."""
-    shape = policy
-    if config.critic.path is not None:
-        path = Path(config.critic.path) / "config.json"
-        try:
-            shape = read_shape(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            raise CannotPlanError(f"critic.path: {path} cannot be read: {error}") from error
+    shape = policy if config.critic.path is None else shape_of(config.critic.path, "critic.path")
     body = tuple(p for p in shape.parameters if not p.name.startswith("lm_head."))
     head = (Parameter("score.weight", (1, shape.hidden_size), "whole"), Parameter("score.bias", (1,), "whole"))
     return replace(shape, parameters=(*body, *head))

@@ -40,7 +40,6 @@ def generator_parts(
     cache, least = _cache(config, shape)
     longest = config.data.max_prompt_tokens
     prompt = max(longest, min(PREFILL_TOKENS, slots * longest))
-    width = 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
     # A GPU multiplies bfloat16 into float32; elsewhere a copy of the vocabulary matrix is kept for that.
     converted = bool(generator.head_dtype) and num_bytes != FP32 and not on_gpu
     head = shape.vocab_size * shape.hidden_size * FP32 // tensor if converted else 0
@@ -50,7 +49,7 @@ def generator_parts(
         Part("generator", "adapters", low_rank, resident),
         Part("generator", "float32 head", head, resident),
         Part("generator", "KV cache", cache, cached, least=least),
-        Part("generator", "prefill", prompt * width * num_bytes // tensor, ("generate",)),
+        Part("generator", "prefill", prompt * prefill_width(shape) * num_bytes // tensor, ("generate",)),
         Part("generator", "logits", logits, ("generate",)),
     ]
 
@@ -138,6 +137,11 @@ def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tup
         received -= received // trainers
         return received, received
     return received, received * len(layout.ranks["generator"]) // trainers
+
+
+def prefill_width(shape: ModelShape) -> int:
+    """Numbers per token that a forward pass without gradients holds at once."""
+    return 3 * shape.hidden_size + 2 * (shape.query_size + 2 * shape.key_size) + _mlp_width(shape)
 
 
 def _mlp_width(shape: ModelShape) -> int:

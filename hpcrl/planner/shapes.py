@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.config import TinyModel
@@ -165,6 +167,15 @@ def tiny_config(tiny: TinyModel) -> dict[str, Any]:
         "num_experts_per_tok": min(2, tiny.num_experts),
         "moe_intermediate_size": tiny.intermediate_size,
     }
+
+
+def shape_of(folder: str | None, key: str) -> ModelShape:
+    """The parameters of the model in a folder; `key` names it. CannotPlanError if its config.json cannot be read."""
+    path = Path(folder or "") / "config.json"
+    try:
+        return read_shape(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise CannotPlanError(f"{key}: {path} cannot be read: {error}") from error
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:

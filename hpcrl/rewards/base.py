@@ -27,7 +27,7 @@ class ModelTurn:
 class RewardItem:
     """One response to score. `response` and `token_ids` are the model's last turn, as text and as generated; `earlier`
     the turns before. `prompt` is text; `answer` and `extra` come from the data row; after an episode,
-    `extra["messages"]` has all messages in chat form."""
+    `extra["messages"]` has all messages in chat form. messages: the prompt in chat form (empty in hpcrl.score)."""
 
     sample_id: int
     domain: str
@@ -38,6 +38,7 @@ class RewardItem:
     finish_reason: str = "stop"
     token_ids: Sequence[int] = ()
     earlier: Sequence[ModelTurn] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
 
     @property
     def turns(self) -> tuple[ModelTurn, ...]:

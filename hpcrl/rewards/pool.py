@@ -64,7 +64,8 @@ class RewardPool:
             if reward is not None and reward.inline:
                 self._inline[key] = reward
             elif key not in self._crews:
-                self._crews[key] = _Crew(name, section, clock, services)
+                asks = any(REWARDS[section.name].asks(section.options))
+                self._crews[key] = _Crew(name, section, clock, services if asks else NOBODY)
 
     def scores(self, domain: str) -> Literal["samples", "groups"] | None:
         """What the domain's reward scores; None while it loads. ValueError names a domain without a reward."""

@@ -27,19 +27,21 @@ class Item(msgspec.Struct, array_like=True):
     finish_reason: str
     token_ids: bytes
     earlier: list[tuple[str, bytes]]
+    messages: list[dict[str, Any]] = []
 
 
 def to_message(item: RewardItem) -> bytes:
     """The message of an item. TypeError if msgpack does not support a value of the row."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
     earlier = [(turn.text, array("i", turn.token_ids).tobytes()) for turn in item.earlier]
-    return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes(), earlier))
+    messages = list(map(dict, item.messages))
+    return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes(), earlier, messages))
 
 
 def from_message(item: Item) -> RewardItem:
     """The inverse of to_message()."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
-    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier))
+    return RewardItem(*fields, array("i", item.token_ids), turns_of(item.earlier), item.messages)
 
 
 def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:

@@ -271,6 +271,23 @@ class JudgeOptions(Section):
         return self
 
 
+class RewardModelOptions(Section):
+    """Options of the reward reward_model."""
+
+    shift: Float = 0.0
+    """Subtracted from the model's score."""
+    scale: Float = 1.0
+    """The shifted score is multiplied by it."""
+    sigmoid: bool = False
+    """The reward is the sigmoid of the scaled score."""
+    threshold: Float = 0.0
+    """The score, for accuracy metrics and filters, is 1 from this reward on."""
+    request_timeout_s: Seconds = 60.0
+    """Time for one request, seconds; requests are repeated until 90 % of the reward's timeout_s have passed."""
+    backoff_s: Seconds = 1.0
+    """Pause before the first repetition, seconds; it doubles with each, to 30 at most."""
+
+
 class FakeOptions(Section):
     """Options of the reward fake."""
 
@@ -392,10 +409,17 @@ def _roles_of_judges(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 JUDGE = RewardSpec(
-    about="The vote of language models behind OpenAI-compatible endpoints, by a rubric.",
+    about="The vote of language models, on ranks of the run or behind OpenAI-compatible endpoints, by a rubric.",
     make="hpcrl.rewards.judge:JudgeReward",
     asks=_roles_of_judges,
     section=JudgeOptions,
+)
+
+REWARD_MODEL = RewardSpec(
+    about="The score of a reward model with a scalar head, on ranks of the run.",
+    make="hpcrl.rewards.reward_model:RewardModelReward",
+    asks=lambda options: ("reward_model",),
+    section=RewardModelOptions,
 )
 
 FAKE = RewardSpec(

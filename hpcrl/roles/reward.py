@@ -101,4 +101,5 @@ def _item(response: Response) -> RewardItem:
         response.reason,
         array("i", response.token_ids),
         turns_of(response.earlier),
+        meta.get("messages", ()),
     )

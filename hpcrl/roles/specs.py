@@ -106,12 +106,27 @@ JUDGE = RoleSpec(
     imports=_judge_engine,
 )
 
+REWARD_MODEL = RoleSpec(
+    about="Ranks that serve the model of `reward_model`; only with a reward of this name.",
+    make="hpcrl.roles.reward_model:RewardModelRole",
+    plan="hpcrl.planner.reward_model:reward_model_parts",
+    needed=lambda config: bool(config.asks("reward_model")),
+    num_ranks=1,
+    colocate_with=None,
+    holds_model=True,
+    gets_mail=True,
+    serves=True,
+    peers=("reward",),
+    least_ranks=lambda config: config.layout.reward_model.min_ranks,
+    imports=lambda config: "hpcrl.engines.scalar",
+)
+
 REWARD = RoleSpec(
     about="Ranks that score.",
     make="hpcrl.roles.reward:RewardRole",
     needed=_generates,
     gets_mail=True,
-    peers=("generator", "judge"),
+    peers=("generator", "judge", "reward_model"),
     least_ranks=lambda config: config.layout.reward.min_ranks,
 )
 

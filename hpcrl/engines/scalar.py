@@ -1,0 +1,78 @@
+"""Reward models: a decoder with a linear head of one label, read with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+KINDS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",  # an exported critic
+}
+"""Ending of an architecture in config.json -> the class of transformers that reads it."""
+HEAD = "score"
+
+
+class ScalarModel:
+    """The score of a sequence is the head's output at its last token. ValueError if the folder has no such model.
+
+    max_batch_tokens: of one forward pass, with padding. alone: one sequence in a pass, so that the bits of a score
+    depend on the sequence alone.
+    """
+
+    def __init__(self, path: Path, *, dtype: torch.dtype, device: str, max_batch_tokens: int, alone: bool = False):
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(path)
+        architecture = next(iter(config.architectures or ()), "")
+        kind = next((name for ending, name in KINDS.items() if architecture.endswith(ending)), None)
+        if kind is None or config.num_labels != 1:
+            what = f"{path} is of {architecture or 'no architecture'} with {config.num_labels} label(s)"
+            raise ValueError(f"reward_model.path: {what}; a reward model is ...{' or ...'.join(KINDS)} with one label")
+        model: Any = getattr(transformers, kind).from_pretrained(path, dtype=dtype)
+        if not isinstance(head := getattr(model, HEAD, None), nn.Linear):
+            raise ValueError(f"reward_model.path: the head of {config.model_type} is not supported")
+        self._body, self._head = model.base_model.to(device).eval(), head.to(device).float()
+        # transformers takes the last token of a sequence that is not the padding's, which may end sequences too.
+        self._pad = config.pad_token_id if kind.endswith("SequenceClassification") else None
+        self._device, self._most, self._alone = device, max_batch_tokens, alone
+        self.vocab_size = int(config.vocab_size)
+
+    @torch.inference_mode()
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The scores of sequences of token ids, none empty, in their order."""
+        found = [0.0] * len(sequences)
+        for batch in self._batches(sequences):
+            for place, score in zip(batch, self._forward([sequences[i] for i in batch]).tolist(), strict=True):
+                found[place] = score
+        return found
+
+    def _batches(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Places of sequences of similar lengths, the longest first."""
+        batches: list[list[int]] = []
+        for place in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
+            width = len(sequences[batches[-1][0]]) if batches else 0
+            if not batches or self._alone or (len(batches[-1]) + 1) * width > self._most:
+                batches.append([])
+            batches[-1].append(place)
+        return batches
+
+    def _forward(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """float32 [n]. Padding stands behind, where no token of a causal model sees it."""
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+        mask, rows = torch.arange(ids.shape[1]) < lengths[:, None], torch.arange(len(sequences))
+        last = lengths - 1
+        if self._pad is not None:
+            places = torch.arange(ids.shape[1]) * ((ids != self._pad) & mask)
+            last = places.max(dim=1).values
+        given = {"input_ids": ids.to(self._device), "attention_mask": mask.long().to(self._device)}
+        states = self._body(**given, use_cache=False).last_hidden_state
+        result: Tensor = self._head(states[rows, last].float())[:, 0]
+        return result

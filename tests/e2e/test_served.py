@@ -1,0 +1,62 @@
+"""Models served by ranks of the run: judges of which one is killed, and a reward model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpcrl.exitcodes import ExitCode
+from hpcrl.metrics.log import read_metrics
+from hpcrl.rollout.store import RolloutReader
+from tests.conftest import ROOT
+from tests.e2e.program import Start
+from tests.echo_judge import make_echo_judge
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LINES = """
+data.train=task:sort_digits eval_every=0 save_every=0 rollout.num_prompts=4 rollout.group_size=4
+rollout.max_new_tokens=12 data.max_prompt_tokens=48 trackers=[] algorithm.num_mini_batches=1 timeouts.command_s=60
+layout.trainer.num_ranks=1
+"""
+WORDS = LINES.split()
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = make_echo_judge(tmp_path_factory.mktemp("model") / "echo")
+    options = "{judges: {own: {role: judge, max_tokens: 24}}, request_timeout_s: 10, backoff_s: 0.1}"
+    return [
+        f"+reward.default={{name: judge, timeout_s: 60, options: {options}}}",
+        *(f"judge.path={folder}", "judge.max_prompt_tokens=200", "judge.max_new_tokens=32"),
+    ]
+
+
+def start(run_dir: Path, *words: str) -> Start:
+    return Start(run_dir, [*WORDS, *words], {"PYTHONPATH": str(ROOT)})
+
+
+def test_a_killed_judge_is_done_without_and_the_last_ends_the_run(tmp_path: Path, judge: list[str]) -> None:
+    run_dir = tmp_path / "run"
+    run = start(run_dir, *judge, "layout.judge.num_ranks=2", "max_steps=100000")
+    run.wait_until(lambda: run.step >= 2, 300.0)
+    os.kill(run.ranks[2], signal.SIGKILL)
+    run.wait_until(lambda: "the run goes on without it" in run.text)
+    before = run.step
+    run.wait_until(lambda: run.step >= before + 3)
+    os.kill(run.ranks[3], signal.SIGKILL)
+    assert run.wait() == ExitCode.RANK_KILLED
+    assert re.search(r"hpcrl: rank 2 \(judge\) on \S+ is lost: .*SIGKILL.*; the run goes on without it", run.text)
+    assert re.search(r"hpcrl: rank 3 \(judge\) on \S+ is lost: .*SIGKILL", run.errors.read_text()), run.text
+    rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
+    assert all(row["scheduler/score_errors"] == 0 for row in rows), "what the lost judge was asked, the other was"
+    assert all(row["env/sort_digits/unparsable"] == 0 for row in rows)
+    assert all(0 < row["judge/busy"] <= 1 and 0 < row["judge/slots_used"] <= 1 for row in rows)
+    batch = RolloutReader(run_dir, provisional=True).read(1)
+    responses = [batch.messages(row)[-1]["content"] for row in range(len(batch.batch.rewards))]
+    assert batch.batch.rewards.tolist() == pytest.approx([len(text) % 10 / 10 for text in responses])
+    assert len(set(batch.batch.rewards.tolist())) > 1
