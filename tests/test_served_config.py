@@ -15,7 +15,9 @@ from hpcrl.launch.prepare import prepare
 from hpcrl.planner.memory import PROGRAM_BYTES, memory
 from hpcrl.planner.shapes import read_shape, tiny_config
 
-JUDGED = "+reward.default={name: judge, options: {judges: {own: {role: judge}}}}"
+JUDGE = "{name: judge, options: {judges: {own: {role: judge}}}}"
+JUDGED = f"+reward.default={JUDGE}"
+JUDGED_IN_PART = f"+reward.default={{name: composed, options: {{parts: {{a: {{name: tags}}, b: {JUDGE}}}}}}}"
 SCORED = "+reward.default={name: reward_model}"
 DATA = "data.train=task:sort_digits"
 
@@ -37,6 +39,7 @@ def refused(*words: str) -> list[str]:
     ("words", "expected"),
     [
         ([JUDGED], "judge.path: missing; reward.default has a judge with role=judge, which needs a model folder"),
+        ([JUDGED_IN_PART], "judge.path: missing; reward.default has a judge with role=judge"),
         ([SCORED], "reward_model.path: missing; reward.default.name=reward_model needs the folder of one"),
         (["judge.path=/m"], "judge.path: not read here, no reward asks it (reward.DOMAIN.options.judges"),
         (["layout.judge.num_ranks=2"], "layout.judge.num_ranks: not read here, no reward asks it"),

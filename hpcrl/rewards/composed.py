@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
+from hpcrl.rewards.served import Services
 from hpcrl.rewards.specs import ComposedOptions
 from hpcrl.spec.options import read_options
 from hpcrl.spec.tables import REWARDS
@@ -50,6 +51,11 @@ class ComposedReward(Reward):
         self.inline = all(reward.inline for reward in self._parts.values())
         if any(reward.pool == "async" for reward in self._parts.values()):
             self.pool = "async"
+
+    def connect(self, services: Services) -> None:
+        """See Reward."""
+        for reward in self._parts.values():
+            reward.connect(services)
 
     def start(self) -> None:
         """Start the parts."""

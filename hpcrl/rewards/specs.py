@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
@@ -10,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from hpcrl.spec.fields import NUMBER, Count, Float, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
 from hpcrl.spec.kinds import RewardSpec
+from hpcrl.spec.table import SpecError
+from hpcrl.spec.tables import REWARDS
 
 
 def _compiled(pattern: str | None) -> str | None:
@@ -380,9 +383,20 @@ LANGUAGE = RewardSpec(
     section=LanguageOptions,
 )
 
+
+def _roles_of_parts(options: Mapping[str, Any]) -> Iterator[str]:
+    parts = options.get("parts")
+    for part in parts.values() if isinstance(parts, Mapping) else ():
+        if isinstance(part, Mapping) and isinstance(name := part.get("name"), str):
+            with contextlib.suppress(SpecError):
+                given = part.get("options")
+                yield from REWARDS[name].asks(given if isinstance(given, Mapping) else {})
+
+
 COMPOSED = RewardSpec(
     about="The sum, the product or a gated sum of other rewards.",
     make="hpcrl.rewards.composed:ComposedReward",
+    asks=_roles_of_parts,
     section=ComposedOptions,
 )
 

@@ -10,6 +10,7 @@ import pytest
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each_async
+from hpcrl.rewards.served import Services
 from tests.rewards.test_judge import Server
 
 
@@ -147,3 +148,11 @@ def test_a_part_may_wait_for_a_service() -> None:
 def test_bad_options_are_told_before_the_start(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make("composed", **options)
+
+
+def test_a_part_asks_ranks_of_the_run() -> None:
+    reward = make("composed", parts={"own": {"name": "judge", "options": {"judges": {"one": {"role": "judge"}}}}})
+    with pytest.raises(ValueError, match=r"^parts\.own: it asks ranks of the role judge, which only a run has"):
+        reward.start()
+    reward.connect(Services(urls={"judge": ["http://10.0.0.1:80"]}))
+    reward.start()
