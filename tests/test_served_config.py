@@ -52,6 +52,10 @@ def refused(*words: str) -> list[str]:
             "layout.judge.tensor_parallel: 2, but each judge rank holds a whole model; use 1",
         ),
         ([JUDGED, "judge.path=/m", "layout.judge.min_ranks=2"], "layout.judge.min_ranks: 2 is more than the 1 ranks"),
+        (
+            [JUDGED, "judge.path=/m", "judge.engine=vllm", "generator.engine=vllm", "layout=single"],
+            "judge.engine: rank 0 has a generator and a judge, and a process can have one vllm engine; give the judge",
+        ),
         ([JUDGED, "debug=fake", "judge.path=/m"], "judge.path: not read here"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -119,6 +119,7 @@ def check_layout(config: Config) -> list[Problem]:
         ranks, world_size = _assign(config)
         problems += [p for role in needed for p in _check_ranks(config, role, ranks, world_size)]
         problems += _check_default_groups(config, ranks)
+        problems += _check_engines_of_a_process(config, ranks)
         problems += [] if problems else _check_shared_rows(config, ranks)
     return problems
 
@@ -248,6 +249,19 @@ def _check_default_groups(config: Config, ranks: Mapping[RoleName, tuple[int, ..
                         (("layout", other),),
                     )
                     return
+
+
+def _check_engines_of_a_process(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:
+    """A judge and a generator on one rank with an engine of which a process can have one."""
+    shared, engine = set(ranks["judge"]) & set(ranks["generator"]), config.judge.engine
+    if shared and engine == config.gen_engine and not GEN_ENGINES[engine].several_in_process:
+        able = " or ".join(name for name, spec in GEN_ENGINES.items() if spec.several_in_process and spec.offered)
+        text = (
+            f"judge.engine: rank {_span(tuple(sorted(shared)))} has a generator and a judge, and a process can have "
+            f"one {engine} engine; give the judge ranks of its own (layout.judge.colocate_with=null "
+            f"layout.judge.num_ranks=N), or judge.engine={able}"
+        )
+        yield Problem(("judge", "engine"), text, (("layout", "judge"), ("generator", "engine")))
 
 
 def _check_shared_rows(config: Config, ranks: Mapping[RoleName, tuple[int, ...]]) -> Iterator[Problem]:

@@ -93,10 +93,10 @@ class JudgeRole:
             return bool(arrived)
         with torch.no_grad():
             outputs = self.engine.step(self._burst)
+        self._load.answered(len(outputs))
         for output in outputs:
             text = str(self._tokenizer.decode(output.token_ids.tolist(), skip_special_tokens=True))
             self._questions.pop(output.id).answer(_completion(output, text))
-        self._load.answered(len(outputs))
         return True
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:

@@ -68,12 +68,13 @@ class RewardModelRole:
                 wanted.append((question, self._tokens(question.asked)))
             except Exception as error:  # of a template, which runs code of the model's folder
                 question.refuse(f"{type(error).__name__}: {error}")
-        for (question, _), score in zip(wanted, self.model.scores([ids for _, ids in wanted]), strict=True):
+        scores = self.model.scores([ids for _, ids in wanted])
+        self._load.answered(len(wanted))
+        for (question, _), score in zip(wanted, scores, strict=True):
             if math.isfinite(score):
                 question.answer({"score": score})
             else:
                 question.refuse(f"the score is {score}")
-        self._load.answered(len(wanted))
         self._load.note(0)
         return True
 

@@ -117,9 +117,9 @@ class Service:
             if self._open >= self._most:
                 self._told_to_wait += 1
                 return _error(503, f"{self._open} requests are open, the most is {self._most}")
+            self._arrived.put(question)
             self._open += 1
         try:
-            self._arrived.put(question)
             self._wake()
             return question.wait(client)
         finally:

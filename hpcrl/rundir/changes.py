@@ -18,6 +18,8 @@ _DIVISION = (
     "trainer.logits_chunk_tokens",
     "generator.max_slots",
     "generator.burst_tokens",
+    *(f"judge.{key}" for key in ("max_slots", "max_requests", "burst_tokens")),
+    *(f"reward_model.{key}" for key in ("max_tokens_per_batch", "max_requests")),
 )
 MAY_CHANGE = (
     "max_steps",
@@ -45,7 +47,7 @@ def division_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Keys that divide the work over ranks and their memory, including those of the engines; other values round
     differently."""
     keys: list[str] = []
-    for section, table in (("trainer", TRAIN_ENGINES), ("generator", GEN_ENGINES)):
+    for section, table in (("trainer", TRAIN_ENGINES), ("generator", GEN_ENGINES), ("judge", GEN_ENGINES)):
         entries, engine = dict(table.items()), str(config.get(section, {}).get("engine", ""))
         if ":" in engine:  # named by its path, and listed nowhere
             entries[table[engine].name] = table[engine]

@@ -209,6 +209,8 @@ class GenEngineSpec(Spec):
     """Whether it can record the experts that it chooses (the field `routes`, hpcrl.engines.routes)."""
     lora: bool = False
     """Whether it can apply adapters beside the weights of the model's folder (trainer.lora)."""
+    several_in_process: bool = False
+    """Whether a process can have two engines of this kind, of a generator and of a judge."""
     sleeps: bool = False
     """Whether it releases its memory while the trainer works on the same GPU."""
     offered: bool = True

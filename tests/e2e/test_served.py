@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.data.chat import encode, render
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
+from hpcrl.rewards.extract import after_thinking
+from hpcrl.rewards.judge_prompt import NONE, harmless
 from hpcrl.rollout.store import RolloutReader
 from tests.conftest import ROOT
 from tests.e2e.program import Start
 from tests.echo_judge import make_echo_judge
+from tests.engines.test_scalar import make_reward_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -58,5 +62,31 @@ def test_a_killed_judge_is_done_without_and_the_last_ends_the_run(tmp_path: Path
     assert all(0 < row["judge/busy"] <= 1 and 0 < row["judge/slots_used"] <= 1 for row in rows)
     batch = RolloutReader(run_dir, provisional=True).read(1)
     responses = [batch.messages(row)[-1]["content"] for row in range(len(batch.batch.rewards))]
-    assert batch.batch.rewards.tolist() == pytest.approx([len(text) % 10 / 10 for text in responses])
+    seen = [harmless(after_thinking(text), 20_000) or NONE for text in responses]
+    assert batch.batch.rewards.tolist() == pytest.approx([len(text) % 10 / 10 for text in seen])
     assert len(set(batch.batch.rewards.tolist())) > 1
+
+
+def test_a_reward_model_scores_on_the_rank_of_another_role(tmp_path: Path) -> None:
+    """And a deterministic run gives the same rewards again."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = make_reward_model(tmp_path / "model")
+    words = ["+reward.default={name: reward_model, timeout_s: 60, options: {scale: 3.0}}", "max_steps=2"]
+    words += [f"reward_model.path={folder}", "reward_model.max_tokens=128", "deterministic=true"]
+    rewards = {}
+    for name in ("alone", "again"):
+        run = start(tmp_path / name, *words, "layout=single", "layout.trainer.num_ranks=null")
+        assert run.wait(300.0) == ExitCode.DONE, run.text
+        rewards[name] = [RolloutReader(tmp_path / name).batch(step).rewards.tolist() for step in (1, 2)]
+    assert rewards["alone"] == rewards["again"]
+    read = RolloutReader(tmp_path / "alone").read(1)
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for row, reward in enumerate(rewards["alone"][0]):
+        ids = encode(tokenizer, render(tokenizer, read.messages(row), None, ask=False))
+        with torch.no_grad():
+            logit = model(torch.tensor([ids])).logits.item()
+        assert reward == pytest.approx(3 * logit, abs=3e-5)
+    last = read_metrics(tmp_path / "alone")[-1]
+    assert last["reward_model/answered"] == 16 and last["env/sort_digits/retries"] == 0

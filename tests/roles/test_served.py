@@ -77,6 +77,15 @@ def serving() -> Iterator[Callable[..., Serving]]:
         each.close()
 
 
+def go_with(count: int, ranks: list[Serving]) -> None:
+    """Let the ranks work once they have so many questions together."""
+    deadline = time.monotonic() + 60
+    while sum(rank.role._service.in_flight for rank in ranks) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.go()
+
+
 def judge(serving: Any, echo: Path, **more: Any) -> Serving:
     section = {"path": str(echo), "max_prompt_tokens": 64, "max_new_tokens": 24, "max_slots": 4, **more}
     return serving(JudgeRole, judge=section, reward=JUDGES)  # type: ignore[no-any-return]
@@ -92,7 +101,7 @@ def score(urls: list[str], role: str, options: dict[str, Any], items: list[Rewar
 def test_two_judges_share_the_questions_and_keep_their_batch_full(serving: Any, echo: Path) -> None:
     ranks = [judge(serving, echo) for _ in range(2)]
     items = [RewardItem(n, "d", "?", "x" * n) for n in range(1, 25)]
-    threading.Timer(0.5, lambda: [rank.go() for rank in ranks]).start()  # by then all questions wait
+    threading.Thread(target=go_with, args=(24, ranks)).start()
     options = {"judges": {"own": {"role": "judge", "max_tokens": 24}}}
     found = score([rank.role.url for rank in ranks], "judge", options, items)
     assert [each.reward for each in found] == pytest.approx([n % 10 / 10 for n in range(1, 25)])
@@ -179,7 +188,7 @@ def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_
     whole = [*asked, *({"role": "assistant", "content": text} for text in ("a", "b"))]
     items = [RewardItem(n, "d", "?", "x" * n, messages=asked) for n in range(6)]
     items += [RewardItem(6, "d", "?", "b", extra={"messages": whole}, earlier=["a"])]  # type: ignore[list-item]
-    threading.Timer(0.3, rank.go).start()
+    threading.Thread(target=go_with, args=(8, [rank])).start()
     found = score(
         [rank.role.url], "reward_model", {"scale": 2.0, "shift": 1.0}, [*items, RewardItem(7, "d", "?", "x" * 99)]
     )

@@ -54,4 +54,5 @@ SPEC = GenEngineSpec(
     deterministic=True,
     float32_head=True,
     lora=True,
+    several_in_process=True,
 )
