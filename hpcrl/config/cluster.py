@@ -28,7 +28,8 @@ class RoleConfig(Section):
     tensor_parallel: Positive = 1
     """Ranks per replica."""
     min_ranks: Positive = 1
-    """Continue while this many ranks remain (reward and env only); with domains, of each domain's ranks."""
+    """Continue while this many ranks remain (reward, env, judge and reward_model only); with domains, of each domain's
+    ranks."""
     domains: dict[str, Positive] = {}
     """Domain -> number of ranks that score only this domain (reward only); the others score all other domains."""
 

@@ -24,7 +24,7 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rewards.served import DOWN_S, LOAD_HEADER, Replicas
+from hpcrl.rewards.served import DOWN_S, LOAD_HEADER, Addresses
 
 MOST_BYTES = 1 << 20
 """Longest answer that is read."""
@@ -59,7 +59,7 @@ class Endpoint:
         token: str = "",
         max_requests_per_s: float | None = None,
     ):
-        self._replicas = Replicas(urls)
+        self._addresses = Addresses(urls)
         self._several = len(urls) > 1
         self._key_env, self._token, self._timeout_s, self._backoff_s = key_env, token, timeout_s, backoff_s
         self._interval_s = 1.0 / max_requests_per_s if max_requests_per_s else 0.0
@@ -75,7 +75,7 @@ class Endpoint:
         url = ""
         while self._take_turn(deadline):
             counts["requests"] += 1
-            url, told, down_s = self._replicas.take(), None, 0.0
+            url, told, down_s = self._addresses.take(), None, 0.0
             try:
                 answer, told = self._post(url, data, deadline)
                 return answer
@@ -88,9 +88,9 @@ class Endpoint:
             except (OSError, http.client.HTTPException) as error:
                 problem, wait_s, down_s = f"{type(error).__name__}: {error}", 0.0, DOWN_S
             finally:
-                self._replicas.done(url, told, down_s)
+                self._addresses.done(url, told, down_s)
             counts["retries"] += 1
-            if self._several and self._replicas.any_up():
+            if self._several and self._addresses.any_up():
                 continue
             # Jitter, so that the threads that failed together do not return together.
             wait_s = min(max(wait_s, pause_s * random.uniform(0.5, 1.0)), MOST_WAIT_S)

@@ -22,7 +22,7 @@ from hpcrl.clock import AwakeClock
 from hpcrl.config import Config, RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import describe, failed, score_each
-from hpcrl.rewards.protocol import Answer, Ready, Start, pack, take_answers, to_message
+from hpcrl.rewards.protocol import Answer, Begin, Ready, pack, take_answers, to_message
 from hpcrl.rewards.router import Router
 from hpcrl.rewards.served import NOBODY, Services
 from hpcrl.signals import held_back
@@ -256,7 +256,7 @@ class _Worker:
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
-        self._out = bytearray(pack(Start(section.model_dump_json(), services)))
+        self._out = bytearray(pack(Begin(section.model_dump_json(), services)))
         self._in = bytearray()
         self._gone = False
         self._sent = 0

@@ -49,7 +49,7 @@ def turns_of(messages: Sequence[tuple[str, bytes]]) -> tuple[ModelTurn, ...]:
     return tuple(ModelTurn(text, array("i", token_ids)) for text, token_ids in messages)
 
 
-class Start(msgspec.Struct):
+class Begin(msgspec.Struct):
     """The first message to a worker: its RewardConfig as JSON, and the ranks that it may ask."""
 
     section: str

@@ -16,7 +16,7 @@ from hpcrl.data.rows import ANSWER_KEYS, RowSet, parse_row, sources, start_domai
 from hpcrl.data.tasks import Split, built_in_reward, is_generated
 from hpcrl.rewards.base import Reward, make_reward
 from hpcrl.rewards.extract import after_marker, last_boxed
-from hpcrl.rewards.protocol import Ready, Start, pack, take_answers
+from hpcrl.rewards.protocol import Begin, Ready, pack, take_answers
 from hpcrl.spec.tables import REWARDS
 
 DEFAULT = "default"
@@ -197,7 +197,7 @@ def _check_function(section: RewardConfig) -> str | None:
     try:
         done = subprocess.run(
             command,
-            input=pack(Start(section.model_dump_json())),
+            input=pack(Begin(section.model_dump_json())),
             stdout=subprocess.PIPE,
             timeout=CHECK_TIMEOUT_S,
             check=False,

@@ -35,7 +35,7 @@ NOBODY = Services()
 """Outside a run."""
 
 
-class Replicas:
+class Addresses:
     """The addresses behind which one model is served. For several threads at once."""
 
     def __init__(self, urls: Sequence[str]):

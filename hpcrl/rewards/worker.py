@@ -19,7 +19,7 @@ import msgspec
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each, score_each_async
-from hpcrl.rewards.protocol import LENGTH, Answer, Item, ItemScore, Ready, Start, from_message, pack
+from hpcrl.rewards.protocol import LENGTH, Answer, Begin, Item, ItemScore, Ready, from_message, pack
 from hpcrl.signals import let_signals_pass
 
 PR_SET_PDEATHSIG = 1
@@ -32,7 +32,7 @@ def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    begin = msgspec.msgpack.decode(_read(source) or b"", type=Start)
+    begin = msgspec.msgpack.decode(_read(source) or b"", type=Begin)
     config = RewardConfig.model_validate_json(begin.section)
     try:
         reward = make_reward(config)

@@ -19,8 +19,9 @@ def layout(*words: str) -> RoleLayout:
 
 
 def test_single_is_one_rank_with_every_role() -> None:
-    asks = "+reward.default={name: judge, options: {judges: {own: {role: judge}}}}"
-    made = layout("layout=single", "env=scripted", "algorithm=ppo", KL, asks, "judge.path=/models/judge")
+    asks = ["+reward.a={name: judge, options: {judges: {own: {role: judge}}}}", "+reward.b={name: reward_model}"]
+    paths = ["judge.path=/models/judge", "reward_model.path=/models/scores"]
+    made = layout("layout=single", "env=scripted", "algorithm=ppo", KL, *asks, *paths)
     assert made.world_size == 1 and set(made.ranks.values()) == {(0,)}
     assert made.roles_of(0) == ("controller", *ROLES)
     assert made.replicas == ((0,),)
@@ -30,7 +31,8 @@ def test_colocated_is_a_controller_and_two_workers() -> None:
     made = layout("layout=colocated", "env=scripted", "algorithm=ppo", KL)
     assert made.world_size == 3
     assert made.roles_of(0) == ("controller",)
-    assert made.roles_of(1) == made.roles_of(2) == tuple(ROLES)
+    served = ("judge", "reward_model")  # which no reward asks here
+    assert made.roles_of(1) == made.roles_of(2) == tuple(role for role in ROLES if role not in served)
     assert made.replicas == ((1,), (2,))
 
 
@@ -42,6 +44,8 @@ def test_disaggregated_is_ten_ranks() -> None:
         "generator": (3, 4),
         "reference": (5,),
         "critic": (6, 7),
+        "judge": (),
+        "reward_model": (),
         "reward": (8,),
         "env": (9,),
     }

@@ -17,7 +17,7 @@ import pytest
 from hpcrl.config import RewardConfig, parse
 from hpcrl.metrics.stats import flatten
 from hpcrl.rewards.base import RewardItem, Score, make_reward
-from hpcrl.rewards.served import Replicas, Services
+from hpcrl.rewards.served import Addresses, Services
 from hpcrl.roles.judge import JudgeRole
 from hpcrl.roles.load import Load
 from hpcrl.roles.reward_model import RewardModelRole
@@ -212,16 +212,16 @@ def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_
 
 
 def test_the_next_request_goes_to_the_least_busy_that_answers() -> None:
-    replicas = Replicas(["a", "b", "c"])
-    assert [replicas.take() for _ in range(4)] == ["a", "b", "c", "a"]
-    replicas.done("b", told=9)
-    replicas.done("c", down_s=60.0)
-    assert [replicas.take() for _ in range(2)] == ["a", "a"], "b is busy with the requests of others, c is down"
-    replicas.done("b", told=0)
-    assert replicas.take() == "b" and replicas.any_up()
+    addresses = Addresses(["a", "b", "c"])
+    assert [addresses.take() for _ in range(4)] == ["a", "b", "c", "a"]
+    addresses.done("b", told=9)
+    addresses.done("c", down_s=60.0)
+    assert [addresses.take() for _ in range(2)] == ["a", "a"], "b is busy with the requests of others, c is down"
+    addresses.done("b", told=0)
+    assert addresses.take() == "b" and addresses.any_up()
     for name in "ab":
-        replicas.done(name, down_s=60.0)
-    assert not replicas.any_up() and replicas.take() == "c", "if none answers, the least busy is asked again"
+        addresses.done(name, down_s=60.0)
+    assert not addresses.any_up() and addresses.take() == "c", "if none answers, the least busy is asked again"
 
 
 def test_the_load_counts_time_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
