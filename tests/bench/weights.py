@@ -4,12 +4,14 @@
     python -m tests.bench.weights --plan
 
 Prints one JSON line per case. `share_cpu`, `share_wall`: cost of the broadcast over that of the update. The update
-converts (unless `--held bfloat16`), packs, sends, puts rows together and copies every tensor to its place; the
-broadcast, one step at a time into one buffer, does nothing else. `most_cpu`: the share if an update cost nothing but
-the broadcast and its copies, which run alone in turns with both. `bytes_over_needed`: what a receiver gets over what it
-must hold. `extra_steps`: the most memory that a rank had beyond its weights, over two steps and (a receiver's) the
-tensor that it puts together. colocated: four ranks gather through FSDP2's tensors, against each of them broadcasting
-its quarter; `extra_steps`: over two of the largest tensors; its `most_cpu` is not measured (1).
+converts (unless `--held bfloat16`), packs, sends, puts rows together and copies every tensor to its place. The
+broadcast, one step at a time into one buffer, does nothing else: from one trainer to all generators, of as many bytes
+as one of them gets, so that as many bytes arrive as in the update. `carried_cpu`: the share of an update that neither
+converts nor loads. `most_cpu`: the share if an update cost nothing but the broadcast and its copies, which run alone.
+All take turns. `cpu_s`: CPU-seconds of all processes. `bytes_over_needed`: what a receiver gets over what it must hold.
+`extra_steps`: the most memory that a rank had beyond its weights, over two steps and (a receiver's) the tensor that it
+puts together. colocated: four ranks gather as FSDP2 does, against each of them broadcasting its quarter;
+`extra_steps`: over two of the largest tensors; `carried_cpu`: the gather, which converts, without the load.
 
 --plan: bytes and seconds of an update of published models, by the plan, at several link speeds; measures nothing.
 """
@@ -39,6 +41,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm import weights
 from hpcrl.comm.weights import Channel, Receiving, Schedule, Sending
 from hpcrl.config import parse
+from hpcrl.engines.train.fsdp2.weights import whole_copy
 from hpcrl.planner.generator import update_traffic
 from hpcrl.planner.shapes import read_shape
 from hpcrl.spec.weights import Box, Held, Need, everything
@@ -87,6 +90,13 @@ def sliced(held: Held, index: int, num_ranks: int) -> Need:
     return Need("bfloat16", (box,))
 
 
+class Carrying(Sending):
+    """Sends what its buffers contain."""
+
+    def _pack(self, messages: Any) -> None:
+        pass
+
+
 class Rank:
     """One process: its weights, what it does in an update, and the plain broadcast."""
 
@@ -111,7 +121,11 @@ class Rank:
             dist.init_process_group("gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=size)
             self.mesh = init_device_mesh("cpu", (size,))
             self.received = mib << 20
-            self.update, self.plain, self.copies = self._gather, self._broadcast_own, lambda: None
+            self.works: dict[str, Work] = {
+                "plain": self._broadcast_own,
+                "carried": lambda: self._gather(load=False),
+                "update": self._gather,
+            }
 
     def _join(self, store: Any, generators: int, tensor: int) -> None:
         rank, trainers = self.rank, self.trainers
@@ -128,15 +142,21 @@ class Rank:
         first_rank = min(channel.needs)
         boxes = [box for need in channel.needs[first_rank] for box in need.boxes]
         self.received = sum(2 * torch.Size([b - a for a, b in box]).numel() for box in boxes)
-        self.update, self.copies = (self._transfer(some) for some in (channels, still))
-        self.plain = self._broadcast
+        self.works = {
+            "plain": self._broadcast,
+            "copies": self._transfer(still),
+            "carried": self._transfer(channels, copies=False),
+            "update": self._transfer(channels),
+        }
 
-    def _transfer(self, channels: dict[int, Channel]) -> Work:
+    def _transfer(self, channels: dict[int, Channel], copies: bool = True) -> Work:
         if self.rank < self.trainers:
             schedule = Schedule(self.rank, channels)
 
             def send() -> None:
-                sending = Sending(schedule, list(channels), iter(self.shards), LIMIT.total_seconds())
+                sending = (Sending if copies else Carrying)(
+                    schedule, list(channels), iter(self.shards), LIMIT.total_seconds()
+                )
                 sending.finish()
                 assert not sending.errors
 
@@ -144,20 +164,25 @@ class Rank:
         receiving = Receiving(self.rank, next(iter(channels.values())))
         needs = receiving.channel.needs[self.rank]
         boxes = {held.name: need.boxes[0] for held, need in zip(self.layout, needs, strict=True)}
-        return lambda: self._load(
-            (name, tensor[tuple(slice(*b) for b in boxes[name])]) for name, tensor in receiving.tensors()
-        )
 
-    def _gather(self) -> None:
+        def receive() -> None:
+            named = ((name, tensor[tuple(slice(*b) for b in boxes[name])]) for name, tensor in receiving.tensors())
+            self._load(named, copies)
+
+        return receive
+
+    def _gather(self, load: bool = True) -> None:
         def full() -> Iterator[tuple[str, Tensor]]:
             for held, shard in zip(self.layout, self.shards, strict=True):
-                local = shard.to(torch.bfloat16)
-                yield held.name, DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False).full_tensor()
+                sharded = DTensor.from_local(shard, self.mesh, [Shard(0)], run_check=False)
+                yield held.name, whole_copy(sharded, torch.bfloat16)
 
-        self._load(full())
+        self._load(full(), load)
 
-    def _load(self, named: Iterator[tuple[str, Tensor]]) -> None:
+    def _load(self, named: Iterator[tuple[str, Tensor]], load: bool) -> None:
         for name, tensor in named:
+            if not load:
+                continue
             if name not in self.loaded:
                 self.loaded[name] = torch.empty_like(tensor)
             self.loaded[name].copy_(tensor)
@@ -216,7 +241,7 @@ def run_rank(case: str, rank: int, mib: int, dtype: str, rounds: int, folder: Pa
     bench = Rank(case, rank, mib, dtype, folder)
     store = dist.FileStore(str(folder / "store2"), sum(CASES[case][:2]))
     bench.prepare_plain(store)
-    works = {"plain": bench.plain, "copies": bench.copies, "update": bench.update}
+    works = bench.works
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
@@ -227,15 +252,17 @@ def run_rank(case: str, rank: int, mib: int, dtype: str, rounds: int, folder: Pa
             if number:  # the first connects and allocates
                 spent[name].append((time.perf_counter() - wall, cpu))
     _all(bench.group, 0.0)
-    extra = _peak(bench.update)
+    extra = _peak(works["update"])
     allowed = 2 * bench.step_bytes + (bench.largest_bytes() if rank >= bench.trainers else 0)
     allowed = 2 * bench.largest_bytes() if case == "colocated" else allowed
-    most = _all(bench.group, extra / allowed, dist.ReduceOp.MAX)
+    extra_steps = _all(bench.group, extra / allowed, dist.ReduceOp.MAX)
     got = bench.receiving.num_bytes / bench.received if case != "colocated" and rank >= bench.trainers else 1.0
     over = _all(bench.group, got, dist.ReduceOp.MAX)
     _check(bench)
     if rank == 0:
         medians = {name: [statistics.median(c) for c in zip(*values, strict=True)] for name, values in spent.items()}
+        plain, copies = medians["plain"][1], medians.get("copies", [])
+        most = {"most_cpu": round(plain / (plain + copies[1]), 2)} if copies else {}
         tell(
             {
                 "bench": "weights",
@@ -244,10 +271,12 @@ def run_rank(case: str, rank: int, mib: int, dtype: str, rounds: int, folder: Pa
                 "mib_per_receiver": round(bench.received / 2**20),
                 "share_wall": round(medians["plain"][0] / medians["update"][0], 2),
                 "share_cpu": round(medians["plain"][1] / medians["update"][1], 2),
-                "most_cpu": round(medians["plain"][1] / (medians["plain"][1] + medians["copies"][1]), 2),
+                "carried_cpu": round(medians["plain"][1] / medians["carried"][1], 2),
+                **most,
+                "cpu_s": {name: round(seconds[1], 3) for name, seconds in medians.items()},
                 "gib_per_s": round(bench.received / 2**30 / medians["update"][0], 2),
                 "bytes_over_needed": round(over, 4),
-                "extra_steps": round(most, 2),
+                "extra_steps": round(extra_steps, 2),
             }
         )
 

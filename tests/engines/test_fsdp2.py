@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import TrainerConfig
@@ -24,6 +25,7 @@ from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2 import model, probe
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.engines.train.fsdp2.weights import whole_copy
 from hpcrl.engines.train.schedule import learning_rate
 from hpcrl.rollout.batch import Batch
 from hpcrl.runtime.balance import balance, micro_batches
@@ -527,3 +529,30 @@ def test_checkpoints_move_between_one_and_two_ranks(
 @pytest.mark.slow
 def test_a_bad_folder_is_an_error_on_every_rank(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     assert all("no config.json" in result["error"] for result in two_ranks[1])
+
+
+SHAPES = ((10, 3), (3, 2), (8,), (1, 5), (0, 4), (64, 64))
+
+
+def _whole_copies() -> dict[str, list[Tensor]]:
+    """Copies of sharded tensors, drawn in inference mode; 10 rows leave the last of 4 ranks one, 3 rows none."""
+    meshes = {"shards": init_device_mesh("cpu", (4,)), "replicas": init_device_mesh("cpu", (2, 2))}
+    copies: dict[str, list[Tensor]] = {}
+    for name, mesh in meshes.items():
+        placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        sharded = [distribute_tensor(tensor, mesh, placements) for tensor in _tensors()]
+        with torch.inference_mode():
+            copies[name] = [whole_copy(tensor, torch.bfloat16) for tensor in sharded]
+    return copies
+
+
+def _tensors() -> list[Tensor]:
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in SHAPES]
+
+
+@pytest.mark.slow
+def test_rows_of_several_ranks_become_whole_tensors() -> None:
+    for copies in run_ranks(4, _whole_copies):
+        for got in copies.values():
+            for tensor, expected in zip(got, _tensors(), strict=True):
+                assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected.bfloat16())
