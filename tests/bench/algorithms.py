@@ -1,0 +1,161 @@
+"""Whether every algorithm of conf/algorithm learns: each on the demonstration's task, from one warm start.
+
+    python -m tests.bench.algorithms --model runs/demo_sft/hf --out FILE [--runs FOLDER] [--only NAMES] [--plot FILE]
+
+Each run has the keys of `+experiment=demo` with its own `algorithm=`, one process, one thread, and the same number of
+steps, prompts and responses, and the same learning rate. Groups of equal rewards are replaced in `dapo` alone, where
+that is part of the recipe. A KL term of weight 1e-12 changes nothing, and lets the KL to the warm start be measured.
+`--out` gets one JSON line per run; runs that it already has are not run again. Prints a table: held-out accuracy at the
+end, its gain, and KL and entropy of the last step. The recipes for turns (`turn_reinforce`, `gigpo`) need an
+environment and are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hpcrl.metrics.log import read_metrics
+from tests.bench.machine import machine
+from tests.bench.vs_trl import ROOT, launch
+
+FOR_TURNS = {"turn_reinforce", "gigpo"}
+RECIPES = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - FOR_TURNS)
+SEEDS = {name: (0, 1, 2) for name in ("grpo", "ppo", "reinforce_plus_plus", "topr", "gspo")}
+OWN = {"ppo": ["critic.lr=5e-4"]}  # as the policy's, which the demonstration sets
+FIGURES = {
+    "greedy": "val/score/mean",
+    "sampled": "val/sampled/score/mean",
+    "kl": "critic/kl",
+    "entropy": "critic/entropy/mean",
+    "reward": "critic/rewards/mean",
+    "explained_variance": "critic/explained_variance",
+}
+
+
+def run(name: str, seed: int, model: str, steps: int, eval_every: int, folder: Path) -> dict[str, Any]:
+    """The line of one run: for each figure its values by step, without the steps that lack it."""
+    run_dir = folder / f"{name}_{seed}"
+    if len(read_metrics(run_dir)) != steps + 1:
+        words = ["+experiment=demo", f"algorithm={name}", f"model.path={model}", f"seed={seed}", f"max_steps={steps}"]
+        words += [f"eval_every={eval_every}", "save_every=0", "eval.num_prompts=1024", "layout=single"]
+        words += ["algorithm.kl_loss_coef=1e-12", *OWN.get(name, [])]
+        words += [] if name == "dapo" else ["rollout.filter_std=false"]
+        launch(words, run_dir)
+    rows = read_metrics(run_dir)
+    curves = {figure: _curve(rows, key) for figure, key in FIGURES.items()}
+    seconds = statistics.median(float(row["time/step_total"] or 0.0) for row in rows[3:])
+    line = {"algorithm": name, "seed": seed, "steps": steps, "step_s": round(seconds, 3)}
+    return {**line, **{figure: curve for figure, curve in curves.items() if curve}, **machine()}
+
+
+def _curve(rows: list[dict[str, float | None]], key: str) -> dict[str, float]:
+    return {str(step): round(value, 4) for step, row in enumerate(rows) if (value := row.get(key)) is not None}
+
+
+def ends(line: Mapping[str, Any], figure: str) -> tuple[float, float]:
+    """The first and the last value of a curve."""
+    values = list(line[figure].values())
+    return values[0], values[-1]
+
+
+def table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Markdown, the best sampled accuracy first; several seeds as their mean, with the lowest and the highest."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        by_name.setdefault(line["algorithm"], []).append(line)
+
+    def mean(name: str, figure: str, end: int = 1) -> float:
+        return statistics.mean(ends(line, figure)[end] for line in by_name[name])
+
+    def shown(name: str, figure: str) -> str:
+        last = [ends(line, figure)[1] for line in by_name[name]]
+        spread = f" ({min(last):.3f} to {max(last):.3f})" if len(last) > 1 else ""
+        return f"{statistics.mean(last):.3f}{spread}"
+
+    head = ["`algorithm=`", "Seeds", "Greedy", "Sampled", "Gain, greedy", "Gain, sampled", "KL", "Entropy"]
+    rows = [head]
+    for name in sorted(by_name, key=lambda name: -mean(name, "sampled")):
+        gains = [f"{mean(name, figure) - mean(name, figure, 0):.3f}" for figure in ("greedy", "sampled")]
+        numbers = [f"{mean(name, figure):.3f}" for figure in ("kl", "entropy")]
+        seeds = str(len(by_name[name]))
+        rows.append([f"`{name}`", seeds, shown(name, "greedy"), shown(name, "sampled"), *gains, *numbers])
+    written = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([written[0], "|" + "---|" * len(head), *written[1:]])
+
+
+def plot(lines: list[Mapping[str, Any]], file: Path) -> None:
+    """Held-out sampled accuracy, KL and entropy by step; means over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "hpcrl"
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.6))
+    names = sorted({line["algorithm"] for line in lines})
+    colors = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for axes, key, label in zip(
+        panels,
+        ("sampled", "kl", "entropy"),
+        ("held-out accuracy, sampled", "KL to the warm start, nats a token", "entropy, nats a token"),
+        strict=True,
+    ):
+        for number, name in enumerate(names):
+            curves = [line[key] for line in lines if line["algorithm"] == name]
+            steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+            means = [statistics.mean(curve[step] for curve in curves) for step in steps]
+            axes.plot(
+                [int(step) for step in steps], means, label=name, color=colors[number % len(colors)], linewidth=1.2
+            )
+        axes.set_xlabel("step")
+        axes.set_title(label, fontsize=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def main() -> int:
+    """Run what `--out` lacks, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="the warm start, such as runs/demo_sft/hf")
+    parser.add_argument("--out", type=Path, help="the lines of the runs")
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one core each")
+    parser.add_argument("--runs", type=Path, help="keep the runs here (default: they are removed)")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if not options.model or not options.out:
+        print("algorithms needs --model, such as runs/demo_sft/hf, and --out", file=sys.stderr)
+        return 0
+    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    done = {(line["algorithm"], line["seed"]) for line in lines}
+    turns = sorted((i, name) for name in options.only for i in SEEDS.get(name, (0,)) if (name, i) not in done)
+    with tempfile.TemporaryDirectory() as removed, ThreadPoolExecutor(options.jobs) as pool:
+        folder = options.runs or Path(removed)
+        folder.mkdir(parents=True, exist_ok=True)
+        futures = [
+            pool.submit(run, name, seed, options.model, options.steps, options.eval_every, folder)
+            for seed, name in turns
+        ]
+        for future in futures:
+            lines.append(future.result())
+            with options.out.open("a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    if options.plot:
+        plot(lines, options.plot)
+    print(table(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
