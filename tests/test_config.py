@@ -263,6 +263,14 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "env.name: an environment belongs to a domain; give env.default.name, or",
         ),
         (["env.default.class_path=m:C"], "env.default.class_path: read with name=class only"),
+        (
+            ["rollout.domains={a:{max_new_tokens:999}}"],
+            "rollout.domains.a.max_new_tokens: 999 is above rollout.max_new_tokens, which is 256",
+        ),
+        (
+            ["rollout.filter_mean_low=.5", "rollout.domains={a:{filter_mean_high:.4}}"],
+            "rollout.domains.a.filter_mean_low: 0.5 must be below rollout.domains.a.filter_mean_high, which is 0.4",
+        ),
         (["data.domain_interleave_probs={a:.5,b:.4}"], "data.domain_interleave_probs: the shares must add up to 1"),
         (["pipeline=sft", "sft.stop_score=.2"], "sft.stop_score: needs held-out evaluation"),
         (["rollout.max_lag=0.01"], "rollout.max_lag: 0.01 of 64 prompts is less than one, so that nothing can be gen"),

@@ -12,6 +12,7 @@ from hpcrl.config.data import DataConfig, DataSource
 from hpcrl.config.fake import FakeConfig
 from hpcrl.config.reading import Reading, load, parse, read
 from hpcrl.config.schema import (
+    DomainRolloutConfig,
     EnvConfig,
     EvalConfig,
     GeneratorConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DataSource",
+    "DomainRolloutConfig",
     "EnvConfig",
     "EvalConfig",
     "FakeConfig",

@@ -200,32 +200,41 @@ def _cuts(rollout: RolloutConfig, key: str) -> bool:
     return bool(getattr(rollout, key) != KEEPS_ALL[key])
 
 
-def _filters(config: Config) -> Iterator[Problem]:
-    if not config.generates:
-        return
-    rollout = config.rollout
-    low, high = rollout.filter_mean_low, rollout.filter_mean_high
+def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Problem]:
+    """Filters of a section that no group passes."""
+    low, high, key = rollout.filter_mean_low, rollout.filter_mean_high, ".".join(map(str, at))
     if low is not None and high is not None and low >= high:
-        text = f"rollout.filter_mean_low: {low:g} must be below rollout.filter_mean_high, which is {high:g}"
-        yield Problem(("rollout", "filter_mean_low"), text, (("rollout", "filter_mean_high"),))
+        text = f"{key}.filter_mean_low: {low:g} must be below {key}.filter_mean_high, which is {high:g}"
+        yield Problem((*at, "filter_mean_low"), text, ((*at, "filter_mean_high"),))
     elif not config.envs and all(REWARDS[reward.name].scores_in_unit_interval for reward in config.reward.values()):
         scores = "scores are between 0 and 1, so that every group would be rejected"
         if low is not None and low >= 1:
-            yield Problem(
-                ("rollout", "filter_mean_low"), f"rollout.filter_mean_low: {low:g}, and {scores}; use less than 1"
-            )
+            yield Problem((*at, "filter_mean_low"), f"{key}.filter_mean_low: {low:g}, and {scores}; use less than 1")
         if high is not None and high <= 0:
-            yield Problem(
-                ("rollout", "filter_mean_high"), f"rollout.filter_mean_high: {high:g}, and {scores}; use more than 0"
-            )
+            yield Problem((*at, "filter_mean_high"), f"{key}.filter_mean_high: {high:g}, and {scores}; use more than 0")
     active = [
         name
         for name in ("filter_mean_low", "filter_mean_high", "filter_std")
         if getattr(rollout, name) not in (None, False)
     ]
     if active and rollout.group_size == 1:
-        text = f"rollout.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
-        yield Problem(("rollout", active[0]), text, (("rollout", "group_size"),))
+        text = f"{key}.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
+        yield Problem((*at, active[0]), text, (("rollout", "group_size"),))
+
+
+def _filters(config: Config) -> Iterator[Problem]:
+    if not config.generates:
+        return
+    rollout = config.rollout
+    yield from _thresholds(config, rollout, ("rollout",))
+    for domain, own in rollout.domains.items():
+        place = ("rollout", "domains", domain)
+        if own.model_fields_set:
+            yield from _thresholds(config, rollout.of_domain(domain), place)
+        if own.max_new_tokens is not None and own.max_new_tokens > rollout.max_new_tokens:
+            text = f"{'.'.join(place)}.max_new_tokens: {own.max_new_tokens} is above rollout.max_new_tokens"
+            involved = (("rollout", "max_new_tokens"),)
+            yield Problem((*place, "max_new_tokens"), f"{text}, which is {rollout.max_new_tokens}", involved)
     wanted, limit = rollout.num_prompts + rollout.extra_prompts, rollout.most_generated_groups
     at, extra = ("rollout", "max_generated_groups"), ("rollout", "extra_prompts")
     if limit < wanted and rollout.max_generated_groups is not None:

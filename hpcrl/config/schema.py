@@ -80,6 +80,19 @@ class ModelConfig(Section):
     """Type of the trainer's master weights."""
 
 
+class DomainRolloutConfig(Section):
+    """What differs for the prompts of one domain; null: as for all."""
+
+    max_new_tokens: Positive | None = None
+    """Maximum response length, tokens, also of held-out prompts; at most rollout.max_new_tokens."""
+    filter_mean_low: Float | None = None
+    """Keep only groups with a mean score above this value."""
+    filter_mean_high: Float | None = None
+    """Keep only groups with a mean score below this value."""
+    filter_std: bool | None = None
+    """Drop groups whose rewards are all equal."""
+
+
 class RolloutConfig(Section):
     """A rollout batch: num_prompts groups of group_size responses."""
 
@@ -132,10 +145,17 @@ class RolloutConfig(Section):
     """Keep only groups with a mean score below this value."""
     filter_std: bool = False
     """Drop groups whose rewards are all equal."""
+    domains: dict[str, DomainRolloutConfig] = {}
+    """Domain -> max_new_tokens, filter_mean_low, filter_mean_high and filter_std of its prompts, where they differ."""
     max_generated_groups: Positive | None = None
     """Groups generated for a step before the run ends; null: 20 x num_prompts."""
     save_rollouts: bool = True
     """Write every step's rollouts to rollouts/step_NNNNNN (HDF5)."""
+
+    def of_domain(self, domain: str) -> RolloutConfig:
+        """The section as it is for the prompts of a domain."""
+        own = self.domains.get(domain, DomainRolloutConfig()).model_dump(exclude_none=True)
+        return self.model_copy(update=own) if own else self
 
     @property
     def most_generated_groups(self) -> int:

@@ -128,13 +128,18 @@ def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet])
 
 
 def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Rewards without a row, unless some rows could not be read."""
+    """Sections of domains without a row, unless some rows could not be read."""
     otherwise = "reward.default is that of all domains without their own"
     return [
         f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}"
         for domains in _all_domains(config, rows)
         for name in config.reward
         if name not in (*domains, DEFAULT)
+    ] + [
+        f"rollout.domains.{name}: {_no_row_of(name, domains, 'rollout.domains', 'the keys of rollout are for all')}"
+        for domains in _all_domains(config, rows)
+        for name in config.rollout.domains
+        if name not in domains
     ]
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -101,6 +102,7 @@ class GeneratorRole:
         prompts = {payload.uid: self._prompt(payload) for payload in command.prompts}
         s = command.sampling
         params = SamplingParams(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, tuple(s.stop))
+        rollout = self._worker.config.rollout
         known = [self.samples[sample] for sample, _ in command.samples if sample in self.samples]
         if going_on := [sample for sample in known if sample.rollout is not None]:
             self._extend(going_on)
@@ -111,7 +113,9 @@ class GeneratorRole:
             if sample_id not in self.samples:
                 self.samples[sample_id] = HeldSample(sample_id, prompts[uid])
             sample = self.samples[sample_id]
-            sample.max_new_tokens, turn = s.max_new_tokens, 0
+            own = rollout.domains.get(sample.prompt.domain)
+            limit = min(s.max_new_tokens, (own.max_new_tokens if own is not None else None) or s.max_new_tokens)
+            sample.max_new_tokens, turn = limit, 0
             if sample.rollout is not None:
                 ids, turn = sample.rollout.token_ids.tolist(), int(sample.rollout.turn_ids[-1]) + 1
             elif sample.prompt.played:
@@ -121,7 +125,8 @@ class GeneratorRole:
             else:
                 ids = shared.setdefault(uid, sample.prompt.token_ids.tolist())
             continues = sample.env is not None
-            requests.append(Request(sample_id, ids, params, seed + turn, continues))
+            own_params = replace(params, max_new_tokens=limit) if limit < params.max_new_tokens else params
+            requests.append(Request(sample_id, ids, own_params, seed + turn, continues))
         try:
             self.engine.add(requests)
         except PromptRefused:  # in that case none was accepted

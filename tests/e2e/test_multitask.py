@@ -33,6 +33,7 @@ def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path:
     judge = Server(grade)
     words = f"""
     +experiment=rlvr_multitask max_steps={NUM_STEPS} save_every=1 eval_every={NUM_STEPS} eval.num_prompts=8
+    rollout.domains.gym.max_new_tokens=7
     rollout.num_prompts=10 rollout.group_size=2 algorithm.num_mini_batches=1 generator.max_slots=32
     """.split()
     part = f"name:judge,weight:.25,options:{{judges:{{one:{{url:'http://127.0.0.1:{judge.port}/v1',model:grader}}}}}}"
@@ -53,7 +54,12 @@ def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path:
     reader = RolloutReader(run_dir)
     assert list(reader.steps()) == list(range(1, NUM_STEPS + 1))
     for step in reader.steps():
-        assert {name: len(uids) for name, uids in reader.domains(step).items()} == SHARES
+        domains, batch = reader.domains(step), reader.batch(step)
+        assert {name: len(uids) for name, uids in domains.items()} == SHARES
+        lengths = [int(part.sum()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+        limits = [7 if uid in domains["gym"] else 32 for uid in batch.group_ids.tolist()]
+        assert all(length <= limit for length, limit in zip(lengths, limits, strict=True))
+        assert max(lengths) > 7
     uids = [record.uid for record in reader.dispositions()]
     assert sorted(uids) == list(range(NUM_STEPS * 10)), "each prompt ended once"
     rows = read_metrics(run_dir)

@@ -138,6 +138,12 @@ def test_reward_ranks_of_domains_are_checked_against_the_rows(domains: dict, sai
         assert problem.removeprefix("layout.reward.domains").lstrip(".: ").startswith(start)
 
 
+def test_limits_of_a_domain_that_no_row_is_of_are_named(tmp_path: Path):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "4", "tag": "maths"})
+    (problem,) = validate_rewards(load([f"data.train={path}", "reward.default.name=math", "rollout.domains={math:{}}"]))
+    assert problem.startswith("rollout.domains.math: no row of data.train or data.val is of domain math (there are: ")
+
+
 def test_a_rank_of_one_domain_has_only_its_reward():
     router = Router(Config(reward={"a": MATH, "default": EXACT}))
     assert router.restricted("a", {"a"}).sections == {"a": MATH}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config import DataConfig
+from hpcrl.config import DataConfig, DomainRolloutConfig
 from hpcrl.data import PromptSource
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Disposition, split_sample_id
 from hpcrl.runtime.rollouts import Rollouts
 from tests.rollout.ranks import Ranks
-from tests.rollout.test_loop import GENERATOR, SAMPLING, make_loop
+from tests.rollout.test_loop import GENERATOR, SAMPLING, draw_from, make_loop, prompts
 
 SHARES = {"maths": 0.4, "code": 0.3, "gym": 0.2, "essays": 0.1}
 
@@ -33,6 +33,17 @@ class Words:
 def two_in_five_filtered(sample: int) -> Any:
     uid, _, member = split_sample_id(sample)
     return float(member % 2 and uid % 5 > 1), ""
+
+
+def test_a_domain_may_have_filters_of_its_own() -> None:
+    """All rewards are equal: the groups of one domain are filtered, those of the other are not."""
+    config = SchedulerConfig(2, filter_std=True, domains={"code": DomainRolloutConfig(filter_std=False)})
+    kinds = {uid: "code" if uid % 2 else "maths" for uid in range(100)}
+    scheduler = RolloutScheduler(config, {GENERATOR: 64}, kinds.__getitem__)
+    scheduler.begin_step(0, 5)
+    harvest = make_loop(Ranks()).drive(scheduler, {}, draw_from(prompts()), SAMPLING)
+    assert [kinds[group.uid] for group in harvest.groups] == ["code"] * 5
+    assert {end.reason for end in scheduler.settled() if kinds[end.uid] == "maths"} == {"std"}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hpcrl.config import Config, RolloutConfig
+from hpcrl.config import Config, DomainRolloutConfig, RolloutConfig
 from hpcrl.rollout.scheduling.events import DoneSample
 
 MEMORY = 0.05
@@ -27,6 +27,7 @@ class SchedulerConfig:
     filter_mean_low: float | None = None
     filter_mean_high: float | None = None
     filter_std: bool = False
+    domains: Mapping[str, DomainRolloutConfig] = field(default_factory=dict)
     max_generated_groups: int | None = None  # null: 20 x need
     siblings_together: bool = True
     prompt_affinity: bool = False
@@ -42,6 +43,13 @@ class SchedulerConfig:
         shared = {name: getattr(config.rollout, name) for name in cls.__slots__ if name in RolloutConfig.model_fields}
         greedy = config.algorithm_spec.greedy_sibling
         return cls(**shared, deterministic=config.deterministic, greedy_sibling=greedy)
+
+    def of_domain(self, domain: str) -> SchedulerConfig:
+        """The settings for prompts of a domain, which may have filters of its own."""
+        if (own := self.domains.get(domain)) is None:
+            return self
+        given = own.model_dump(include=set(self.__slots__), exclude_none=True)
+        return replace(self, **given)
 
     @property
     def num_members(self) -> int:

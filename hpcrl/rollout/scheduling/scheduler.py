@@ -70,8 +70,9 @@ class RolloutScheduler:
     def __init__(
         self, config: SchedulerConfig, replicas: Mapping[int, int], kind_of: Callable[[int], str] = lambda uid: ""
     ):
-        """replicas: capacity by replica. kind_of: class of a prompt (its domain), as in modes.Flow."""
-        self.config = config
+        """replicas: capacity by replica. kind_of: class of a prompt (its domain), as in modes.Flow,
+        which may have filters of its own."""
+        self.config, self._kind_of = config, kind_of
         self._newest = -1  # weights on the replicas
         self._accounts = Accounts()
         self._tally = self._accounts.tally
@@ -332,13 +333,18 @@ class RolloutScheduler:
             group.baseline = group.greedy.done.reward
             self._samples.drop(group.greedy)
             group.greedy = None
-        if reason := rejecting_filter([sample.done for sample in group.samples], self.config, group.baseline):
+        if reason := self._filter_of(group):
             self._tally.count("group_filter_count")
             self._tally.count(f"filtered_{reason}")
             self._release(group)
             self._accounts.settle(group, Disposition.FILTERED, reason)
         else:
             self._selection.accept(self._open.pop(group.uid))
+
+    def _filter_of(self, group: LiveGroup) -> str:
+        """Name of the filter that rejects the group, empty if none does."""
+        config = self.config.of_domain(self._kind_of(group.uid)) if self.config.domains else self.config
+        return rejecting_filter([sample.done for sample in group.samples], config, group.baseline)
 
     def _requeue(self, group: LiveGroup, cause: str = "") -> None:
         """Drop the group. Its prompt restarts, or has failed after max_attempts failures."""
