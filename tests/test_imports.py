@@ -22,6 +22,7 @@ OWN_FILE_ONLY = {
     "deepspeed": ("hpcrl/engines/train/deepspeed",),
     "vllm": ("hpcrl/engines/gen/vllm",),
     "sglang": ("hpcrl/engines/gen/sglang",),
+    "gymnasium": ("hpcrl/envs/gymnasium",),
     "mpi4py": ("hpcrl/control/bootstrap",),
     "submitit": ("hpcrl/launch/executor", "hpcrl/launch/sweep"),
     "hydra_plugins": ("hpcrl/launch/sweep_launcher",),

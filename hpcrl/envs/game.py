@@ -1,4 +1,4 @@
-"""The common part of the built-in games: one action per turn, named in the model's text, and texts from options."""
+"""Games of one action per turn, named in the model's text, with texts from options."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ Options = TypeVar("Options", bound=GameOptions)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a valid action led to. effective: whether it changed anything."""
+    """What a valid action led to. effective: whether it changed anything; truncated: the game was cut off before its
+    end."""
 
     reward: float
     effective: bool = True
     ended: bool = False
     success: bool = False
+    truncated: bool = False
 
 
-class TextGame(ABC, Generic[Options]):
+class Game(ABC, Generic[Options]):
     """A game that is an Env (hpcrl.envs.base). The episode is a function of the seed and the actions alone.
 
     The action is the text between the first <tag> and </tag> of the response. One that the game does not know changes
@@ -48,8 +50,8 @@ class TextGame(ABC, Generic[Options]):
         return ", ".join(self.actions)
 
     @abstractmethod
-    def begin(self, rng: random.Random) -> None:
-        """Draw a new start. The game may keep rng for what chance decides later."""
+    def start(self, seed: int) -> None:
+        """Begin the episode of this seed."""
 
     @abstractmethod
     def show(self) -> str:
@@ -59,13 +61,9 @@ class TextGame(ABC, Generic[Options]):
     def act(self, action: str) -> Outcome:
         """Carry out one of `actions`."""
 
-    @abstractmethod
-    def best_action(self) -> str:
-        """The action that an expert would choose now."""
-
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """The first prompt of the episode of this seed."""
-        self.begin(random.Random(seed))
+        self.start(seed)
         self._running, self._turns, self._valid, self._effective = True, 0, 0, 0
         return self._fill(self.options.prompt), {}
 
@@ -75,7 +73,7 @@ class TextGame(ABC, Generic[Options]):
             raise RuntimeError("step() needs a running episode: call reset() first")
         chosen = self._chosen(action)
         outcome = Outcome(self.options.invalid_reward, effective=False) if chosen is None else self.act(chosen)
-        self._running = not outcome.ended
+        self._running = not (outcome.ended or outcome.truncated)
         self._turns += 1
         self._valid += chosen is not None
         self._effective += outcome.effective
@@ -85,20 +83,21 @@ class TextGame(ABC, Generic[Options]):
             "action_is_effective": self._effective / self._turns,
         }
         text = self._fill(self.options.invalid if chosen is None else self.options.turn)
-        return text, outcome.reward, outcome.ended, False, {"metrics": metrics}
-
-    def expert(self, rng: random.Random, noise: float) -> str:
-        """A response of an expert that chooses any action with the probability `noise`."""
-        return self._written(rng.choice(self.actions) if rng.random() < noise else self.best_action())
+        return text, outcome.reward, outcome.ended, outcome.truncated, {"metrics": metrics}
 
     def _chosen(self, response: str) -> str | None:
         """The action of a response as `actions` spells it; None if it names none."""
+        given = self._given(response)
+        return None if given is None else self._by_name.get(given.lower())
+
+    def _given(self, response: str) -> str | None:
+        """What a response gives in the tag, without blanks around it; None if there is no tag."""
         if self.options.tag:
             _, _, after = response.partition(f"<{self.options.tag}>")
             response, end, _ = after.partition(f"</{self.options.tag}>")
             if not end:
                 return None
-        return self._by_name.get(response.strip().lower())
+        return response.strip()
 
     def _written(self, action: str) -> str:
         """The response that names this action."""
@@ -114,3 +113,22 @@ class TextGame(ABC, Generic[Options]):
             "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
         }
         return re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], template)
+
+
+class TextGame(Game[Options]):
+    """A built-in game, whose rules and expert are here."""
+
+    def start(self, seed: int) -> None:
+        self.begin(random.Random(seed))
+
+    @abstractmethod
+    def begin(self, rng: random.Random) -> None:
+        """Draw a new start. The game may keep rng for what chance decides later."""
+
+    @abstractmethod
+    def best_action(self) -> str:
+        """The action that an expert would choose now."""
+
+    def expert(self, rng: random.Random, noise: float) -> str:
+        """A response of an expert that chooses any action with the probability `noise`."""
+        return self._written(rng.choice(self.actions) if rng.random() < noise else self.best_action())

@@ -14,6 +14,7 @@ from hpcrl.data.tasks import Split
 from hpcrl.envs.base import Env
 from hpcrl.spec.fields import Section
 from hpcrl.spec.options import read_options
+from hpcrl.spec.table import load
 from hpcrl.spec.tables import ENVS
 
 
@@ -30,6 +31,23 @@ def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]
             f"env.{section}.options: {found.__name__} cannot be created with these options: {error}"
         ) from error
     return found
+
+
+def check_env(config: EnvConfig, section: str) -> None:
+    """ValueError if this section names no environment that an env rank can make."""
+    env_class(config, section)
+    _probe(config, section, own_code=True)
+
+
+def _probe(config: EnvConfig, section: str, own_code: bool) -> None:
+    spec = ENVS[config.name]
+    if not spec.probe or spec.section is None:
+        return
+    options = _options(spec.section, config, section)
+    try:
+        load(spec.probe, spec.about)(options, own_code)
+    except ValueError as error:
+        raise ValueError(f"env.{section}.options.{error}") from error
 
 
 def _options(schema: type[Section], config: EnvConfig, section: str) -> Section:
@@ -63,8 +81,8 @@ def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
 
 
 def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
-    """One line for every environment whose options are wrong, as far as a section types them, or whose domain has no
-    prompts, by the rows that could be read; and for starts of episodes without an environment."""
+    """One line for every environment whose options are wrong, as far as a section types them and its library is here,
+    or whose domain has no prompts, by the rows that could be read; and for starts of episodes without one."""
     problems = [
         f"data.{split}: {path} gives starts of an environment; set env.{domain}.name or env.default.name"
         for split in rows
@@ -75,6 +93,8 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
         if (schema := ENVS[env.name].section) is not None:
             try:
                 _options(schema, env, name)
+                if config.cluster.container == "none" and not ENVS[env.name].lacking():
+                    _probe(env, name, own_code=False)
             except ValueError as error:
                 problems.append(str(error))
     named = [name for name in config.env if name != "default"]

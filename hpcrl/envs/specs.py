@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -36,13 +36,28 @@ def _symbols(text: str) -> str:
     return text
 
 
+def _words(names: list[str] | dict[str, int]) -> list[str] | dict[str, int]:
+    """Names of actions that a response can tell apart, in upper or lower case."""
+    if wrong := [name for name in names if not name or name != name.strip()]:
+        raise ValueError(f"{wrong[0]!r} is not the name of an action; names have no blanks around them")
+    if len({name.lower() for name in names}) < len(names):
+        raise ValueError("two actions have the same name; upper and lower case are not told apart")
+    return names
+
+
+def _success(rule: str) -> str:
+    if rule not in ("reward", "terminated") and not re.fullmatch(r"info\..+", rule):
+        raise ValueError(f"{rule!r} is none of reward, terminated and info.KEY")
+    return rule
+
+
 Template = Annotated[str, AfterValidator(_template)]
 Penalty = Annotated[float, Field(le=0), NUMBER]
 
 
 class GameOptions(Section):
-    """Options of every built-in game. Texts may contain the fields {observation}, {actions} (their names), {answer} (an
-    example of an action in its tag) and {symbols} (their meanings)."""
+    """Options of every game of one action per turn. Texts may contain the fields {observation}, {actions} (their
+    names), {answer} (an example of an action in its tag) and {symbols} (their meanings)."""
 
     prompt: Template = "{observation}"
     """First prompt; system_prompt of the data stays before it."""
@@ -141,6 +156,39 @@ class TicTacToeOptions(GameOptions):
     """Reward of a draw."""
 
 
+class GymnasiumOptions(GameOptions):
+    """Options of the environment gymnasium."""
+
+    prompt: Template = "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+    """First prompt; it should say what the game is about."""
+    id: str = ""
+    """The environment's name in gymnasium's registry, such as FrozenLake-v1; package:NAME imports the package first."""
+    entry_point: str = ""
+    """Instead of id: a class that is not registered, package.module:Class."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the environment; with id also those of gymnasium.make, such as max_episode_steps."""
+    actions: Annotated[list[str] | dict[str, int], AfterValidator(_words)] = []
+    """Names of the actions: a list in the order of a Discrete space, or name -> action of those that may be chosen;
+    empty: their numbers. Not for a Text space, whose actions are texts."""
+    observation: Literal["auto", "ansi", "value"] = "auto"
+    """What {observation} is: ansi: the picture in characters (render_mode); value: the observation in Python's
+    notation; auto: ansi if the environment has it."""
+    highlight: Annotated[str, Field(max_length=1), AfterValidator(_symbols)] = ""
+    """The character that replaces one whose background the picture colours; empty: that one in [brackets]. Bold ones
+    stand in *asterisks*, others with a colour in (parentheses)."""
+    success: Annotated[str, AfterValidator(_success)] = "reward"
+    """When an episode succeeds: reward: it is terminated with a positive reward; terminated: it is terminated;
+    info.KEY: this value of info is true at its end."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.id) == bool(self.entry_point):
+            raise ValueError("give either id, such as FrozenLake-v1, or entry_point, package.module:Class")
+        if "render_mode" in self.kwargs:
+            raise ValueError("kwargs.render_mode: the option observation chooses it")
+        return self
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.scripted:ScriptedEnv",
@@ -168,6 +216,13 @@ TIC_TAC_TOE = EnvSpec(
     make="hpcrl.envs.tic_tac_toe:TicTacToe",
     section=TicTacToeOptions,
     has_expert=True,
+)
+GYMNASIUM = EnvSpec(
+    about="An environment of gymnasium with a Discrete or a Text action space.",
+    make="hpcrl.envs.gymnasium:Gymnasium",
+    section=GymnasiumOptions,
+    needs={"gymnasium": "gymnasium"},
+    probe="hpcrl.envs.gymnasium:probe",
 )
 WEBSHOP = EnvSpec(about="WebShop: search for a product and buy it.")
 CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

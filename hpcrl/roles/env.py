@@ -20,7 +20,7 @@ from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, Tu
 from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.envs.base import Env
-from hpcrl.envs.making import env_class, make_env
+from hpcrl.envs.making import check_env, make_env
 from hpcrl.roles.base import Rank
 from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
 from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
@@ -105,7 +105,7 @@ class EnvRole:
         """ValueError if a section names no valid environment."""
         self._config = worker.config
         for section, config in self._config.envs.items():
-            env_class(config, section)
+            check_env(config, section)
         self._worker = worker
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
         self._waiting: deque[Turn] = deque()  # without a thread, in order

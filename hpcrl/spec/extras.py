@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes==0.50.*",),
     "deepspeed": ("deepspeed==0.19.*",),
+    "gymnasium": ("gymnasium==1.4.*",),
     "megatron": ("megatron-core==0.16.1",),
     "mlflow": ("mlflow-skinny>=3.17,<4",),
     "sglang": ("sglang==0.5.23",),

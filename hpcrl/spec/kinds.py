@@ -274,3 +274,6 @@ class EnvSpec(Spec):
     """The key of EnvConfig that names a user-defined class."""
     has_expert: bool = False
     """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.game), for expert:NAME."""
+    probe: str = ""
+    """`module:NAME` of a function that tries valid options with the libraries of `needs`: `probe(section, own_code)`
+    raises ValueError; it imports a user's code only with own_code, in env ranks."""

@@ -115,6 +115,7 @@ ENVS = SpecTable(
         "sokoban": "hpcrl.envs.specs:SOKOBAN",
         "guess": "hpcrl.envs.specs:GUESS",
         "tic_tac_toe": "hpcrl.envs.specs:TIC_TAC_TOE",
+        "gymnasium": "hpcrl.envs.specs:GYMNASIUM",
         "webshop": "hpcrl.envs.specs:WEBSHOP",
         "class": "hpcrl.envs.specs:CLASS",
     },
