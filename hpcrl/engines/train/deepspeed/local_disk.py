@@ -39,12 +39,15 @@ class LocalDisk:
             file, path = tempfile.mkstemp(prefix="hpcrl-", dir=self.folder)
         except OSError as error:
             raise ValueError(f"{self._key} cannot be written: {error.strerror}") from None
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
         try:
             os.unlink(path)
+            if num_bytes > free:  # a file that is too large would fill the disk before it fails
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(file, 0, num_bytes)  # else a full disk ends the process when a page is written
             pages = mmap.mmap(file, num_bytes)
         except OSError as error:
-            free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
             why = f"only {free / 1e9:.1f} GB are free" if error.errno == errno.ENOSPC else error.strerror
             raise ValueError(f"{self._key}: no file of {num_bytes / 1e9:.1f} GB can be made, {why}") from None
         finally:
