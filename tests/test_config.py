@@ -118,7 +118,7 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
         "rollout.num_promts: unknown key; did you mean rollout.num_prompts? (override 'rollout.num_promts=4')",
         "reward.default.name: expected 'exact_match', 'math', 'numeric', 'choice', 'f1', 'regex', 'json_schema', "
         "'ifeval', 'code', 'length', 'repetition', 'tags', 'language', 'composed', 'reasoning_gym', 'judge', "
-        "'sort_digits', "
+        "'reward_model', 'sort_digits', "
         "'fake' or 'function', got 'mth'; did you mean math? (override 'reward.default.name=mth')",
         "trainer.lr: expected a number, got 'fast' (override 'trainer.lr=fast')",
         "trainer.betas.1: missing (override 'trainer.betas=[.9]')",
@@ -514,8 +514,10 @@ def test_training_alone_reads_of_the_rollouts_what_evaluation_reads_and_the_size
     alone, read = ["debug=train_only", "rollouts=runs/demo"], {"num_prompts", "group_size", "min_replicas"}
     read |= {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop"}
     keys = {key: "null" if info.default is None else info.default for key, info in RolloutConfig.model_fields.items()}
+    keys["domains.a.filter_std"], keys["domains.a.max_new_tokens"] = "true", keys.pop("domains") or 4
+    read.add("domains.a.max_new_tokens")
     lines = problems(*alone, *(f"rollout.{key}={value}" for key, value in keys.items()))
-    found = [re.match(r"rollout\.(\w+): not read here, debug=train_only generates nothing", line) for line in lines]
+    found = [re.match(r"rollout\.([\w.]+): not read here, debug=train_only generates nothing", line) for line in lines]
     assert all(found), lines
     assert sorted(match[1] for match in found if match) == sorted(keys.keys() - read)
 

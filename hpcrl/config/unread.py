@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from hpcrl.config.schema import Config
+from hpcrl.config.schema import Config, DomainRolloutConfig
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS
 from hpcrl.spec.problems import Path, Problem, dotted
@@ -147,9 +147,10 @@ def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:
 def _unread_policies(config: Config) -> Iterator[tuple[Path, Path, str]]:
     rollout, correction = config.rollout, config.algorithm.correction
     if config.debug == "train_only":
-        for key in type(rollout).model_fields:
-            if key not in STORED_KEYS:
-                yield ("rollout", key), ("debug",), "debug=train_only generates nothing to train on"
+        unread = [("rollout", key) for key in type(rollout).model_fields if key not in (*STORED_KEYS, "domains")]
+        filters = [key for key in DomainRolloutConfig.model_fields if key not in SAMPLING_KEYS]
+        for path in (*unread, *(("rollout", "domains", name, key) for name in rollout.domains for key in filters)):
+            yield path, ("debug",), "debug=train_only generates nothing to train on"
     if config.debug == "rollout_only":
         for key in ("correction", "correction_level", "correction_low", "correction_high"):
             yield ("algorithm", key), ("debug",), "debug=rollout_only does not train"

@@ -252,7 +252,7 @@ def test_sources_that_cannot_be_read_are_all_named(tmp_path: Path, write_jsonl):
         ": a folder; give a jsonl or parquet file",
         "empty.jsonl: holds no rows",
         "x.parquet: not a parquet file",
-        "task:nope: there is no task 'nope'; built in are add, sort_digits",
+        "task:nope: there is no task 'nope'; built in are add, program, repeat, sort_digits",
         "unknown format '.py'",
         "xxx: File name too long",
         "size is for generated sources",
