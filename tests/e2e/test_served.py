@@ -33,9 +33,9 @@ WORDS = LINES.split()
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = make_echo_judge(tmp_path_factory.mktemp("model") / "echo")
-    options = "{judges: {own: {role: judge, max_tokens: 24}}, request_timeout_s: 10, backoff_s: 0.1}"
+    options = "{judges: {own: {role: judge, max_tokens: 24}}, request_timeout_s: 60, backoff_s: 0.1}"
     return [
-        f"+reward.default={{name: judge, timeout_s: 60, options: {options}}}",
+        f"+reward.default={{name: judge, timeout_s: 600, options: {options}}}",
         *(f"judge.path={folder}", "judge.max_prompt_tokens=200", "judge.max_new_tokens=32"),
     ]
 
@@ -73,7 +73,7 @@ def test_a_reward_model_scores_on_the_rank_of_another_role(tmp_path: Path) -> No
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = make_reward_model(tmp_path / "model")
-    words = ["+reward.default={name: reward_model, timeout_s: 60, options: {scale: 3.0}}", "max_steps=2"]
+    words = ["+reward.default={name: reward_model, timeout_s: 600, options: {scale: 3.0}}", "max_steps=2"]
     words += [f"reward_model.path={folder}", "reward_model.max_tokens=128", "deterministic=true"]
     rewards = {}
     for name in ("alone", "again"):

@@ -79,7 +79,7 @@ def serving() -> Iterator[Callable[..., Serving]]:
 
 def go_with(count: int, ranks: list[Serving]) -> None:
     """Let the ranks work once they have so many questions together."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while sum(rank.role._service.in_flight for rank in ranks) < count and time.monotonic() < deadline:
         time.sleep(0.01)
     for rank in ranks:
@@ -92,7 +92,7 @@ def judge(serving: Any, echo: Path, **more: Any) -> Serving:
 
 
 def score(urls: list[str], role: str, options: dict[str, Any], items: list[RewardItem], **more: Any) -> list[Score]:
-    reward = make_reward(RewardConfig(name=role, timeout_s=60, options={"backoff_s": 0.05, **options}))
+    reward = make_reward(RewardConfig(name=role, timeout_s=900, options={"request_timeout_s": 600, **options}))
     reward.connect(Services({role: urls}, {role: "m"}, TOKEN, **more))
     reward.start()
     return list(asyncio.run(reward.score(items)))  # type: ignore[arg-type]
