@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LINES = """
 data.train=task:sort_digits eval_every=0 save_every=0 rollout.num_prompts=4 rollout.group_size=4
-rollout.max_new_tokens=12 data.max_prompt_tokens=48 trackers=[] algorithm.num_mini_batches=1 timeouts.command_s=60
+rollout.max_new_tokens=12 data.max_prompt_tokens=48 trackers=[] algorithm.num_mini_batches=1 timeouts.command_s=120
 layout.trainer.num_ranks=1
 """
 WORDS = LINES.split()
@@ -49,12 +49,14 @@ def test_a_killed_judge_is_done_without_and_the_last_ends_the_run(tmp_path: Path
     run = start(run_dir, *judge, "layout.judge.num_ranks=2", "max_steps=100000")
     run.wait_until(lambda: run.step >= 2, 300.0)
     os.kill(run.ranks[2], signal.SIGKILL)
-    run.wait_until(lambda: "the run goes on without it" in run.text)
+    run.wait_until(lambda: "the run goes on without it" in run.text, 200.0)
     before = run.step
-    run.wait_until(lambda: run.step >= before + 3)
+    run.wait_until(lambda: run.step >= before + 3, 200.0)
     os.kill(run.ranks[3], signal.SIGKILL)
     assert run.wait() == ExitCode.RANK_KILLED
-    assert re.search(r"hpcrl: rank 2 \(judge\) on \S+ is lost: .*SIGKILL.*; the run goes on without it", run.text)
+    # On a busy machine the deadline of a command may come before the agent's report of the kill.
+    cause = r"(.*SIGKILL|it did not answer in time)"
+    assert re.search(rf"hpcrl: rank 2 \(judge\) on \S+ is lost: {cause}.*; the run goes on without it", run.text)
     assert re.search(r"hpcrl: rank 3 \(judge\) on \S+ is lost: .*SIGKILL", run.errors.read_text()), run.text
     rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
     assert all(row["scheduler/score_errors"] == 0 for row in rows), "what the lost judge was asked, the other was"
@@ -78,7 +80,7 @@ def test_a_reward_model_scores_on_the_rank_of_another_role(tmp_path: Path) -> No
     rewards = {}
     for name in ("alone", "again"):
         run = start(tmp_path / name, *words, "layout=single", "layout.trainer.num_ranks=null")
-        assert run.wait(300.0) == ExitCode.DONE, run.text
+        assert run.wait(280.0) == ExitCode.DONE, run.text
         rewards[name] = [RolloutReader(tmp_path / name).batch(step).rewards.tolist() for step in (1, 2)]
     assert rewards["alone"] == rewards["again"]
     read = RolloutReader(tmp_path / "alone").read(1)
