@@ -29,6 +29,12 @@ def texts(trainer: dict[str, Any], model: dict[str, Any], **others: Any) -> list
     [
         ({"engine": "megatron"}, {"model_type": "mamba"}, "megatron trainer trains qwen2, .*, not mamba; use "),
         (
+            {"engine": "fsdp2"},
+            {"model_type": "qwen9"},
+            r"trains decoders of transformers, and 5\.\S+ has none of .*=qwen9$",
+        ),
+        ({"engine": "deepspeed"}, {"model_type": "bert_"}, r"decoders of transformers, and \S+ has none of .*=bert_$"),
+        (
             {"engine": "megatron"},
             {"model_type": "llama"} | YARN,
             "no rope_type=yarn, only default, linear, llama3; ",

@@ -1,0 +1,37 @@
+"""The model families that the installed transformers knows, without importing it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+@functools.cache
+def causal_families() -> frozenset[str]:
+    """Every model_type with a causal language model in transformers; empty if its tables are not found."""
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return frozenset()
+    file = Path(package.origin).with_name("models") / "auto" / "modeling_auto.py"
+    if not file.is_file():
+        return frozenset()
+    for statement in ast.parse(file.read_text()).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[pairs])) if name == TABLE:
+                return frozenset(dict(ast.literal_eval(pairs)))
+    return frozenset()
+
+
+def unknown_family(model: Mapping[str, Any]) -> Iterator[str]:
+    """Why an engine that trains any decoder of transformers cannot train that of this config.json
+    (TrainEngineSpec.unsupported)."""
+    family, known = model.get("model_type"), causal_families()
+    if known and family not in known:
+        yield f"trains decoders of transformers, and {version('transformers')} has none of model_type={family}"
