@@ -402,6 +402,12 @@ def test_impossible_values_and_combinations_are_refused(words: list[str], line: 
     assert all("\n" not in problem for problem in found)
 
 
+def test_a_single_response_beside_a_greedy_one_may_be_filtered_by_equal_rewards() -> None:
+    words = ("algorithm=remax", "rollout.group_size=1", "rollout.filter_std=true")
+    assert load(words).rollout.filter_std
+    assert problems(*words, "rollout.filter_mean_high=.9")[0].startswith("rollout.filter_mean_high: a filter compares")
+
+
 def test_recomputing_with_an_engine_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("rollout.max_lag=1", "rollout.on_new_weights=recompute")
     assert load(words).rollout.on_new_weights == "recompute"

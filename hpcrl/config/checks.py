@@ -217,6 +217,8 @@ def _thresholds(config: Config, rollout: RolloutConfig, at: Path) -> Iterator[Pr
         for name in ("filter_mean_low", "filter_mean_high", "filter_std")
         if getattr(rollout, name) not in (None, False)
     ]
+    if config.algorithm_spec.greedy_sibling and "filter_std" in active:
+        active.remove("filter_std")  # it compares with the greedy response, too
     if active and rollout.group_size == 1:
         text = f"{key}.{active[0]}: a filter compares the responses of a group, and rollout.group_size is 1"
         yield Problem((*at, active[0]), text, (("rollout", "group_size"),))
