@@ -144,7 +144,8 @@ def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 
 def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, RowSet]) -> list[str]:
-    """Domains of layout.reward.domains without a row, and domains of rows without a rank, one line each."""
+    """Domains of layout.reward.domains whose responses no rank scores, and domains of rows without a rank, one line
+    each."""
     problems, key = [], "layout.reward.domains"
     for domains in _all_domains(config, rows) if layout.scorers else ():
         problems += [
@@ -152,7 +153,14 @@ def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, 
             for name in layout.scorers
             if name not in domains
         ]
-        if left := [name for name in domains if not layout.scorers_of(name)]:
+        envs = {name: env for name in domains if (env := config.env_of(name)) is not None and not env.add_reward}
+        problems += [
+            f"{key}.{name}: the environment gives the rewards of this domain, and its ranks would score nothing; leave "
+            "it out, or let a reward be added to them (env.NAME.add_reward)"
+            for name in layout.scorers
+            if name in envs
+        ]
+        if left := [name for name in domains if name not in envs and not layout.scorers_of(name)]:
             problems.append(
                 f"{key}: all {len(layout.ranks['reward'])} reward ranks score one domain only, and none is left for "
                 f"{', '.join(left)}; raise layout.reward.num_ranks, or give a domain fewer"

@@ -144,6 +144,15 @@ def test_limits_of_a_domain_that_no_row_is_of_are_named(tmp_path: Path):
     assert problem.startswith("rollout.domains.math: no row of data.train or data.val is of domain math (there are: ")
 
 
+@pytest.mark.parametrize(("domains", "added", "said"), [("add:2", "", 0), ("game:1", "", 1), ("add:2", "true", 1)])
+def test_a_domain_that_its_environment_rewards_needs_no_ranks_and_gets_none(domains: str, added: str, said: int):
+    words = ["pipeline=agentic", "data.train=[{path:env:default,tag:game},{path:task:add,tag:add}]", "env.default=null"]
+    words += ["env.game.name=frozen_lake", f"layout.reward.domains={{{domains}}}"]
+    config = load([*words, *([f"env.game.add_reward={added}", "reward.default.name=exact_match"] if added else [])])
+    found = check_reward_ranks(config, RoleLayout.from_config(config), read_splits(config.data, 0)[0])
+    assert len(found) == said and all("game" in problem for problem in found)
+
+
 def test_a_rank_of_one_domain_has_only_its_reward():
     router = Router(Config(reward={"a": MATH, "default": EXACT}))
     assert router.restricted("a", {"a"}).sections == {"a": MATH}
