@@ -312,6 +312,18 @@ def test_state_on_a_disk_is_that_in_memory(
     _same_state(second, other)
 
 
+def test_files_on_a_disk_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen model has a file per parameter, and a process often may open 1024."""
+    monkeypatch.setattr(local_disk, "IN_MEMORY", ())
+    disk, before = local_disk.LocalDisk(str(tmp_path)), len(os.listdir("/proc/self/fd"))
+    tensors = [disk.zeros_like(torch.empty(3)) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before and list(tmp_path.iterdir()) == []
+    for number, tensor in enumerate(tensors):
+        tensor += number
+    disk.release()
+    assert [tensor.tolist() for tensor in tensors] == [[number] * 3 for number in range(20)]
+
+
 def _pages(folder: Path) -> list[tuple[int, int]]:
     """Bytes, and resident bytes, of this process's mappings of files in the folder."""
     found, inside = [], False

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are in host memory."""
+_LIBC = ctypes.CDLL(None)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class LocalDisk:
@@ -22,7 +26,7 @@ class LocalDisk:
     def __init__(self, folder: str):
         """folder: with the node's environment variables in it. ValueError if files there are not on a disk."""
         self.folder = Path(os.path.expandvars(folder))
-        self._pages: list[mmap.mmap] = []
+        self._made: list[UntypedStorage] = []
         if not self.folder.is_absolute() or not self.folder.is_dir():
             raise ValueError(f"{self._key}: there is no such folder on {os.uname().nodename}")
         if (kind := _file_system(self.folder)) in IN_MEMORY:
@@ -46,14 +50,17 @@ class LocalDisk:
             if num_bytes > free:  # a file that is too large would fill the disk before it fails
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(file, 0, num_bytes)  # else a full disk ends the process when a page is written
-            pages = mmap.mmap(file, num_bytes)
+            # Holds no descriptor, of which a process often may have 1024: a frozen model has a file per parameter.
+            storage = cast(UntypedStorage, UntypedStorage.from_file(f"/proc/self/fd/{file}", True, num_bytes))
+        except RuntimeError as error:
+            raise ValueError(f"{self._key}: a file of {num_bytes / 1e9:.1f} GB cannot be mapped: {error}") from None
         except OSError as error:
             why = f"only {free / 1e9:.1f} GB are free" if error.errno == errno.ENOSPC else error.strerror
             raise ValueError(f"{self._key}: no file of {num_bytes / 1e9:.1f} GB can be made, {why}") from None
         finally:
             os.close(file)
-        self._pages.append(pages)
-        return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+        self._made.append(storage)
+        return storage
 
     def copy(self, storage: UntypedStorage) -> UntypedStorage:
         """A copy in a file. ValueError as above."""
@@ -68,8 +75,8 @@ class LocalDisk:
 
     def release(self) -> None:
         """Tell the kernel that the process does not need the pages now: its resident memory is what else it has."""
-        for pages in self._pages:
-            pages.madvise(mmap.MADV_DONTNEED)
+        for storage in self._made:
+            _LIBC.madvise(storage.data_ptr(), storage.nbytes(), mmap.MADV_DONTNEED)
 
 
 def _file_system(folder: Path) -> str:
