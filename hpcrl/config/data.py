@@ -68,4 +68,5 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle every epoch, with the run's seed."""
     domain_interleave_probs: dict[str, Share] = {}
-    """Share of each domain in every rollout batch; empty: proportional to the sizes of the sources."""
+    """Share of each domain in every rollout batch, also where groups are filtered or fail; empty: proportional to the
+    sizes of the sources."""

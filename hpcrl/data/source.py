@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -132,6 +133,11 @@ class PromptSource:
         domains nothing needs to be replaced."""
         owed = [place for place, stream in enumerate(self._streams) if stream.name == domain]
         self._owed += owed if self._mixed else []
+
+    @property
+    def owed(self) -> dict[str, int]:
+        """Domain -> number of prompts to draw in place of others."""
+        return dict(Counter(self._streams[place].name for place in self._owed))
 
     def take_dropped(self) -> list[Settled]:
         """The prompts that next() skipped since the last call; a resume keeps those not fetched."""

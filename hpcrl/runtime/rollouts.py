@@ -14,7 +14,7 @@ from hpcrl.files import step_name
 from hpcrl.metrics.stats import Stat, Stats, merge, scalar
 from hpcrl.rollout.loop import RolloutLoop
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
-from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
 from hpcrl.rollout.store import DispositionRecord, write_dispositions
 from hpcrl.rollout.types import Prompt, Sizes
 from hpcrl.runtime.batches import BatchHandle
@@ -52,7 +52,11 @@ class Rollouts:
         sampling, handle = training_sampling(config), None
         while handle is None:
             start = time.perf_counter()
-            harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
+            try:
+                harvest = self._loop.drive(self.scheduler, self._prompts, self._draw, sampling)
+            except RolloutExhausted as error:
+                self._replace_lost()
+                raise RolloutExhausted(f"{error}{_missing(self.source.owed)}") from None
             parts += [harvest.stats, timed("time/step_generate", start)]
             start = time.perf_counter()
             handle = self._fabric.hand_over(config, step, harvest, sampling.truncates)
@@ -128,3 +132,9 @@ class Rollouts:
             self._records.append(record)
         for long in self.source.take_dropped():
             self._records.append(DispositionRecord(long.uid, 0, long.disposition, long.reason, long.domain))
+
+
+def _missing(owed: Mapping[str, int]) -> str:
+    """Which domains starve a batch with shares of domains."""
+    counts = ", ".join(f"{domain} {count}" for domain, count in owed.items())
+    return f"; prompts missing by domain (data.domain_interleave_probs): {counts}" if counts else ""

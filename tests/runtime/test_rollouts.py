@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrl.config import DataConfig, DomainRolloutConfig
+from hpcrl.config import DataConfig, DomainRolloutConfig, load
 from hpcrl.data import PromptSource
+from hpcrl.rollout.scheduling.events import Decoded, Generate, Rewarded
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
-from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
-from hpcrl.rollout.types import Disposition, split_sample_id
+from hpcrl.rollout.scheduling.scheduler import RolloutExhausted, RolloutScheduler
+from hpcrl.rollout.types import Disposition, FinishReason, Prompt, split_sample_id
 from hpcrl.runtime.rollouts import Rollouts
 from tests.rollout.ranks import Ranks
 from tests.rollout.test_loop import GENERATOR, SAMPLING, draw_from, make_loop, prompts
@@ -64,3 +66,34 @@ def test_every_batch_has_its_shares_though_prompts_are_filtered(tmp_path: Path, 
         rollouts._record()
     counts = Counter(record.disposition for record in rollouts._records)
     assert counts[Disposition.TRAINED] == 300 and counts[Disposition.FILTERED] > 150
+
+
+class Loop:
+    """Generates at once; the responses to a prompt of the domain `hard` all have reward 0, others differ."""
+
+    def drive(
+        self,
+        scheduler: RolloutScheduler,
+        prompts: dict[int, Prompt],
+        draw: Callable[[int], list[Prompt]],
+        sampling: Any,
+    ) -> None:
+        while True:
+            fresh = draw(scheduler.wants())
+            prompts.update((prompt.uid, prompt) for prompt in fresh)
+            scheduler.offer(prompt.uid for prompt in fresh)
+            for command in scheduler.plan():
+                for sample in command.sample_ids if isinstance(command, Generate) else ():
+                    uid, _, member = split_sample_id(sample)
+                    reward = 0.0 if prompts[uid].domain == "hard" else float(member)
+                    scheduler.tell([Decoded(0, ((sample, 1, FinishReason.STOP),)), Rewarded(sample, reward, reward)])
+
+
+def test_a_domain_that_starves_a_mix_is_named(tmp_path: Path) -> None:
+    words = ["data.train=[{path:task:add,tag:hard},{path:task:add,tag:easy}]", "rollout.filter_std=true"]
+    words += ["data.domain_interleave_probs={hard:.5,easy:.5}", "rollout.num_prompts=4", "rollout.group_size=2"]
+    config = load(words)
+    source = PromptSource(config.data, "train", Words(), 0, config.rollout.num_prompts)
+    rollouts = Rollouts(Loop(), None, {0: 64}, config, source, tmp_path, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(RolloutExhausted, match=r"; prompts missing by domain \(data.domain_int.*\): hard 2$"):
+        rollouts.next(1)
