@@ -278,6 +278,11 @@ class ModelWeights:
     def __init__(self, folder: Path, config: Mapping[str, Any], padded_vocabulary: int):
         self.table = table(config, "fused", padded_vocabulary)
         self._files = WeightFiles(folder)
+        if f"{VALUE_HEAD}.weight" in self._files.tensors:
+            raise ValueError(
+                f"{folder} is a critic, whose head of values ({VALUE_HEAD}.weight) would be lost; only language models "
+                "become checkpoints of Megatron"
+            )
         for name, shape in self.table.shapes.items():
             place = self._files.tensors.get(name)
             if place is None or place.shape != shape:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcrl.checkpoint.commit import Facts, begin, commit, seal_files
@@ -49,8 +49,6 @@ CONFIG: dict[str, Any] = {
 
 def make_model(folder: Path, **changes: Any) -> dict[str, Tensor]:
     """A model folder with random weights under its names; without transformers, which takes seconds."""
-    from safetensors.torch import save_file
-
     config = CONFIG | changes
     generator = torch.Generator().manual_seed(3)
     shapes = table(config).shapes
@@ -195,6 +193,17 @@ def test_the_newest_valid_checkpoint_of_a_run(tmp_path: Path, capsys: pytest.Cap
     assert f"{second} is damaged: {file.name} is not what was committed" in capsys.readouterr().err
     assert run("--checkpoint", tmp_path / "run" / "checkpoints", "--output", tmp_path / "no") == 2
     assert "has several checkpoints; name the run folder" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_critic_is_not_made_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights beside the head are those of a language model whose embedding is its projection, too."""
+    make_model(tmp_path / "model")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {"score.weight": torch.ones(1, tensors["model.norm.weight"].numel())}, file)
+    assert run("--to", "megatron", "--checkpoint", tmp_path / "model", "--output", tmp_path / "no") == 2
+    assert "is a critic, whose head of values (score.weight) would be lost" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
