@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,16 @@ import torch
 
 from hpcrl.config import TinyModel
 from hpcrl.engines.tiny import make_tiny_model
+from tests.e2e.program import Start
 
 DIGITS = ("0", "1", "2")
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left() -> Iterator[None]:
+    """A test that fails leaves no run that takes the cores from the next."""
+    yield
+    Start.kill_left()
 
 
 @pytest.fixture(scope="session")

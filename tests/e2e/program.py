@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -22,6 +23,9 @@ MARK = "HPCRL_TEST_START"
 
 class Start:
     """One start of `python -m hpcrl.launch`; what it prints goes to files."""
+
+    running: ClassVar[list[Start]] = []
+    """Starts that a test which fails may leave to the next."""
 
     def __init__(self, run_dir: Path, arguments: list[str], environ: Mapping[str, str] | None = None):
         self.mark = uuid.uuid4().hex
@@ -36,6 +40,14 @@ class Start:
                 stderr=errors,
                 start_new_session=True,
             )
+        self.running.append(self)
+
+    @classmethod
+    def kill_left(cls) -> None:
+        """Kill the starts that have not ended."""
+        while cls.running:
+            if (start := cls.running.pop()).process.poll() is None:
+                start.kill()
 
     @property
     def text(self) -> str:
