@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcrl.cli import ArgumentParser
 from hpcrl.config import Config, ConfigError, parse
-from hpcrl.config.schema import section_name
+from hpcrl.config.names import section_name
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.metrics.trackers.thread import TrackerThread, log_missed, run_id

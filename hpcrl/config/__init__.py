@@ -9,22 +9,13 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.assembling import config_class
 from hpcrl.config.cluster import ClusterConfig, ComponentConfig, LayoutConfig, RoleConfig, RoleName
 from hpcrl.config.data import DataConfig, DataSource
+from hpcrl.config.domains import EnvConfig, RewardConfig
+from hpcrl.config.engines import GeneratorConfig, JudgeConfig, LoRAConfig, TrainerConfig
 from hpcrl.config.fake import FakeConfig
+from hpcrl.config.model import ModelConfig, TinyModel
 from hpcrl.config.reading import Reading, load, parse, read
-from hpcrl.config.schema import (
-    DomainRolloutConfig,
-    EnvConfig,
-    EvalConfig,
-    GeneratorConfig,
-    JudgeConfig,
-    LoRAConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    Timeouts,
-    TinyModel,
-    TrainerConfig,
-)
+from hpcrl.config.rollout import DomainRolloutConfig, EvalConfig, RolloutConfig
+from hpcrl.config.schema import Timeouts
 from hpcrl.spec.fields import Natural, NonNegative, Positive, PositiveFloat, Section, Share
 from hpcrl.spec.policy_loss import PolicyLoss
 from hpcrl.spec.problems import ConfigError, Problem

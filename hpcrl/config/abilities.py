@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from hpcrl.config.engines import GeneratorConfig, TrainerConfig
 from hpcrl.config.judging import JUDGE_ENGINE
-from hpcrl.config.schema import Config, GeneratorConfig, TrainerConfig
+from hpcrl.config.schema import Config
 from hpcrl.spec.extras import install
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import Path, Problem, dotted

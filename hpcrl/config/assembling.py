@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from hpcrl.config.cluster import layout_class
-from hpcrl.config.schema import Config, GeneratorConfig, JudgeConfig, TrackingConfig, TrainerConfig, section_name
+from hpcrl.config.engines import GeneratorConfig, JudgeConfig, TrainerConfig
+from hpcrl.config.names import section_name
+from hpcrl.config.schema import Config, TrackingConfig
 from hpcrl.spec.fields import Section, with_fields
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import Path

@@ -8,14 +8,10 @@ from typing import Any
 
 from hpcrl.config.abilities import CRITIC_ENGINE, check_abilities, check_family, check_length, check_trainable, chosen
 from hpcrl.config.cluster import SET_FOR_SBATCH, SET_FOR_SRUN
+from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.judging import JUDGE_ENGINE, as_judges, check_judge, check_reward_model
-from hpcrl.config.schema import (
-    MOST_MEMBERS,
-    Config,
-    EnvConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from hpcrl.config.rollout import MOST_MEMBERS, RolloutConfig
+from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 from hpcrl.spec.table import SpecTable

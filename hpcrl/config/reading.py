@@ -14,8 +14,9 @@ from hpcrl.config.assembling import Named, config_class, unloadable
 from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
 from hpcrl.config.compose import Composition, compose
+from hpcrl.config.domains import EnvConfig
 from hpcrl.config.foreign import FOREIGN
-from hpcrl.config.schema import Config, EnvConfig
+from hpcrl.config.schema import Config
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
 from hpcrl.spec.tables import PIPELINES

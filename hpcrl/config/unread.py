@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from hpcrl.config.schema import Config, DomainRolloutConfig
+from hpcrl.config.rollout import DomainRolloutConfig
+from hpcrl.config.schema import Config
 from hpcrl.spec.kinds import Spec
 from hpcrl.spec.policy_loss import SURROGATE_KEYS
 from hpcrl.spec.problems import Path, Problem, dotted

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hpcrl.config import TinyModel
-from hpcrl.config.schema import LEAST_VOCABULARY
+from hpcrl.config.model import LEAST_VOCABULARY
 from hpcrl.engines.hf_folder import save_model
 from hpcrl.files import give_usual_modes
 

@@ -99,7 +99,7 @@ def section(name: str) -> str:
 
 def reference() -> str:
     """docs/configuration.md: every key of every section."""
-    made = "Made by `make docs` from `hpcrl/config/schema.py` and the specifications of all parts."
+    made = "Made by `make docs` from `hpcrl/config/` and the specifications of all parts."
     lines = ["# Every key", "", made, ""]
     for key in CHOICES:
         for title, entries in _parts(key):

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.schema import section_name
+from hpcrl.config.names import section_name
 from hpcrl.metrics.trackers.base import TrackedRun, Tracker
 from hpcrl.metrics.trackers.thread import FOLDER, TrackerThread
 from hpcrl.metrics.trackers.thread import run_id as id_of

@@ -1,0 +1,53 @@
+"""The sections `reward` and `env`, which every domain may have of its own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from hpcrl.config.names import listed
+from hpcrl.spec.fields import Count, Positive, Seconds, Section
+from hpcrl.spec.tables import ENVS, REWARDS
+
+
+class RewardConfig(Section):
+    """The reward of one domain's rows: built-in, or `function`, an import path or file."""
+
+    name: Annotated[str, AfterValidator(functools.partial(listed, REWARDS))] = "exact_match"
+    """Built-in reward, function, or module:SPEC."""
+    function: str | None = None
+    """package.module:callable or file.py:callable, used with name=function."""
+    signature: Literal["auto", "verl", "trl", "openrlhf", "hpcrl"] = "auto"
+    """How the function is called; auto: determined by its parameter names."""
+    timeout_s: Seconds = 10.0
+    """Timeout for one response, or one group if the reward scores groups, seconds; then its samples have an error."""
+    num_processes: Count = 1
+    """Worker processes per reward rank."""
+    concurrency: Count = 64
+    """Concurrent calls per worker process of an asynchronous reward."""
+    options: dict[str, Any] = {}
+    """Arguments of the reward."""
+
+
+class EnvConfig(Section):
+    """The environment of one domain's prompts: built-in, or `class_path`, an import path. Key default: all other
+    domains; null: no environment, a single response."""
+
+    name: Annotated[str, AfterValidator(functools.partial(listed, ENVS))] = "scripted"
+    """Built-in environment, class, or module:SPEC."""
+    class_path: str | None = None
+    """package.module:Class, used with name=class."""
+    max_turns: Positive = 2
+    """Maximum model turns per episode."""
+    add_reward: bool = False
+    """Also score each episode with the domain's reward and add this to the environment's rewards."""
+    num_threads: Count = 1
+    """Environments that step concurrently on an env rank; more than 1 helps environments that wait (for a network or a
+    process), whose code must be thread-safe."""
+    timeout_s: Seconds | None = None
+    """Timeout for one turn, seconds; then its sample ends with reward 0 and its thread is abandoned; null: half of
+    timeouts.command_s."""
+    options: dict[str, Any] = {}
+    """Arguments of the environment."""

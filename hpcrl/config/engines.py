@@ -1,0 +1,133 @@
+"""The sections of engines: `trainer`, `generator` and `judge`. Each contains a section of every engine in its table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
+
+from hpcrl.config.names import own_section
+from hpcrl.spec.fields import NUMBER, Natural, NonNegative, Positive, PositiveFloat, Section, Share
+from hpcrl.spec.tables import GEN_ENGINES, TRAIN_ENGINES
+
+S = TypeVar("S", bound=Section)
+
+
+class LoRAConfig(Section):
+    """Training low-rank adapters beside frozen linear layers (LoRA, arXiv 2106.09685) in place of all weights."""
+
+    rank: Annotated[int, Field(ge=0, le=512), NUMBER] = 0
+    """Rank of the adapters; 0: train all weights."""
+    alpha: PositiveFloat = 32.0
+    """The product of an adapter's two matrices is multiplied by alpha / rank."""
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Last parts of the names of the linear layers that get an adapter ([q_proj, v_proj]); null: all of the decoder.
+    The embedding, the vocabulary projection, and routers and experts of a mixture never do."""
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+class TrainerConfig(Section):
+    """The training engine and its optimizer."""
+
+    engine: str = "fsdp2"
+    """Training engine."""
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """For the matrices of layers; embedding, vocabulary projection, norms and biases have AdamW. muon: Muon, scaled to
+    AdamW's learning rates (arXiv 2502.16982). adamw8bit: AdamW with moments in 8 bits (arXiv 2110.02861)."""
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """Final learning rate of a schedule."""
+    lr_warmup_steps: Natural = 0
+    """Optimizer steps of linear learning-rate warm-up."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning-rate schedule after the warm-up."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of matrices."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's beta_1 and beta_2."""
+    eps: Annotated[float, Field(gt=0, le=1), NUMBER] = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True), NUMBER] = 1.0
+    """Maximum gradient norm, to which gradients are clipped; inf: off."""
+    max_tokens_per_micro_batch: Positive = 16384
+    """Maximum tokens of one forward and backward pass on one rank."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of computation, by default bfloat16 if the configuration asks for GPUs; the master weights have
+    model.dtype. With lora, also the type of the frozen weights."""
+    head_dtype: Literal["float32"] | None = None
+    """Type in which the vocabulary projection is computed, also by the reference; null: param_dtype. float32 with
+    param_dtype=bfloat16 brings log-probs closer to the generator's (set generator.head_dtype alike)."""
+    router_replay: bool = False
+    """Mixture of experts: choose for each response token the experts that the generator chose for it (arXiv
+    2510.11370)."""
+    max_mismatch: Share | None = None
+    """Largest mean difference between the trainer's and the generator's probabilities of the tokens of a step that were
+    written by the weights being trained (mismatch/diff/mean); a step above it ends the run unsaved; null: no bound."""
+    logits_chunk_tokens: Positive = 4096
+    """Tokens per chunk of the vocabulary projection."""
+    lora: LoRAConfig = LoRAConfig()
+    """Low-rank adapters."""
+
+    def section(self, kind: type[S]) -> S:
+        """The section of the engine, which is of this type."""
+        return own_section(self, self.engine, TRAIN_ENGINES[self.engine], kind)
+
+
+class GeneratorConfig(Section):
+    """The generation engine of each replica."""
+
+    engine: str = "native"
+    """Generation engine."""
+    max_slots: Positive = 256
+    """Maximum responses that a replica decodes at once."""
+    max_requests: Positive | None = None
+    """Maximum responses assigned to a replica, including those that wait for a slot; null: twice max_slots."""
+    burst_tokens: Positive = 16
+    """Decode steps per burst, between two reads of the inbox."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
+    head_dtype: Literal["float32"] | None = None
+    """Type in which the vocabulary projection is computed; null: dtype. float32 with dtype=bfloat16 brings log-probs
+    closer to the trainer's (set trainer.head_dtype alike)."""
+
+    def section(self, kind: type[S]) -> S:
+        """The section of the engine, which is of this type."""
+        return own_section(self, self.engine, GEN_ENGINES[self.engine], kind)
+
+    @property
+    def most_requests(self) -> int:
+        """max_requests, or its default."""
+        return self.max_requests or 2 * self.max_slots
+
+
+class JudgeConfig(GeneratorConfig):
+    """The model of the role judge and its engine, for rewards with a judge of `role: judge`. Its weights stay as they
+    are."""
+
+    path: str | None = None
+    """Folder in HF layout, with a tokenizer that has a chat template."""
+    max_slots: Positive = 32
+    """Requests that a rank decodes at once."""
+    max_requests: Positive | None = None
+    """Requests that a rank accepts at once, including those that wait for a slot; others are told to come back; null:
+    four times max_slots."""
+    burst_tokens: Positive = 4
+    """Decode steps between two looks for new requests."""
+    max_prompt_tokens: Positive = 8192
+    """Longest question, tokens; a longer one is refused, and costs the vote."""
+    max_new_tokens: Positive = 1024
+    """Longest answer, tokens."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
+    head_dtype: Literal["float32"] | None = None
+    """Type in which the vocabulary projection is computed; null: dtype."""
+
+    @property
+    def most_requests(self) -> int:
+        """max_requests, or its default."""
+        return self.max_requests or 4 * self.max_slots

@@ -1,0 +1,50 @@
+"""The section `model`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpcrl.spec.fields import NUMBER, Positive, Section, Seed
+
+LEAST_VOCABULARY = 259
+"""Tokens of the tokenizer created for model.tiny: every byte and three special tokens."""
+
+
+class TinyModel(Section):
+    """A model created from these sizes with seeded random weights, used if model.path is not given (demos, tests)."""
+
+    architecture: Literal["qwen2", "qwen3", "qwen3_moe", "llama", "gemma2"] = "qwen2"
+    """Model family."""
+    vocab_size: Annotated[int, Field(ge=LEAST_VOCABULARY, le=1 << 20), NUMBER] = 320
+    """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
+    hidden_size: Annotated[int, Field(ge=1, le=1 << 16), NUMBER] = 64
+    """Width of the hidden states."""
+    num_layers: Annotated[int, Field(ge=1, le=1000), NUMBER] = 2
+    """Decoder layers."""
+    num_heads: Positive = 4
+    """Query heads."""
+    num_kv_heads: Positive = 2
+    """Key and value heads; must divide num_heads."""
+    intermediate_size: Annotated[int, Field(ge=1, le=1 << 20), NUMBER] = 192
+    """Width of the feed-forward layer."""
+    num_experts: Annotated[int, Field(ge=1, le=1 << 12), NUMBER] = 4
+    """Experts per layer (qwen3_moe)."""
+    max_position_embeddings: Positive = 4096
+    """Maximum sequence length, tokens."""
+    tie_word_embeddings: bool = True
+    """Use the embedding as the output projection."""
+    seed: Seed = 0
+    """Seed of the weights."""
+
+
+class ModelConfig(Section):
+    """The policy. `path` is a folder in HF layout; without a path, model.tiny is created inside the run folder."""
+
+    path: str | None = None
+    """Folder in HF layout (config.json, *.safetensors, tokenizer.json); null: create model.tiny."""
+    tiny: TinyModel = TinyModel()
+    """The model to create if no path is given."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trainer's master weights."""

@@ -1,0 +1,109 @@
+"""The sections `rollout` and `eval`: how many responses are generated, how they are sampled and which are kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpcrl.spec.fields import NUMBER, Float, Natural, NonNegative, Positive, Section, Share
+
+MOST_MEMBERS = (1 << 14) - 1
+MOST_HELD_OUT = 1 << 20
+"""Limits of a sample id (hpcrl.rollout.types)."""
+
+
+class DomainRolloutConfig(Section):
+    """What differs for the prompts of one domain; null: as for all."""
+
+    max_new_tokens: Positive | None = None
+    """Maximum response length, tokens, also of held-out prompts; at most rollout.max_new_tokens."""
+    filter_mean_low: Float | None = None
+    """Keep only groups with a mean score above this value."""
+    filter_mean_high: Float | None = None
+    """Keep only groups with a mean score below this value."""
+    filter_std: bool | None = None
+    """Drop groups whose rewards are all equal."""
+
+
+class RolloutConfig(Section):
+    """A rollout batch: num_prompts groups of group_size responses."""
+
+    num_prompts: Positive = 64
+    """Prompts (groups) per step."""
+    group_size: Annotated[int, Field(ge=1, le=MOST_MEMBERS), NUMBER] = 8
+    """Responses per prompt."""
+    max_new_tokens: Positive = 256
+    """Maximum response length, tokens."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; must be above 0, since greedy responses to a prompt are all equal."""
+    top_p: Annotated[float, Field(ge=1e-3, le=1), NUMBER] = 1.0
+    """Nucleus sampling; 1: off."""
+    top_k: Natural = 0
+    """Most likely tokens kept; 0: off."""
+    min_p: Share = 0.0
+    """Minimum probability of a kept token, relative to the most likely token; 0: off."""
+    stop: list[str] = []
+    """Strings that end a response."""
+    max_lag: NonNegative = 0
+    """Maximum lag of a token's weights behind the weights being trained, steps; 0: synchronous; 0.5: lag 1 for half of
+    a batch."""
+    on_stale: Literal["wait", "cancel"] = "wait"
+    """Groups that would become too old for max_lag: the batch waits for them, or they are cancelled and restarted,
+    which is faster and favours short responses."""
+    on_new_weights: Literal["continue", "recompute", "restart"] = "continue"
+    """Responses in progress when weights arrive: continue with the KV cache of the old weights (log-probs of no single
+    policy, token/mixed_weights_ratio), recompute the cache, or restart (at most max_attempts times)."""
+    extra_prompts: Natural = 0
+    """Redundant groups, generated beyond num_prompts and aborted once there are enough valid groups."""
+    extra_members: Natural = 0
+    """Redundant responses per prompt, beyond group_size; the first group_size responses count, which favours short
+    responses (scheduler/kept_length, scheduler/aborted_length)."""
+    siblings_together: bool = True
+    """Send all responses to a prompt to one replica while it has room; false: each to the least loaded replica."""
+    prompt_affinity: bool = False
+    """Send a restarted prompt to the replica that has its prefix, if there is room."""
+    routing: Literal["count", "expected_length"] = "count"
+    """Unit of a replica's load: responses, or tokens expected from recent lengths in each response's domain."""
+    spare_slow_replicas: bool = True
+    """Give fewer responses to a replica that decodes more slowly than others under equal load
+    (scheduler/replica_speed)."""
+    min_replicas: Positive = 1
+    """Generator replicas that must remain for the run to continue after losses."""
+    max_attempts: Annotated[int, Field(ge=1, le=200), NUMBER] = 3
+    """Attempts after which a prompt counts as failed."""
+    filter_mean_low: Float | None = None
+    """Keep only groups with a mean score above this value."""
+    filter_mean_high: Float | None = None
+    """Keep only groups with a mean score below this value."""
+    filter_std: bool = False
+    """Drop groups whose rewards are all equal."""
+    domains: dict[str, DomainRolloutConfig] = {}
+    """Domain -> max_new_tokens, filter_mean_low, filter_mean_high and filter_std of its prompts, where they differ."""
+    max_generated_groups: Positive | None = None
+    """Groups generated for a step before the run ends; null: 20 x num_prompts."""
+    save_rollouts: bool = True
+    """Write every step's rollouts to rollouts/step_NNNNNN (HDF5)."""
+
+    def of_domain(self, domain: str) -> RolloutConfig:
+        """The section as it is for the prompts of a domain."""
+        own = self.domains.get(domain, DomainRolloutConfig()).model_dump(exclude_none=True)
+        return self.model_copy(update=own) if own else self
+
+    @property
+    def most_generated_groups(self) -> int:
+        """max_generated_groups, or its default."""
+        return self.max_generated_groups or 20 * self.num_prompts
+
+
+class EvalConfig(Section):
+    """Held-out evaluation on data.val."""
+
+    num_prompts: Annotated[int, Field(ge=1, le=MOST_HELD_OUT), NUMBER] = 256
+    """Held-out prompts per evaluation."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature; 0: greedy."""
+    max_new_tokens: Positive | None = None
+    """Maximum response length, tokens; null: rollout.max_new_tokens."""
+    num_examples: Natural = 5
+    """Sample completions shown before and after training."""
