@@ -72,7 +72,7 @@ class Endpoint:
         """The answer to a JSON object. deadline: monotonic time after which no attempt begins and none goes on. counts:
         requests and retries are added. EndpointError says why there is no answer, ValueError that it is too long."""
         data, pause_s, problem = json.dumps(body).encode(), self._backoff_s, "no time left"
-        url = ""
+        url = "endpoint"
         while self._take_turn(deadline):
             counts["requests"] += 1
             url, told, down_s = self._addresses.take(), None, 0.0
@@ -98,7 +98,7 @@ class Endpoint:
             if wait_s >= deadline - time.monotonic():
                 break
             time.sleep(wait_s)
-        raise EndpointError(f"{url or 'judge'}: no answer in time; the last attempt: {problem}")
+        raise EndpointError(f"{url}: no answer in time; the last attempt: {problem}")
 
     def _take_turn(self, deadline: float) -> bool:
         """Wait for the rate limit; False if the turn would come after the deadline."""

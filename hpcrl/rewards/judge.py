@@ -16,7 +16,7 @@ from hpcrl.rewards.endpoint import Cache, Endpoint, EndpointError, content_of
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import after_thinking
 from hpcrl.rewards.judge_prompt import RUBRIC, TEMPLATE, Scale, harmless, messages
-from hpcrl.rewards.served import Services
+from hpcrl.rewards.served import NOBODY, Services
 from hpcrl.rewards.specs import JudgeOptions, JudgeSection
 from hpcrl.spec.options import read_options
 
@@ -45,7 +45,7 @@ class JudgeReward(Reward):
             raise ValueError(f"template_file: {options.template_file} has no place {{response}}")
         self._rubric = _file(options.rubric_file, RUBRIC, "rubric_file")
         self._cache = Cache(Path(options.cache)) if options.cache else None
-        self._services = Services()
+        self._services = NOBODY
         self._endpoints = {
             name: self._endpoint(judge, [judge.url.rstrip("/")])
             for name, judge in options.judges.items()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from hpcrl.rewards.base import ModelTurn, RewardItem
-from hpcrl.rewards.served import Services
+from hpcrl.rewards.served import NOBODY, Services
 
 LENGTH = struct.Struct("<I")
 
@@ -53,7 +53,7 @@ class Begin(msgspec.Struct):
     """The first message to a worker: its RewardConfig as JSON, and the ranks that it may ask."""
 
     section: str
-    services: Services = Services()
+    services: Services = NOBODY
 
 
 class Ready(msgspec.Struct, tag="ready"):
