@@ -106,22 +106,21 @@ class GeneratorConfig(Section):
 
 
 class JudgeConfig(GeneratorConfig):
-    """The model of the role judge and its engine, for rewards with a judge of `role: judge`. Its weights stay as they
-    are."""
+    """The model of the role judge and its engine, for rewards with a judge of `role: judge`. It is not trained."""
 
     path: str | None = None
     """Folder in HF layout, with a tokenizer that has a chat template."""
     max_slots: Positive = 32
     """Requests that a rank decodes at once."""
     max_requests: Positive | None = None
-    """Requests that a rank accepts at once, including those that wait for a slot; others are told to come back; null:
-    four times max_slots."""
+    """Requests that a rank accepts at once, including those that wait for a slot; further ones are refused, and
+    repeated by the reward; null: four times max_slots."""
     burst_tokens: Positive = 4
-    """Decode steps between two looks for new requests."""
+    """Decode steps per burst; new requests join between two bursts."""
     max_prompt_tokens: Positive = 8192
-    """Longest question, tokens; a longer one is refused, and costs the vote."""
+    """Maximum length of a question, tokens; a longer one is refused, and the judge has no vote on its response."""
     max_new_tokens: Positive = 1024
-    """Longest answer, tokens."""
+    """Maximum length of an answer, tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and KV cache, by default bfloat16 if the configuration asks for GPUs."""
     head_dtype: Literal["float32"] | None = None

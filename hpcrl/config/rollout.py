@@ -14,7 +14,7 @@ MOST_HELD_OUT = 1 << 20
 
 
 class DomainRolloutConfig(Section):
-    """What differs for the prompts of one domain; null: as for all."""
+    """Keys of rollout with other values for the prompts of one domain; null: the value of rollout."""
 
     max_new_tokens: Positive | None = None
     """Maximum response length, tokens, also of held-out prompts; at most rollout.max_new_tokens."""

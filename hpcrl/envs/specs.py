@@ -171,10 +171,10 @@ class GymnasiumOptions(GameOptions):
     """Names of the actions: a list in the order of a Discrete space, or name -> action of those that may be chosen;
     empty: their numbers. Not for a Text space, whose actions are texts."""
     observation: Literal["auto", "ansi", "value"] = "auto"
-    """What {observation} is: ansi: the picture in characters (render_mode); value: the observation in Python's
-    notation; auto: ansi if the environment has it."""
+    """What {observation} shows: ansi: the environment's rendering as text (render_mode=ansi); value: the observation in
+    Python's notation; auto: ansi if the environment has it."""
     highlight: Annotated[str, Field(max_length=1), AfterValidator(_symbols)] = ""
-    """The character that replaces one whose background the picture colours; empty: that one in [brackets]. Bold ones
+    """Character shown in place of one with a coloured background; empty: that character in [brackets]. Bold characters
     stand in *asterisks*, others with a colour in (parentheses)."""
     success: Annotated[str, AfterValidator(_success)] = "reward"
     """When an episode succeeds: reward: it is terminated with a positive reward; terminated: it is terminated;

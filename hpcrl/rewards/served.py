@@ -16,8 +16,8 @@ DOWN_S = 5.0
 
 class Services(msgspec.Struct, frozen=True, array_like=True):
     """The ranks that serve models. urls: role -> address of each of its ranks; models: role -> what decides its
-    answers; token: of the run; seed: of a deterministic run, whose requests must not differ from one start to the next,
-    else None."""
+    answers (path, engine, type), a part of the key under which they are cached; token: of the run; seed: of a
+    deterministic run, whose requests must not differ from one start to the next, else None."""
 
     urls: dict[str, list[str]] = {}
     models: dict[str, str] = {}

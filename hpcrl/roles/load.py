@@ -8,8 +8,8 @@ from hpcrl.metrics.stats import Stat, Stats, scalar
 
 
 class Load:
-    """Time with open requests, and their number over that time, since the last take(). slots: requests at work at once;
-    more wait."""
+    """Measures the time with open requests, and their number over that time, since the last take(). slots: requests
+    that are worked on at once; further ones wait."""
 
     def __init__(self, role: str, slots: int):
         self._role, self._slots = role, slots

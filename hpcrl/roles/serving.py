@@ -1,4 +1,4 @@
-"""Requests of reward workers to a rank of the run, over HTTP on the run's network, with the token of the run.
+"""A server for the requests of reward workers to a rank of the run: HTTP on the run's network, with the run's token.
 
 A thread per connection reads a request, checks it and waits; the rank's own loop takes the questions and answers them.
 """

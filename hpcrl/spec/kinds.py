@@ -245,7 +245,8 @@ class RewardSpec(Spec):
     compares_answer: bool = False
     """Whether it needs the row's answer."""
     asks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda options: ()
-    """`asks(options)`: the roles whose ranks it asks. Run before the options are checked: they may be anything."""
+    """`asks(options)`: the roles whose ranks it sends requests to. Called before the options are checked, so that they
+    may have any type."""
     imports_code: str = ""
     """The key of RewardConfig that names user code, which is imported in worker processes only."""
     scores_in_unit_interval: bool = True

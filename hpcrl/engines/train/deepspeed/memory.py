@@ -72,7 +72,7 @@ def weight_parts(config: Config, shape: ModelShape, num_ranks: int) -> list[Part
 
 
 def disk_bytes(config: Config, shape: ModelShape, num_ranks: int) -> int:
-    """Of a rank in trainer.deepspeed.nvme_path."""
+    """Bytes that a rank has in trainer.deepspeed.nvme_path."""
     zero, size = own(config), 0
     if zero.offload_optimizer == "nvme":
         size += part_size(trained(config, shape), zero.zero_stage, num_ranks) * (FP32 + OPTIMIZER_BYTES)
