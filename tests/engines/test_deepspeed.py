@@ -170,6 +170,9 @@ def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_
     with pytest.raises(ValueError, match=r"no trainer\.json"):
         engine.load(tmp_path)
     write_files(tmp_path, engine.snapshot())
+    shorter = make_engine(make_model_folder("qwen2", tmp_path / "shorter", num_hidden_layers=1), "zero3")
+    with pytest.raises(ValueError, match=r"of another model: it has 12 tensors .*model\.layers\.1\.in"):
+        shorter.load(tmp_path)
     (tmp_path / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match="cannot be read") as error:
         engine.load(tmp_path)

@@ -388,6 +388,9 @@ def test_resume_continues_bit_for_bit(folders: dict[str, Path], world_of_one: No
         assert torch.equal(one, other), name
     with pytest.raises(ValueError, match=r"no trainer\.json"):
         second.load(tmp_path.parent)
+    shorter = engine(make_model_folder("qwen2", tmp_path / "shorter", num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"of another model: it has 12 tensors .*model\.layers\.1\.in"):
+        shorter.load(tmp_path)
 
 
 # ---- two ranks

@@ -7,7 +7,7 @@ import io
 import json
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.serialization import skip_data
 
 from hpcrl.engines.train.agreement import agreed
@@ -46,11 +46,16 @@ def facts(optimizer_step: int, base: Base | None = None) -> bytes:
     return json.dumps(found | ({"base": base._asdict()} if base is not None else {})).encode() + b"\n"
 
 
-def restore(folder: Path, load_tensors: Callable[[], None], base: Base | None = None) -> tuple[int, list[str]]:
+def restore(
+    folder: Path, load_tensors: Callable[[], None], base: Base | None = None, names: Collection[str] | None = None
+) -> tuple[int, list[str]]:
     """(optimizer step, warnings) after load_tensors() has restored the tensors of a checkpoint, written by any number
-    of ranks. Collective. ValueError on every rank if the folder is not a trainer's checkpoint, is damaged, or has
-    adapters of another base than this one."""
+    of ranks. names: those of all weights, if load_tensors() would not notice others. Collective. ValueError on every
+    rank if the folder is not a trainer's checkpoint, is damaged, is of another model, or has adapters of another base
+    than this one."""
     stored = agreed(lambda: readable(folder, lambda: _facts(folder, base)))
+    if names is not None:
+        agreed(lambda: readable(folder, lambda: _require_weights(folder, names)))
     agreed(lambda: readable(folder, load_tensors))
     step, num_ranks = stored["optimizer_step"], stored["num_ranks"]
     if num_ranks != dist.get_world_size():
@@ -77,6 +82,18 @@ def _contents(base: Base | None) -> str:
     if base is None:
         return "whole models (trainer.lora.rank=0)"
     return f"adapters of {base.path} with the weights {base.fingerprint}"
+
+
+def _require_weights(folder: Path, names: Collection[str]) -> None:
+    """ValueError on rank 0 if the checkpoint has weights besides these, which reading them would leave out."""
+    if dist.get_rank() != 0:
+        return
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    if extra := [name for name in stored if name.startswith("model.") and name not in names]:
+        raise ValueError(
+            f"checkpoint {folder} is of another model: it has {len(extra)} tensors that this model lacks, such as "
+            f"{min(extra)}"
+        )
 
 
 def readable(folder: Path, read: Callable[[], T]) -> T:

@@ -46,8 +46,9 @@ class ZeroCheckpoints:
 
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """(optimizer step, warnings). Collective. Each rank reads the tensors that it would write and sends them to the
-        others. ValueError on every rank if one cannot."""
-        step, warned = restore(folder, lambda: self._load_tensors(folder), self._base)
+        others. ValueError on every rank if one cannot, or if the checkpoint is of another model."""
+        names = [_name(name, "") for name in self._parameters]
+        step, warned = restore(folder, lambda: self._load_tensors(folder), self._base, names)
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
         return step, warned

@@ -87,13 +87,15 @@ class Snapshots:
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """(optimizer step, warnings) after restoring a checkpoint in place, on any number of ranks. Collective.
 
-        ValueError on every rank if the folder holds no trainer checkpoint, or adapters of another base than this one.
+        ValueError on every rank if the folder holds no trainer checkpoint, that of another model, or adapters of another
+        base than this one.
         """
 
         def load_tensors() -> None:
-            dcp.load(_tensors(self._model, self._optimizer, self._whole), checkpoint_id=folder)
+            dcp.load(tensors, checkpoint_id=folder)
 
-        return restore(folder, load_tensors, self._base)
+        tensors = _tensors(self._model, self._optimizer, self._whole)
+        return restore(folder, load_tensors, self._base, tensors.keys())
 
     def _lay_out(self, tensors: dict[str, Tensor], copies: bool) -> None:
         self._layout = Layout(copies)
