@@ -10,7 +10,7 @@ from hpcrl.config import Config, DataSource
 from hpcrl.config.abilities import chosen
 from hpcrl.launch.machine import device_row, machine_notes
 from hpcrl.launch.model_folder import ModelFolder
-from hpcrl.launch.resources import memory_rows, node_rows, storage_rows, trainer_rows, update_rows
+from hpcrl.launch.resources import memory_rows, node_rows, step_rows, storage_rows, trainer_rows, update_rows
 from hpcrl.planner.lora import trained
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape, shape_of, tiny_config
 from hpcrl.rundir import RunState
@@ -105,7 +105,7 @@ def plan_shape(config: Config, model: ModelFolder | None) -> ModelShape:
 
 
 def _resources(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[tuple[str, str]]:
-    for rows in (trainer_rows, memory_rows, update_rows, storage_rows):
+    for rows in (trainer_rows, memory_rows, step_rows, update_rows, storage_rows):
         yield from rows(config, layout, shape)
 
 

@@ -20,6 +20,7 @@ from hpcrl.planner.host import excess, host_bytes
 from hpcrl.planner.memory import CARDS, RESERVE, USUAL_CARD, RankMemory, memory
 from hpcrl.planner.memory_parts import Part, Phase, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
+from hpcrl.planner.traffic import StepWork, total_bytes
 from hpcrl.planner.trainer import checkpoint_bytes, train_plan
 
 PHASE_WORDS: dict[Phase, str] = {
@@ -157,6 +158,27 @@ def update_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterat
         "update",
         f"new weights {way}: {size(received)} to each generator rank, {size(sent)} from each trainer rank, at least "
         f"{_seconds(max(received, sent) / (rate * 1e9))} at {rate:g} GB/s (cluster.link_gb_per_s)",
+    )
+
+
+def step_rows(config: Config, layout: RoleLayout, shape: ModelShape) -> Iterator[PlanRow]:
+    """What trainer ranks send each other in an optimizer step; nothing if they send nothing or it is not known."""
+    work = StepWork.of(config, len(layout.division("trainer").groups))
+    try:
+        sent = train_plan(config).step_traffic(config, shape, len(layout.ranks["trainer"]), work)
+    except CannotPlanError:
+        return
+    if not sent:
+        return
+    total, rate = total_bytes(sent), config.cluster.link_gb_per_s
+    parts = {each.what: 0 for each in sent}
+    for each in sent:
+        parts[each.what] += each.num_bytes
+    yield (
+        "step",
+        f"an optimizer step sends at most {size(total)} from each trainer rank to the others "
+        f"({', '.join(f'{what} {size(num_bytes)}' for what, num_bytes in parts.items())}): "
+        f"{_seconds(total / (rate * 1e9))} if all of it takes links of {rate:g} GB/s (cluster.link_gb_per_s)",
     )
 
 

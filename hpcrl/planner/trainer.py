@@ -1,4 +1,4 @@
-"""Memory of trainer and reference ranks, from the plan of their engine."""
+"""Memory and traffic of trainer and reference ranks, from the plan of their engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hpcrl.config import Config, Problem
 from hpcrl.planner.activations import Tokens, forward_only, logits_bytes
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, PlanRow
 from hpcrl.planner.shapes import CannotPlanError, ModelShape
+from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.spec.table import load
 from hpcrl.spec.tables import TRAIN_ENGINES
 
@@ -34,6 +35,11 @@ class TrainPlan(Protocol):
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
         """The trainer ranks between which the bytes of every tensor that goes to other ranks are divided."""
+
+    def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
+        """What the trainer rank that sends most sends to the others in an optimizer step in which every data parallel
+        rank has this work; empty if it sends nothing. The sizes must be valid (check). CannotPlanError where it is not
+        known."""
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         """Changes of the engine's keys that save memory, by cost."""

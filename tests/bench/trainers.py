@@ -9,7 +9,8 @@ rank. One process per rank, one world per split.
 One JSON line per split. `cpu_s`: CPU-seconds of a step, summed over the ranks; `ratio`: to those of FSDP2 that shards
 data alone, on as many ranks; `peak_mib`: the largest growth of a rank's resident memory since before the engine was
 made; `sent_mib`: what a step sends between all ranks, counted by the kernel in a network namespace of the bench's own
-(null where none can be made); `params_mib`: the parameters in fp32, to compare it with.
+(null where none can be made); `planned_mib`: the plan's figure for the same tokens, with gloo's all-reduce in place of
+a reduce-scatter; `planned_nccl_mib`: with NCCL's collectives; `params_mib`: the parameters in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hpcrl.rollout.batch import MicroBatches
+from hpcrl.engines.train.fsdp2.attention import shared_prefixes
+from hpcrl.planner.shapes import shape_of
+from hpcrl.planner.traffic import Sent, StepWork, total_bytes
+from hpcrl.planner.trainer import train_plan
+from hpcrl.rollout.batch import Batch, MicroBatches
 from hpcrl.spec.extras import version_of
 from hpcrl.spec.tables import TRAIN_ENGINES
 from tests.bench.machine import tell
@@ -73,6 +78,32 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 NUM_ROWS, SHORTEST, LONGEST = 16, 64, 192
 
 
+def whole_batch() -> Batch:
+    lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, NUM_ROWS).tolist()
+    return make_batch(lengths, num_prompt_tokens=32)
+
+
+def share(whole: Batch, group: int, num_groups: int) -> tuple[Batch, MicroBatches]:
+    """The rows of a data-parallel rank, and its micro-batches."""
+    batch = whole.select(list(range(group, NUM_ROWS, num_groups)))
+    rows = list(range(batch.num_sequences))
+    return batch, [rows[::2], rows[1::2]]
+
+
+def planned(engine_name: str, split: Split, model: Path) -> list[Sent]:
+    """What the plan says that a rank sends in the same step. FSDP2 packs a prompt of several rows once."""
+    config, whole = split.config(engine_name, model), whole_batch()
+    num_groups = len(TRAIN_ENGINES[engine_name].division(config, split.num_ranks).groups)
+    num_tokens = 0
+    for group in range(num_groups):
+        batch, plan = share(whole, group, num_groups)
+        for part in (batch.select(list(rows)) for rows in plan):
+            kept, _ = shared_prefixes(part.token_ids, part.lengths.tolist(), part.prefix_lengths().tolist())
+            num_tokens += part.num_tokens if engine_name == "megatron" else len(kept)
+    work = StepWork(num_tokens // num_groups, num_micro_batches=2)
+    return train_plan(config).step_traffic(config, shape_of(model, "model.path"), split.num_ranks, work)
+
+
 def measure(engine_name: str, split: Split, model: Path, steps: int) -> dict[str, float]:
     """One rank's figures; every rank of the default group runs it."""
     torch.set_num_threads(1)
@@ -83,11 +114,8 @@ def measure(engine_name: str, split: Split, model: Path, steps: int) -> dict[str
     group = next(i for i, ranks in enumerate(division.groups) if dist.get_rank() in ranks)
     before = psutil.Process().memory_info().rss
     engine = make(config, model, steps + 1, True)
-    lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, NUM_ROWS).tolist()
-    whole = make_batch(lengths, num_prompt_tokens=32)
-    batch = whole.select(list(range(group, NUM_ROWS, len(division.groups))))
-    rows = list(range(batch.num_sequences))
-    plan: MicroBatches = [rows[::2], rows[1::2]]
+    whole = whole_batch()
+    batch, plan = share(whole, group, len(division.groups))
     took: list[float] = []
     cpu = sent = 0.0
     for step in range(steps + 1):
@@ -152,11 +180,15 @@ def main() -> None:
                         continue
                     split = Split(num_ranks, section, family=family)
                     ranks = run_ranks(num_ranks, measure, engine, split, model, options.steps)
+                    plan = planned(engine, split, model)
+                    on_gloo, on_nccl = (num_ranks * total_bytes(plan, gloo) / 2**20 for gloo in (True, False))
                     row = {
                         "cpu_s": round(sum(rank["cpu_s"] for rank in ranks), 3),
                         "step_s": round(max(rank["step_s"] for rank in ranks), 3),
                         "peak_mib": round(max(rank["peak"] for rank in ranks) / 2**20),
                         "sent_mib": round(ranks[0]["sent"] / 2**20, 1) if counted else None,
+                        "planned_mib": round(on_gloo, 1),
+                        "planned_nccl_mib": round(on_nccl, 1),
                         "params_mib": round(params / 2**20, 1),
                     }
                     reference = reference or row

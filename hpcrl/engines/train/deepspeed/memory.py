@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.deepspeed.spec import BUCKET_NUMBERS, DeepSpeedConfig
+from hpcrl.engines.train.deepspeed.traffic import step_traffic
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.lora import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
-from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.shapes import CannotPlanError, ModelShape
+from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
 LIVE_NUMBERS = 1_000_000_000
@@ -150,6 +152,13 @@ class ZeroPlan:
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
         return num_ranks
+
+    def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
+        zero = own(config)
+        if zero.zero_stage == 3 and zero.activation_checkpointing:
+            raise CannotPlanError("how often ZeRO-3 gathers layers that are computed again is not known")
+        persistent = _persistent(with_adapters(config, shape))
+        return list(step_traffic(config, shape, num_ranks, work, zero.zero_stage, persistent))
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         at = ("trainer", "deepspeed")

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
 from hpcrl.engines.train.fsdp2.spec import BLOCK, LEAST_NUMBERS, FSDP2Config, indivisible_heads, is_whole, problem
+from hpcrl.engines.train.fsdp2.traffic import step_traffic
 from hpcrl.planner.activations import FP32, Tokens, fsdp2_activations, logits_bytes, recomputed_layer, recomputed_scores
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.lora import trained, with_adapters
 from hpcrl.planner.memory_parts import BYTES, PHASES, Change, Part, Phase, PlanRow
-from hpcrl.planner.shapes import ModelShape, Parameter
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter
+from hpcrl.planner.traffic import Sent, StepWork
 from hpcrl.planner.trainer import forward_parts
 
 SMALL_MODEL_BYTES = 4 << 30
@@ -249,6 +251,15 @@ class FSDP2Plan:
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
         return num_ranks
+
+    def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
+        own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
+        if shape.latent is not None and own.ranks_of_a_row > 1:
+            raise CannotPlanError(f"what ranks that share tokens exchange is not known for {shape.family}")
+        part = shape_of_rank(own, shape)
+        whole, learnt = with_adapters(config, part), trained(config, part)
+        at_once = _stays_gathered(whole, compute, learnt.num_parameters)
+        return list(step_traffic(config, part, num_ranks, work, at_once))
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         return {

@@ -16,10 +16,12 @@ from hpcrl.engines.train.megatron.parallel import (
     split_layers,
 )
 from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.engines.train.megatron.traffic import stage_traffic
 from hpcrl.planner.activations import FP32, LOGITS_BLOCK, Tokens
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, split_size
-from hpcrl.planner.shapes import ModelShape, Parameter
+from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter
+from hpcrl.planner.traffic import Sent, StepWork, total_bytes
 from hpcrl.planner.trainer import forward_parts
 
 VALUE_HEAD = "score."
@@ -154,6 +156,13 @@ class MegatronPlan:
 
     def num_senders(self, config: Config, num_ranks: int) -> int:
         return 1  # the most: the tensors of a step may be in the hands of one rank
+
+    def step_traffic(self, config: Config, shape: ModelShape, num_ranks: int, work: StepWork) -> list[Sent]:
+        megatron = own(config)
+        if shape.latent is not None and megatron.tensor_parallel * megatron.context_parallel > 1:
+            raise CannotPlanError(f"what ranks that share tokens exchange is not known for {shape.family}")
+        stages, numbers = _stages(shape, megatron), rank_numbers(shape, megatron)
+        return max(stage_traffic(config, shape, num_ranks, work, stages, numbers), key=total_bytes)
 
     def changes(self, config: Config, shape: ModelShape) -> dict[str, list[Change]]:
         megatron, at = own(config), ("trainer", "megatron")

@@ -1,0 +1,58 @@
+"""Bytes that a rank of the FSDP2 engine sends in an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config import Config
+from hpcrl.engines.train.fsdp2.spec import FSDP2Config
+from hpcrl.planner.activations import FP32
+from hpcrl.planner.lora import trained, with_adapters
+from hpcrl.planner.memory_parts import BYTES
+from hpcrl.planner.shapes import ModelShape
+from hpcrl.planner.traffic import Sent, StepWork, exchanged
+
+
+def step_traffic(config: Config, part: ModelShape, num_ranks: int, work: StepWork, at_once: bool) -> Iterator[Sent]:
+    """What each rank sends. part: the model with the parameters of a tensor parallel rank; at_once: whether it stays
+    gathered during a step.
+
+    Parameters: an all-gather among the shards, in the type of the computation, once if they stay gathered; otherwise in
+    each micro-batch, twice for layers, which are gathered again in the backward pass. Gradients: a reduce-scatter in
+    fp32, once or in each micro-batch; then an all-reduce of the shards among the copies of the model, and of those of
+    parameters that are not split among tensor parallel ranks. Tensor parallelism, twice a layer: the states of all
+    tokens are gathered before a pair of matrices and a reduce-scatter sums them after it, and the reverse in the
+    backward pass. Context parallelism, in each layer: queries, keys, values and the result change between tokens and
+    heads, in both passes. What is computed again in the backward pass is exchanged again. Muon gathers each matrix.
+    """
+    own, compute = config.trainer.section(FSDP2Config), BYTES[config.trainer.param_dtype]
+    shards, tensor = own.num_shards(num_ranks), own.tensor_parallel
+    whole, learnt = with_adapters(config, part), trained(config, part)
+    gathers, reductions = whole.num_parameters, learnt.num_parameters
+    if not at_once:
+        outside = sum(parameter.size for parameter in whole.of_layer(None))
+        gathers = work.num_micro_batches * (2 * gathers - outside)
+        reductions *= work.num_micro_batches
+    yield from exchanged("parameters", "all_gather", gathers * compute, shards)
+    yield from exchanged("gradients", "reduce_scatter", reductions * FP32, shards)
+    yield from exchanged("gradients", "all_reduce", learnt.num_parameters * FP32 // shards, own.replicas)
+    common = sum(parameter.size for parameter in learnt.parameters if parameter.split in ("whole", "vocabulary"))
+    yield from exchanged("gradients", "all_reduce", common * BYTES[config.model.dtype] // shards, tensor)
+    if config.trainer.optimizer == "muon":
+        matrices = sum(p.size for p in learnt.parameters if p.layer is not None and len(p.shape) >= 2)
+        yield from exchanged("matrices for Muon", "all_gather", matrices * compute, shards)
+    yield from _activations(own, part, work.num_tokens, compute)
+
+
+def _activations(own: FSDP2Config, shape: ModelShape, num_tokens: int, num_bytes: int) -> Iterator[Sent]:
+    """The ranks of a row: num_tokens tokens."""
+    tensor, context = own.tensor_parallel, own.context_parallel
+    tokens, forwards = -(-num_tokens // context), 2 if own.activation_checkpointing else 1
+    states = 2 * shape.num_layers * (forwards + 1) * tokens * shape.hidden_size * num_bytes
+    yield from exchanged("activations", "all_gather", states, tensor)
+    yield from exchanged("activations", "reduce_scatter", states, tensor)
+    kv_heads = shape.num_kv_heads // tensor
+    repeats = max(1, context // kv_heads)  # few key heads: each rank has one that its query heads share
+    width = 2 * (shape.num_heads // tensor + kv_heads * repeats) * shape.head_dim
+    swapped = shape.num_layers * (forwards + 1) * tokens * width * num_bytes
+    yield from exchanged("attention", "all_to_all", swapped, context)
