@@ -223,8 +223,8 @@ class ClusterConfig(Section):
     storage_gb_per_s: PositiveFloat = 2.0
     """Total write speed of all ranks to the run folder's file system, GB/s; used for the plan's checkpoint time."""
     link_gb_per_s: PositiveFloat = 50.0
-    """Network speed of a rank in one direction, GB/s; used for the plan's time of a weight update. 50 is one adapter of
-    400 Gb/s per rank."""
+    """Network speed of a rank in one direction, GB/s; used for the plan's times of a weight update and of what a
+    training step sends. 50 is one adapter of 400 Gb/s per rank."""
 
     @property
     def time_s(self) -> int:

@@ -1,11 +1,12 @@
 """The reward model's role: a frozen model with a scalar head that scores dialogues on a rank of the run.
 
-Requests that arrived while the forward passes before them ran are scored together.
+Requests that arrived while the forward pass before them ran are scored together, the oldest first.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,6 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
 class RewardModelRole:
     """A replica of the reward model on one rank."""
 
-    busy = False  # a step of work scores all that has arrived
-
     def __init__(self, worker: Rank):
         from transformers import AutoTokenizer
 
@@ -49,34 +48,51 @@ class RewardModelRole:
             max_batch_tokens=config.max_tokens_per_batch,
             alone=worker.config.deterministic,
         )
+        self._most_in_pass = config.max_tokens_per_batch
+        self._waiting: deque[tuple[Question, list[int]]] = deque()
         self._load = Load("reward_model", config.max_requests)
         most = config.max_requests
         self._service = Service(world.address, world.token, {PATH: ScoreRequest}, most, world.mailbox.news.set)
         self.url = self._service.url
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {}
 
     def look_after(self) -> bool:
-        arrived = self._service.take()
-        if not arrived:
-            return False
-        self._load.note(len(arrived))
-        wanted: list[tuple[Question, list[int]]] = []
-        for question in arrived:
+        for question in self._service.take():
             try:
-                wanted.append((question, self._tokens(question.asked)))
+                self._waiting.append((question, self._tokens(question.asked)))
             except Exception as error:  # of a template, which runs code of the model's folder
                 question.refuse(f"{type(error).__name__}: {error}")
-        scores = self.model.scores([ids for _, ids in wanted])
-        self._load.answered(len(wanted))
-        for (question, _), score in zip(wanted, scores, strict=True):
+        self._load.note(len(self._waiting))
+        batch = self._next()
+        scores = self.model.scores([ids for _, ids in batch])
+        for (question, _), score in zip(batch, scores, strict=True):
             if math.isfinite(score):
                 question.answer({"score": score})
             else:
                 question.refuse(f"the score is {score}")
-        self._load.note(0)
-        return True
+        self._load.answered(sum(map(math.isfinite, scores)))
+        self._load.note(len(self._waiting))
+        return bool(batch)
+
+    def _next(self) -> list[tuple[Question, list[int]]]:
+        """The oldest requests that fit into one forward pass, without those that nobody waits for any more."""
+        batch: list[tuple[Question, list[int]]] = []
+        width = 0
+        while self._waiting:
+            question, ids = self._waiting[0]
+            width = max(width, len(ids))
+            if batch and (len(batch) + 1) * width > self._most_in_pass:
+                break
+            self._waiting.popleft()
+            if not question.gone:
+                batch.append((question, ids))
+        return batch
 
     def answer(self, question: str, values: dict[str, Any]) -> Stats:
         """See Answers: `load` since the last question."""

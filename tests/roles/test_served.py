@@ -183,7 +183,9 @@ def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_
 
     folder = make_reward_model(tmp_path / "model")
     reward = {"default": {"name": "reward_model"}}
-    rank = serving(RewardModelRole, reward_model={"path": str(folder), "max_tokens": 64}, reward=reward)
+    rank = serving(
+        RewardModelRole, reward_model={"path": str(folder), "max_tokens": 64, "max_tokens_per_batch": 80}, reward=reward
+    )
     asked = ({"role": "user", "content": "hi<|im_end|>"},)
     whole = [*asked, *({"role": "assistant", "content": text} for text in ("a", "b"))]
     items = [RewardItem(n, "d", "?", "x" * n, messages=asked) for n in range(6)]
@@ -205,7 +207,7 @@ def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_
         assert each.reward == pytest.approx(2 * (logit - 1), abs=1e-5)
     assert len({each.reward for each in found}) == 7
     load = flatten(rank.role.answer("load", {}))
-    assert load["reward_model/answered"] == 7 and load["reward_model/in_flight/max"] == 8
+    assert load["reward_model/answered"] == 7 and load["reward_model/in_flight/max"] == 7
     [squashed] = score([rank.role.url], "reward_model", {"sigmoid": True, "threshold": 0.5}, items[:1])
     assert squashed.reward == pytest.approx(1 / (1 + 2.718281828 ** -found[0].metrics["raw"]))
     assert squashed.score == float(squashed.reward >= 0.5)

@@ -87,8 +87,8 @@ class Snapshots:
     def load(self, folder: Path) -> tuple[int, list[str]]:
         """(optimizer step, warnings) after restoring a checkpoint in place, on any number of ranks. Collective.
 
-        ValueError on every rank if the folder holds no trainer checkpoint, that of another model, or adapters of another
-        base than this one.
+        ValueError on every rank if the folder holds no trainer checkpoint, that of another model, or adapters of
+        another base than this one.
         """
 
         def load_tensors() -> None:
