@@ -141,7 +141,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "null layers": (change_config(num_hidden_layers=None), "num_hidden_layers in config.json is not set"),
     "odd positions": (change_config(max_position_embeddings="x"), "max_position_embeddings in config.json is 'x'"),
     "odd type": (change_config(model_type=["qwen2"]), "config.json has no model_type"),
-    "unknown family": (change_config(model_type="nope"), "the native generator supports"),
+    "a family of others": (change_config(model_type="gpt_neox"), "the native generator supports"),
     "odd index": (write("model.safetensors.index.json", b'{"weight_map": {"a": 5}}'), "has no weight_map"),
     "header is a list": (write("model.safetensors", struct.pack("<Q", 2) + b"[]"), "model.safetensors is damaged"),
     "odd shape": (
