@@ -58,24 +58,7 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
             if key not in SAMPLING_KEYS:
                 yield ("rollout", key), ("pipeline",), f"the {config.pipeline} pipeline generates for evaluation only"
     else:
-        for place in ("reward", "loss"):
-            if not getattr(config.algorithm, f"kl_{place}_coef"):
-                yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"
-        if not config.algorithm.uses_reference:
-            yield ("algorithm", "kl_target"), ("algorithm",), "kl_reward_coef and kl_loss_coef are 0"
-        for key, cause in (("kl_horizon", "kl_target"), ("entropy_coef_step", "entropy_target")):
-            if getattr(config.algorithm, cause) is None:
-                yield ("algorithm", key), ("algorithm", cause), f"{cause} is null"
-        for threshold in ("low", "high"):
-            if not config.algorithm.difficulty_mask:
-                key = f"difficulty_{threshold}_threshold"
-                yield ("algorithm", key), ("algorithm", "difficulty_mask"), "difficulty_mask is false"
-        if (mode := config.algorithm.loss_aggregation) != "seq-mean-token-sum-norm":
-            yield ("algorithm", "loss_norm_tokens"), ("algorithm", "loss_aggregation"), f"loss_aggregation is {mode}"
-        surrogate = config.algorithm.surrogate
-        for key in frozenset().union(*SURROGATE_KEYS.values()) - SURROGATE_KEYS[surrogate]:
-            yield ("algorithm", key), ("algorithm", "surrogate"), f"surrogate is {surrogate}"
-    if config.reinforces:
+        yield from _unread_objective(config)
         yield from _unread_policies(config)
     if not config.reinforces or config.debug != "none":
         cause, what = ("debug", f"debug={config.debug}") if config.reinforces else ("pipeline", config.pipeline)
@@ -128,6 +111,27 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("layout", role, "min_ranks"), (), f"only {' and '.join(fewer)} continue with fewer ranks"
     for role in (name for name in ROLES if name != "reward"):
         yield ("layout", role, "domains"), (), "only reward has ranks of one domain"
+
+
+def _unread_objective(config: Config) -> Iterator[tuple[Path, Path, str]]:
+    """Keys of the algorithm that a value of another of its keys leaves unread."""
+    for place in ("reward", "loss"):
+        if not getattr(config.algorithm, f"kl_{place}_coef"):
+            yield ("algorithm", f"kl_{place}_estimator"), ("algorithm",), f"kl_{place}_coef is 0"
+    if not config.algorithm.uses_reference:
+        yield ("algorithm", "kl_target"), ("algorithm",), "kl_reward_coef and kl_loss_coef are 0"
+    for key, cause in (("kl_horizon", "kl_target"), ("entropy_coef_step", "entropy_target")):
+        if getattr(config.algorithm, cause) is None:
+            yield ("algorithm", key), ("algorithm", cause), f"{cause} is null"
+    for threshold in ("low", "high"):
+        if not config.algorithm.difficulty_mask:
+            key = f"difficulty_{threshold}_threshold"
+            yield ("algorithm", key), ("algorithm", "difficulty_mask"), "difficulty_mask is false"
+    if (mode := config.algorithm.loss_aggregation) != "seq-mean-token-sum-norm":
+        yield ("algorithm", "loss_norm_tokens"), ("algorithm", "loss_aggregation"), f"loss_aggregation is {mode}"
+    surrogate = config.algorithm.surrogate
+    for key in frozenset().union(*SURROGATE_KEYS.values()) - SURROGATE_KEYS[surrogate]:
+        yield ("algorithm", key), ("algorithm", "surrogate"), f"surrogate is {surrogate}"
 
 
 def _not_chosen(config: Config) -> Iterator[tuple[Path, Path, str]]:

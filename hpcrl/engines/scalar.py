@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-KINDS = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",  # an exported critic
-}
-"""Ending of an architecture in config.json -> the class of transformers that reads it."""
+from hpcrl.spec.families import SCALAR_HEADS
+
 HEAD = "score"
 
 
@@ -29,10 +26,12 @@ class ScalarModel:
 
         config = transformers.AutoConfig.from_pretrained(path)
         architecture = next(iter(config.architectures or ()), "")
-        kind = next((name for ending, name in KINDS.items() if architecture.endswith(ending)), None)
+        kind = next((f"AutoModel{ending}" for ending in SCALAR_HEADS if architecture.endswith(ending)), None)
         if kind is None or config.num_labels != 1:
             what = f"{path} is of {architecture or 'no architecture'} with {config.num_labels} label(s)"
-            raise ValueError(f"reward_model.path: {what}; a reward model is ...{' or ...'.join(KINDS)} with one label")
+            raise ValueError(
+                f"reward_model.path: {what}; a reward model is ...{' or ...'.join(SCALAR_HEADS)} with one label"
+            )
         model: Any = getattr(transformers, kind).from_pretrained(path, dtype=dtype)
         if not isinstance(head := getattr(model, HEAD, None), nn.Linear):
             raise ValueError(f"reward_model.path: the head of {config.model_type} is not supported")

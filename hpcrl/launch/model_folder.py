@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.planner.shapes import GEMMA, wrong_size
+from hpcrl.spec.families import SCALAR_HEADS
 
 MAX_SHOWN = 4
 """Maximum number of wrong tensors named; the others are counted."""
@@ -17,8 +18,6 @@ MAX_SHOWN = 4
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "score.weight"
 """The head of an exported critic, which has no vocabulary projection."""
-SCALAR = ("ForSequenceClassification", "ForTokenClassification")
-"""Endings of the architectures of reward models, and of an exported critic."""
 NO_TOKENIZER = "no tokenizer in"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -85,9 +84,9 @@ def check_scalar_head(found: ModelFolder) -> Iterator[str]:
     names = found.config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "no architecture"
     labels = found.config.get("num_labels", len(found.config.get("id2label") or (0, 1)))
-    if found.config and (not name.endswith(SCALAR) or labels != 1):
+    if found.config and (not name.endswith(SCALAR_HEADS) or labels != 1):
         what = f"{found.path} is of {name} with {labels} label(s)"
-        yield f"model.path: {what}; a reward model is ...{' or ...'.join(SCALAR)} with one label"
+        yield f"model.path: {what}; a reward model is ...{' or ...'.join(SCALAR_HEADS)} with one label"
 
 
 def check_chat_template(found: ModelFolder) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpcrl.cluster.container import check_container
@@ -131,15 +131,8 @@ def _check_critic(reading: Reading, config: Config) -> Config:
     """The configuration with the folder of critic.path in place of a hub name; the folder needs no tokenizer."""
     if not config.uses_critic or config.critic.path is None:
         return config
-    try:
-        path = find_model(config.critic.path, plan_only=config.dry_run)
-    except ValueError as error:
-        problems, path = [str(error)], config.critic.path
-    else:
-        found = inspect_model(Path(path), to_plan=config.dry_run)
-        problems = [line for line in found.problems if NO_TOKENIZER not in line]
-    lines = (line.replace("model.path", "critic.path") for line in problems)
-    reading.add([Problem(("critic", "path"), line) for line in lines])
+    path, _, problems = _look_into("critic", config.critic.path, config.dry_run)
+    reading.add([problem for problem in problems if NO_TOKENIZER not in problem.text])
     return config.model_copy(update={"critic": config.critic.model_copy(update={"path": path})})
 
 
@@ -147,20 +140,15 @@ def _check_judge(reading: Reading, config: Config) -> Config:
     """The configuration with the folder of judge.path in place of a hub name."""
     if not config.has_judge or config.judge.path is None:
         return config
-    at = ("judge", "path")
-    try:
-        path = find_model(config.judge.path, plan_only=config.dry_run)
-    except ValueError as error:
-        reading.add([Problem(at, str(error).replace("model.path", "judge.path"))])
-        return config
+    path, found, problems = _look_into("judge", config.judge.path, config.dry_run, check_chat_template)
     config = config.model_copy(update={"judge": config.judge.model_copy(update={"path": path})})
-    own, found = config.of_judge(), inspect_model(Path(path), to_plan=config.dry_run)
-    problems = [Problem(at, line) for line in (*found.problems, *check_chat_template(found))]
-    if found.model_type:
-        problems += check_family(own, found.model_type, ("model", "path"), found.config)
-    if found.max_positions is not None:
-        problems += check_length(own, found.max_positions, f"max_position_embeddings of {found.path}")
-    reading.add(list(map(as_judges, problems)))
+    own = config.of_judge()
+    if found is not None and found.model_type:
+        problems += map(as_judges, check_family(own, found.model_type, ("model", "path"), found.config))
+    if found is not None and found.max_positions is not None:
+        length = check_length(own, found.max_positions, f"max_position_embeddings of {path}")
+        problems += map(as_judges, length)
+    reading.add(problems)
     if not problems:
         with contextlib.suppress(CannotPlanError):
             reading.add(list(check_judge_sizes(config)))
@@ -171,19 +159,30 @@ def _check_reward_model(reading: Reading, config: Config) -> Config:
     """The configuration with the folder of reward_model.path in place of a hub name."""
     if not config.asks("reward_model") or config.reward_model.path is None:
         return config
-    at, own = ("reward_model", "path"), config.reward_model
-    try:
-        path = find_model(config.reward_model.path, plan_only=config.dry_run)
-    except ValueError as error:
-        problems, path = [str(error)], config.reward_model.path
-    else:
-        found = inspect_model(Path(path), to_plan=config.dry_run)
-        problems = [*found.problems, *check_scalar_head(found)]
-        if found.max_positions is not None and own.max_tokens > found.max_positions:
-            text = f"{own.max_tokens} exceeds max_position_embeddings of {path} = {found.max_positions}"
-            reading.add([Problem(("reward_model", "max_tokens"), f"reward_model.max_tokens: {text}", (at,))])
-    reading.add([Problem(at, line.replace("model.path", "reward_model.path", 1)) for line in problems])
+    own = config.reward_model
+    path, found, problems = _look_into("reward_model", config.reward_model.path, config.dry_run, check_scalar_head)
+    if found is not None and found.max_positions is not None and own.max_tokens > found.max_positions:
+        text = f"{own.max_tokens} exceeds max_position_embeddings of {path} = {found.max_positions}"
+        at = ("reward_model", "max_tokens")
+        problems.append(Problem(at, f"reward_model.max_tokens: {text}", (("reward_model", "path"),)))
+    reading.add(problems)
     return config.model_copy(update={"reward_model": own.model_copy(update={"path": path})})
+
+
+def _look_into(
+    section: str, path: str, plan_only: bool, check: Callable[[ModelFolder], Iterable[str]] = lambda found: ()
+) -> tuple[str, ModelFolder | None, list[Problem]]:
+    """(folder, what is in it, problems) of a section's own `path`, a folder or a hub name, which stays if the model is
+    not found. check: yields lines that begin with model.path, as those of inspect_model()."""
+    found = None
+    try:
+        path = find_model(path, plan_only=plan_only)
+    except ValueError as error:
+        lines = [str(error)]
+    else:
+        found = inspect_model(Path(path), to_plan=plan_only)
+        lines = [*found.problems, *check(found)]
+    return path, found, [Problem((section, "path"), line.replace("model.path", f"{section}.path")) for line in lines]
 
 
 def _check_sizes(reading: Reading, config: Config, model: ModelFolder | None) -> None:

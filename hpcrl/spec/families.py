@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+SCALAR_HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Endings of the architectures of reward models; the second is that of an exported critic."""
 
 
 @functools.cache
