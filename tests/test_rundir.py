@@ -122,6 +122,33 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path) ->
     assert yaml.safe_load((run / "config.yaml").read_text())["max_steps"] == 99
 
 
+def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run, model = tmp_path / "demo", tmp_path / "model"
+    model.mkdir()
+
+    def holds(**keys: object) -> None:
+        (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 2} | keys))
+
+    def start() -> None:
+        close_run(run, open_run(changed(model={"path": str(model)}), run, "auto").attempt)
+
+    holds(rope_scaling={"factor": 2.0})
+    start()
+    holds(rope_scaling={"factor": 4.0}, num_hidden_layers=1)
+    for _ in range(2):  # the refused attempt changes nothing
+        with pytest.raises(ConfigError) as refused:
+            start()
+        assert refused.value.problems == [
+            f"model.path: {model}/config.json is of another model than when the run began (num_hidden_layers: 2 -> 1, "
+            "rope_scaling.factor: 2.0 -> 4.0); put that model back, or use another run_name or resume=fresh"
+        ]
+    holds(rope_scaling={"factor": 2.0}, transformers_version="9.9")  # of another writer
+    start()
+    (model / "config.json").unlink()  # told where the model is read
+    start()
+    assert [entry["attempt"] for entry in json.loads((run / "facts.json").read_text())["attempts"]] == [1, 2, 3]
+
+
 def test_resume_fresh_takes_the_next_free_name(tmp_path: Path) -> None:
     names = [open_run(changed(max_steps=n), tmp_path / "demo", "fresh").run_dir.name for n in (1, 2, 3)]
     assert names == ["demo", "demo-2", "demo-3"]

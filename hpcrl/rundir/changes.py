@@ -85,7 +85,7 @@ def effective(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def permitted_changes(config: Mapping[str, Any], folder: Path) -> list[str]:
     """`key: old -> new` for every key that differs from the stored configuration. ConfigError lists the keys that may
     not differ at a resume."""
-    changes = _differences(*_complete(read_config(folder), effective(config, folder)))
+    changes = differences(*_complete(read_config(folder), effective(config, folder)))
     may_change = (*MAY_CHANGE, *division_keys(config))
     refused = [line for key, line in changes if not any(f"{key}.".startswith(f"{free}.") for free in may_change)]
     if refused:
@@ -102,8 +102,8 @@ def _complete(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any],
         return old, new
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(key, `key: old -> new`) for every leaf that differs, in the order of the new configuration."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, `key: old -> new`) for every leaf that differs, in the order of the new values."""
     before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
     changed = (key for key in after | before if before.get(key, _ABSENT) != after.get(key, _ABSENT))
     return [(key, f"{key}: {_show(before, key)} -> {_show(after, key)}") for key in changed]

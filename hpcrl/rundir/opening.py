@@ -14,6 +14,7 @@ import yaml
 from hpcrl.config import ConfigError
 from hpcrl.files import write_durably
 from hpcrl.rundir.changes import effective, permitted_changes
+from hpcrl.rundir.models import check_models, models_of
 from hpcrl.rundir.ownership import check_free, claim
 from hpcrl.rundir.provenance import machine_facts
 from hpcrl.rundir.records import CONFIG, FACTS, FINISHED, OWNERS, SLURM, newest_attempt, read_attempts, read_finished
@@ -37,13 +38,14 @@ class RunState:
 
 def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
     """What open_run would find; writes nothing. ConfigError, one line each: the folder is unusable or holds no run,
-    another configuration, another live owner."""
+    another configuration, other models, another live owner."""
     folder = _fresh_name(Path(run_dir).absolute()) if resume == "fresh" else Path(run_dir).absolute()
     _check_place(folder)
     if not (folder / CONFIG).exists():
         return RunState(folder, "fresh", check_free(folder))
-    read_attempts(folder)  # the job will add one
+    attempts = read_attempts(folder)
     permitted = permitted_changes(config, folder)
+    check_models(config, attempts)
     finished = read_finished(folder)
     if finished and int(config.get("max_steps", 0)) <= finished["max_steps"]:
         return RunState(folder, "finished", newest_attempt(folder), permitted, finished)
@@ -105,7 +107,8 @@ def _describe(config: Mapping[str, Any], run: RunState) -> None:
     """Update config.yaml and facts.json for the attempt that begins."""
     folder = run.run_dir
     attempts = read_attempts(folder)
-    attempts.append({"attempt": run.attempt, "kind": run.kind, "changes": run.changes, **machine_facts()})
+    own = {"attempt": run.attempt, "kind": run.kind, "changes": run.changes, "models": models_of(config)}
+    attempts.append(own | machine_facts())
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
     write_durably(folder / CONFIG, yaml.safe_dump(effective(config, folder), sort_keys=False).encode())
     (folder / FINISHED).unlink(missing_ok=True)
