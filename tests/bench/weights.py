@@ -123,6 +123,7 @@ class Rank:
             self.received = mib << 20
             self.works: dict[str, Work] = {
                 "plain": self._broadcast_own,
+                "copies": self._convert_and_load,
                 "carried": lambda: self._gather(load=False),
                 "update": self._gather,
             }
@@ -178,6 +179,17 @@ class Rank:
                 yield held.name, whole_copy(sharded, torch.bfloat16)
 
         self._load(full(), load)
+
+    def _convert_and_load(self) -> None:
+        """What each rank of _gather() does beside the broadcasts: its quarter of every tensor, and the load."""
+
+        def full() -> Iterator[tuple[str, Tensor]]:
+            for held, shard in zip(self.layout, self.shards, strict=True):
+                whole = torch.empty(held.shape, dtype=torch.bfloat16)
+                whole.chunk(self.trainers)[self.rank].copy_(shard)
+                yield held.name, whole
+
+        self._load(full(), load=True)
 
     def _load(self, named: Iterator[tuple[str, Tensor]], load: bool) -> None:
         for name, tensor in named:
