@@ -4,9 +4,13 @@ rank 0 handle them: other processes continue, so that a save is still possible."
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
+PR_SET_PDEATHSIG = 1
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -45,6 +49,15 @@ def let_signals_pass() -> None:
     for number in STOPPING:
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when the thread of `parent` that started it ends; ends it at once if that has
+    happened."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _nothing(number: int, frame: object) -> None:

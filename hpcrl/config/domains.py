@@ -31,6 +31,9 @@ class RewardConfig(Section):
     """Arguments of the reward."""
 
 
+RunsIn = Literal["thread", "task", "process"]
+
+
 class EnvConfig(Section):
     """The environment of one domain's prompts: built-in, or `class_path`, an import path. Key default: all other
     domains; null: no environment, a single response."""
@@ -43,11 +46,15 @@ class EnvConfig(Section):
     """Maximum model turns per episode."""
     add_reward: bool = False
     """Also score each episode with the domain's reward and add this to the environment's rewards."""
+    runs_in: RunsIn | None = None
+    """thread: each turn is played in a thread of the env rank. task: reset() and step() are coroutines, and all turns
+    are tasks of one event loop. process: each episode has a process of its own, which is killed with all that it has
+    started when a turn exceeds timeout_s. null: what the environment's class declares as `runs_in`, else thread."""
     num_threads: Count = 1
-    """Environments that step concurrently on an env rank; more than 1 helps environments that wait (for a network or a
-    process), whose code must be thread-safe."""
+    """Turns that are played concurrently on an env rank, of tasks all; more than 1 helps environments that wait (for a
+    network or a process), whose code must be thread-safe unless they run in processes."""
     timeout_s: Seconds | None = None
-    """Timeout for one turn, seconds; then its sample ends with reward 0 and its thread is abandoned; null: half of
-    timeouts.command_s."""
+    """Timeout for one turn, seconds; then its sample ends with reward 0: its thread is abandoned, its task cancelled,
+    its process killed; null: half of timeouts.command_s."""
     options: dict[str, Any] = {}
     """Arguments of the environment."""

@@ -15,6 +15,8 @@ class Env(Protocol):
     The constructor gets env.<domain>.options, and the columns of the prompt's row (answer, prompt, messages and the
     columns of the data) that it names; with **columns it gets all of them. An environment that holds a resource (a
     process, a file) also has close(), called once after its last step, even if the episode has not ended.
+
+    A class may declare `runs_in` (env.<domain>.runs_in): "thread", "task" if its methods are coroutines, "process".
     """
 
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:

@@ -6,9 +6,10 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from hpcrl.config import Config, EnvConfig
+from hpcrl.config.domains import RunsIn
 from hpcrl.data.rows import RowSet, start_domains
 from hpcrl.data.tasks import Split
 from hpcrl.envs.base import Env
@@ -31,6 +32,16 @@ def env_class(config: EnvConfig, section: str = "default") -> Callable[..., Env]
             f"env.{section}.options: {found.__name__} cannot be created with these options: {error}"
         ) from error
     return found
+
+
+def runs_in(config: EnvConfig, section: str = "default") -> str:
+    """thread, task or process: what the section says, else what the environment's class declares as `runs_in`."""
+    made: Any = env_class(config, section)
+    declared = getattr(getattr(made, "func", made), "runs_in", "thread")
+    if declared not in get_args(RunsIn):
+        known = ", ".join(get_args(RunsIn))
+        raise ValueError(f"env.{section}: the environment declares runs_in = {declared!r}; there are {known}")
+    return config.runs_in or str(declared)
 
 
 def check_env(config: EnvConfig, section: str) -> None:

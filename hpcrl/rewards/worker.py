@@ -7,9 +7,7 @@ neither torch nor code of ranks, sends the output of user code to the rank's log
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
@@ -20,14 +18,12 @@ from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import score_each, score_each_async
 from hpcrl.rewards.protocol import LENGTH, Answer, Begin, Item, ItemScore, Ready, from_message, pack
-from hpcrl.signals import let_signals_pass
-
-PR_SET_PDEATHSIG = 1
+from hpcrl.signals import die_with, let_signals_pass
 
 
 def main() -> None:
     """Serve until the end of the pipe."""
-    _die_with(int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
     let_signals_pass()
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -86,13 +82,6 @@ def _answer(scores: list[Score] | None, first: int, sink: BinaryIO) -> None:
     for place, score in enumerate(scores, first):
         parts = list(score.turn_rewards), dict(score.token_rewards)
         _write(sink, ItemScore(place, score.reward, score.score, score.error, score.metrics, *parts))
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the line above
-        sys.exit(1)
 
 
 def _read(source: BinaryIO) -> bytes | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -20,9 +19,10 @@ from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, Tu
 from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.envs.base import Env
-from hpcrl.envs.making import check_env, make_env
+from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.roles.base import Rank
 from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
+from hpcrl.roles.hosts import Hosts
 from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
 
 ERROR_CHARS = 2000
@@ -41,12 +41,6 @@ class _Episode:
     at_work: bool = False
     dropped: bool = False
 
-    def close(self) -> None:
-        """Close the environment."""
-        if self.env is not None and hasattr(self.env, "close"):
-            with contextlib.suppress(Exception, SystemExit):  # the sample has its result already
-                self.env.close()
-
 
 @dataclass
 class _Played:
@@ -62,12 +56,13 @@ class _TooLate(Exception):
 
 
 class _Playing:
-    """A turn that an environment plays, in its own thread."""
+    """A turn that an environment plays. stop: ends it, as far as that is possible."""
 
     def __init__(self, turn: Turn, episode: _Episode, section: str, timeout_s: float):
         self.turn, self.episode, self.section = turn, episode, section
         self._timeout_s, self._clock = timeout_s, AwakeClock(timeout_s)
         self.played: Future[_Played] = Future()
+        self.stop: Callable[[], object] = lambda: None
 
     def is_over(self) -> bool:
         """Whether the turn has ended; ends it with _TooLate after its timeout. Called at every look of the role, as
@@ -94,7 +89,8 @@ class EnvRole:
     """Turns arrive by mail, observations return to the sample's generator rank. The first turn of an episode has no
     text and is answered with the first prompt.
 
-    Each configured environment plays num_threads turns at once, so that waiting environments do not delay others.
+    Each configured environment plays several turns at once (hpcrl.roles.hosts), so that waiting environments do not
+    delay others.
     Siblings of a group get the same seed. An environment that raises, or returns an invalid number or text, ends the
     episode with reward 0; an observation that leaves no room for another turn ends it with the reward so far. Both are
     errors of the sample. Generator ranks report the samples that they have dropped, the controller reports lost
@@ -103,9 +99,7 @@ class EnvRole:
 
     def __init__(self, worker: Rank):
         """ValueError if a section names no valid environment."""
-        self._config = worker.config
-        for section, config in self._config.envs.items():
-            check_env(config, section)
+        self._config, self._hosts = worker.config, Hosts(worker.config)
         self._worker = worker
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
         self._waiting: deque[Turn] = deque()  # without a thread, in order
@@ -140,20 +134,24 @@ class EnvRole:
     def close(self) -> None:
         for sample in list(self._episodes):
             self._end(sample)
+        self._hosts.close()
 
     def _env(self, turn: Turn) -> EnvConfig:
         config = self._config.env_of(turn.domain)
         assert config is not None, "generators send turns of samples with an environment"
         return config
 
+    def _section(self, turn: Turn) -> str:
+        return turn.domain if turn.domain in self._config.env else "default"
+
     def _begin_waiting(self) -> None:
-        """Start waiting turns in order, as far as their environments have threads."""
+        """Start waiting turns in order, as far as their environments may play."""
         at_once = Counter(playing.section for playing in self._playing)
         later: deque[Turn] = deque()
         for turn in self._waiting:
             config = self._env(turn)
-            section = turn.domain if turn.domain in self._config.env else "default"
-            if at_once[section] == config.num_threads:
+            section = self._section(turn)
+            if at_once[section] == self._hosts.at_once(section, config):
                 later.append(turn)
                 continue
             at_once[section] += 1
@@ -161,18 +159,17 @@ class EnvRole:
             playing = _Playing(turn, self._episodes[turn.sample], section, self._config.turn_timeout_s(config))
             self._playing.append(playing)
             playing.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
-            # A daemon thread per turn: an environment that hangs keeps its thread, for which no other may wait.
-            threading.Thread(target=self._run, args=(playing,), name="environment", daemon=True).start()
+            playing.stop = self._hosts.start(section, self._run(playing))
         self._waiting = later
 
-    def _run(self, playing: _Playing) -> None:
+    async def _run(self, playing: _Playing) -> None:
         result: _Played | BaseException
         try:
-            result = self._play(playing.turn, playing.episode)
+            result = await self._play(playing.turn, playing.episode)
         except BaseException as error:  # reported by _answer; user code may call sys.exit
             result = error
         if not playing.end(result):  # given up before
-            playing.episode.close()
+            self._close(playing.episode)
 
     def _answer(self, playing: _Playing) -> None:
         """Report the result of a turn: the observation to the generator rank, the state of the sample to the
@@ -188,11 +185,15 @@ class EnvRole:
                     text = f"an observation of {count} tokens is too long, there is room for {turn.room}"
                     result, ended = msgspec.structs.replace(result, error=_text(config.name, text)), True
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
-            error = _text(config.name, f"{type(failure).__name__}: {failure}")
+            kind = "" if isinstance(failure, EnvProcessError) else f"{type(failure).__name__}: "
+            error = _text(config.name, f"{kind}{failure}")
             result, ended = ScoredSample(turn.sample, 0.0, 0.0, error), True
         episode.at_work = False
         if isinstance(playing.played.exception(), _TooLate):
             del self._episodes[turn.sample]  # its thread closes the environment if the call ever returns
+            playing.stop()
+            if isinstance(episode.env, EnvProcess):
+                self._close(episode)
         elif ended or episode.dropped:
             self._end(turn.sample)
         else:
@@ -210,16 +211,18 @@ class EnvRole:
             token_ids = observation_ids(self._worker.tokenizer, messages, turn.last_token)
         return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
-    def _play(self, turn: Turn, episode: _Episode) -> _Played:
-        """Raises whatever the environment raises."""
-        config = self._env(turn)
+    async def _play(self, turn: Turn, episode: _Episode) -> _Played:
+        """Waits only for coroutines of the environment. Raises whatever the environment raises."""
+        config, section = self._env(turn), self._section(turn)
         if turn.begins:
             episode.row = json.loads(turn.meta)
-            episode.env = make_env(config, episode.row)
-            observation, _ = episode.env.reset(self._seed(turn, episode.row))
+            episode.env = self._hosts.make(section, config, episode.row)
+            observation, _ = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
             return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
         assert episode.env is not None, "an episode begins with its first turn"
-        observation, gained, terminated, truncated, info = episode.env.step(turn.text)
+        observation, gained, terminated, truncated, info = await self._hosts.returned(
+            section, episode.env.step(turn.text)
+        )
         # float and str, since msgpack has no numbers of numpy and torch
         reward, metrics = float(gained), {str(name): float(value) for name, value in info.get("metrics", {}).items()}
         for name, value in {"reward": reward, **metrics}.items():
@@ -257,7 +260,11 @@ class EnvRole:
 
     def _end(self, sample: int) -> None:
         """Forget an episode and close its environment."""
-        self._episodes.pop(sample).close()
+        self._close(self._episodes.pop(sample))
+
+    def _close(self, episode: _Episode) -> None:
+        if episode.env is not None:
+            self._hosts.end(episode.env)
 
 
 def _text(name: str, problem: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -69,3 +70,38 @@ class OddEnv:
                 return "again " * 1000, 0.25, False, False, {}
         done = np.bool_(over)
         return "again", np.float32(0.25), done, np.bool_(False), {"metrics": {"success": np.float64(over), "n": 1}}
+
+
+class Waiting(OddEnv):
+    """One whose methods are coroutines."""
+
+    runs_in = "task"
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:  # type: ignore[override]
+        return super().reset(seed)
+
+    async def step(self, action: str) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # type: ignore[override]
+        if self._how == "hangs":
+            await asyncio.sleep(600)
+        if self._how == "meets":
+            await TOGETHER.meet()
+        return super().step(action) if self._how != "meets" else ("again", 0.5, False, False, {})
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
+class Meeting:
+    """Of several tasks."""
+
+    def __init__(self, count: int):
+        self._missing, self._all = count, asyncio.Event()
+
+    async def meet(self) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self._all.set()
+        await self._all.wait()
+
+
+TOGETHER = Meeting(20)

@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from hpcrl.control.messages import EndEpisodes, Observed, Turn, TurnDelta
@@ -202,6 +204,53 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
     while odd_env.OPEN:  # the one that hung is closed by its thread
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_coroutines_all_play_at_once_and_one_that_hangs_is_cancelled(stage: Stage) -> None:
+    waiting = {**ODD, "class_path": "tests.roles.odd_env:Waiting", "timeout_s": 1.0}
+    role, odd_env.TOGETHER = EnvRole(stage.worker(1, {"env": {"default": waiting}})), odd_env.Meeting(20)
+    together, hangs = [make_sample_id(next(UIDS), 0, 0) for _ in range(20)], make_sample_id(next(UIDS), 0, 0)
+    stage.send(1, 1, [turn(hangs, "hangs"), *(turn(sample, "meets") for sample in together)])
+    settle(role)
+    assert len(stage.heard()) == 21 and len(odd_env.OPEN) == 21
+    stage.send(1, 1, [turn(sample) for sample in (hangs, *together)])
+    settle(role)
+    heard = {event.sample: event for event in stage.heard()}
+    assert not any(heard[sample].ended or heard[sample].result.error for sample in together)
+    assert "step() did not return within 1 s" in heard[hangs].result.error
+    role.close()
+    stage.mail(2, TurnDelta)
+    assert not odd_env.OPEN, "the cancelled one is closed, too"
+
+
+def test_coroutines_in_a_thread_are_told_where_to_run(stage: Stage) -> None:
+    waiting = {**ODD, "class_path": "tests.roles.odd_env:Waiting", "runs_in": "thread"}
+    role = EnvRole(stage.worker(1, {"env": {"default": waiting}}))
+    begun = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "plain"))
+    assert begun.ended and "its methods are coroutines; use env.default.runs_in=task" in begun.result.error
+    role.close()
+
+
+def test_an_episode_in_a_process_that_hangs_is_killed(stage: Stage, tmp_path: Path) -> None:
+    rough = {**ODD, "class_path": "tests.envs.rough_env:RoughEnv", "runs_in": "process", "timeout_s": 1.0}
+    role = EnvRole(stage.worker(1, {"env": {"default": {**rough, "num_threads": 3}}}))
+    samples = {how: make_sample_id(next(UIDS), 0, 0) for how in ("hangs", "exits", "plain")}
+    stage.send(1, 1, [turn(i, how, columns={"folder": str(tmp_path)}) for how, i in samples.items()])
+    settle(role)
+    assert not any(event.ended for event in stage.heard())
+    stage.send(1, 1, [turn(sample) for sample in samples.values()])
+    settle(role)
+    heard = {event.sample: event.result for event in stage.heard()}
+    assert "step() did not return within 1 s" in heard[samples["hangs"]].error
+    assert heard[samples["exits"]].error.endswith("class: the environment's process has ended")
+    assert heard[samples["plain"]].reward == 0.25 and heard[samples["plain"]].metrics["success"] == 1.0
+    pids = [int(word) for word in (tmp_path / "started").read_text().split()]
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    role.close()
+    stage.mail(2, TurnDelta)
 
 
 def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_too_late_too(stage: Stage) -> None:

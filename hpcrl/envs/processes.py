@@ -1,0 +1,171 @@
+"""Environments in processes of their own (env.NAME.runs_in=process): one that hangs, crashes, leaks or forks is killed
+with all its processes, and costs its own episode only.
+
+A process of each section (hpcrl.envs.zygote) has imported the environment and forks one process per episode, which
+takes milliseconds. It dies with the rank, and the others with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from hpcrl.config import EnvConfig
+from hpcrl.signals import held_back
+
+LENGTH = struct.Struct("<I")
+PID = struct.Struct("<i")
+START_TIMEOUT_S = 120.0
+CLOSE_S = 5
+"""Seconds for the close() of an environment, which is then killed."""
+
+
+class Make(msgspec.Struct, tag="make"):
+    """The first message to a process: the row of its prompt, and the template of make_env()."""
+
+    row: dict[str, Any]
+    chat_template: str = ""
+
+
+class Reset(msgspec.Struct, tag="reset"):
+    seed: int
+
+
+class Step(msgspec.Struct, tag="step"):
+    action: str
+
+
+Call = Make | Reset | Step
+
+
+class Returned(msgspec.Struct):
+    """What a call returned, in terms of JSON; `error`: what it raised."""
+
+    value: Any = None
+    error: str = ""
+
+
+class EnvProcessError(RuntimeError):
+    """An environment raised in its process, or the process ended."""
+
+
+class EnvProcesses:
+    """The processes of a section's environments. Create it on the main thread: Linux kills them when the thread that
+    started them ends. Other methods may be called in any thread."""
+
+    def __init__(self, config: EnvConfig):
+        """ValueError if the environment cannot be loaded in a process."""
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(START_TIMEOUT_S)
+        with held_back(), theirs:
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-m", "hpcrl.envs.zygote", str(os.getpid()), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        write(self._control, config.model_dump_json().encode())
+        try:
+            if problem := read(self._control).decode():
+                self.close()
+                raise ValueError(problem)
+        except (OSError, EOFError) as error:
+            self.close()
+            raise ValueError(f"the process that loads environment {config.name} does not start: {error}") from error
+
+    def make(self, row: dict[str, Any], chat_template: str = "") -> EnvProcess:
+        """An environment for a row, in a new process, which makes it in its first call. EnvProcessError if there can be
+        no process."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                pid = PID.unpack(_exactly(self._control, PID.size))[0]
+            except (OSError, EOFError) as error:
+                ours.close()
+                raise EnvProcessError(f"no process for the environment: {error}") from error
+        return EnvProcess(ours, pid, Make(row, chat_template))
+
+    def close(self) -> None:
+        """End all processes (idempotent): those of closed environments have CLOSE_S seconds."""
+        self._control.close()
+        try:
+            self._zygote.wait(2 * CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._zygote.kill()
+            self._zygote.wait()
+
+
+class EnvProcess:
+    """An environment in another process, with the protocol of Env. close() may be called in another thread than the one
+    that waits for a call, which then raises EnvProcessError."""
+
+    def __init__(self, connection: socket.socket, pid: int, make: Make):
+        self._connection, self._pid, self._make = connection, pid, make
+        self._at_work, self._closed = False, False
+
+    def reset(self, seed: int) -> Any:
+        """See Env."""
+        self._call(self._make)
+        return self._call(Reset(seed))
+
+    def step(self, action: str) -> Any:
+        """See Env."""
+        return self._call(Step(action))
+
+    def close(self) -> None:
+        """Let the environment close itself, and end its process with all that it started (idempotent); at once if it is
+        at work or has ended by itself."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._at_work:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _call(self, message: Call) -> Any:
+        """What comes back. EnvProcessError if it raises, or its process is gone."""
+        self._at_work = True  # stays if the process has ended, so that close() kills what it has left
+        try:
+            write(self._connection, msgspec.msgpack.encode(message))
+            returned = msgspec.msgpack.decode(read(self._connection), type=Returned)
+        except (OSError, EOFError):
+            raise EnvProcessError("the environment's process has ended") from None
+        self._at_work = False
+        if returned.error:
+            raise EnvProcessError(returned.error)
+        return returned.value
+
+
+def write(connection: socket.socket, body: bytes) -> None:
+    """Send a message after its length."""
+    connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+def read(connection: socket.socket) -> bytes:
+    """Receive a message. EOFError if the other side has closed."""
+    return _exactly(connection, LENGTH.unpack(_exactly(connection, LENGTH.size))[0])
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    found = bytearray()
+    while len(found) < count:
+        block = connection.recv(min(count - len(found), 1 << 20))
+        if not block:
+            raise EOFError("the connection was closed")
+        found += block
+    return bytes(found)

@@ -1,0 +1,108 @@
+"""The process that forks those of a section's environments: `python -m hpcrl.envs.zygote PARENT_PID DESCRIPTOR`.
+
+It has one thread and imports neither torch nor code of ranks. Its children are in sessions of their own and die with
+it; what user code prints goes to the rank's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from hpcrl.config import EnvConfig
+from hpcrl.envs.making import env_class, make_env
+from hpcrl.envs.processes import CLOSE_S, PID, Call, Make, Reset, Returned, read, write
+from hpcrl.signals import die_with, let_signals_pass
+
+KEPT = ("metrics", "tools")
+"""Keys of `info` that the role reads."""
+
+
+def main() -> None:
+    """Fork until the other side closes."""
+    die_with(int(sys.argv[1]))
+    let_signals_pass()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are reaped by the kernel
+    control = socket.socket(fileno=int(sys.argv[2]))
+    config = EnvConfig.model_validate_json(read(control))
+    try:
+        env_class(config)
+    except ValueError as error:
+        write(control, str(error).encode())
+        return
+    write(control, b"")
+    own = os.getpid()
+    while True:
+        word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not word:
+            break
+        pid = os.fork()
+        if not pid:
+            control.close()
+            os.setsid()
+            die_with(own)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                _serve(config, socket.socket(fileno=descriptors[0]))
+            finally:
+                os.killpg(0, signal.SIGKILL)  # with what the environment has started
+        os.close(descriptors[0])
+        control.sendall(PID.pack(pid))
+    with contextlib.suppress(ChildProcessError):
+        os.wait()  # for all of them
+
+
+def _serve(config: EnvConfig, connection: socket.socket) -> None:
+    """Answer calls until the other side closes, then close the environment."""
+    env: Any = None
+    runner = asyncio.Runner()
+
+    def returned(value: Any) -> Any:
+        return runner.run(value) if inspect.iscoroutine(value) else value
+
+    while True:
+        try:
+            call = msgspec.msgpack.decode(read(connection), type=Call)
+        except (EOFError, OSError):
+            break
+        try:
+            if isinstance(call, Make):
+                env, value = make_env(config, call.row), None
+            elif isinstance(call, Reset):
+                observation, info = returned(env.reset(call.seed))
+                value = [observation, _kept(info)]
+            else:
+                observation, reward, terminated, truncated, info = returned(env.step(call.action))
+                value = [observation, float(reward), bool(terminated), bool(truncated), _kept(info)]
+            body = msgspec.msgpack.encode(Returned(value), enc_hook=_plain)
+        except BaseException as error:  # user code may call sys.exit
+            text = f"{type(error).__name__}: {error}"
+            body = msgspec.msgpack.encode(Returned(error=text.encode(errors="replace").decode()[:2000]))
+        write(connection, body)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.alarm(CLOSE_S)
+    if hasattr(env, "close"):
+        returned(env.close())
+
+
+def _kept(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: info[key] for key in KEPT if key in info}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch."""
+    if callable(item := getattr(value, "item", None)):
+        return item()
+    raise TypeError(f"{type(value).__name__} cannot be sent to the rank")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Where the code of environments runs (env.NAME.runs_in): each turn in a thread, all turns as tasks of one event loop,
+or each episode in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from hpcrl.config import Config, EnvConfig
+from hpcrl.envs.base import Env
+from hpcrl.envs.making import check_env, make_env, runs_in
+from hpcrl.envs.processes import EnvProcesses
+
+NO_LIMIT = 1 << 30
+CLOSE_S = 5.0
+"""Seconds for environments that close themselves in the event loop."""
+
+
+class Hosts:
+    """The threads, the event loop and the processes of an env rank."""
+
+    def __init__(self, config: Config):
+        """ValueError if a section names no valid environment."""
+        self._processes: dict[str, EnvProcesses] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._where: dict[str, str] = {}
+        try:
+            for section, env in config.envs.items():
+                check_env(env, section)
+                self._where[section] = runs_in(env, section)
+                if self._where[section] == "process":
+                    self._processes[section] = EnvProcesses(env)
+        except ValueError:
+            self.close()
+            raise
+
+    def make(self, section: str, config: EnvConfig, row: dict[str, Any]) -> Env:
+        """An environment for a row. Raises what its constructor raises."""
+        processes = self._processes.get(section)
+        return make_env(config, row) if processes is None else processes.make(row)
+
+    def at_once(self, section: str, config: EnvConfig) -> int:
+        """The most turns of a section at a time: tasks are not limited."""
+        return NO_LIMIT if self._where[section] == "task" else config.num_threads
+
+    def start(self, section: str, work: Coroutine[Any, Any, None]) -> Callable[[], object]:
+        """Begin the work, which catches what it raises. Returns what stops it: only a task can be."""
+        if self._where[section] == "task":
+            return asyncio.run_coroutine_threadsafe(work, self._running_loop()).cancel
+        # A daemon thread per turn: an environment that hangs keeps its thread, for which no other may wait.
+        threading.Thread(target=run_here, args=(work,), name="environment", daemon=True).start()
+        return lambda: None
+
+    async def returned(self, section: str, value: Any) -> Any:
+        """What a method of an environment returns. TypeError for a coroutine outside the event loop."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._where[section] != "task":
+            if inspect.iscoroutine(value):
+                value.close()
+            raise TypeError(f"its methods are coroutines; use env.{section}.runs_in=task")
+        return await value
+
+    def end(self, env: Env) -> None:
+        """Close an environment; what it raises is ignored, since its sample has its result."""
+        with contextlib.suppress(Exception, SystemExit):
+            closing = env.close() if hasattr(env, "close") else None
+            if inspect.iscoroutine(closing):
+                asyncio.run_coroutine_threadsafe(closing, self._running_loop())
+
+    def close(self) -> None:
+        """End the processes and the event loop, after the close() of environments."""
+        for processes in self._processes.values():
+            processes.close()
+        if self._loop is not None:
+            ended = asyncio.run_coroutine_threadsafe(_others(), self._loop)
+            with contextlib.suppress(Exception):
+                ended.result(CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        return self._loop
+
+
+async def _others() -> None:
+    """Wait for all other tasks."""
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+
+def run_here(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a turn waits outside the event loop")

@@ -1,0 +1,50 @@
+"""Environments that need a process of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class RoughEnv:
+    """`answer` chooses what a step does; `folder` gets the process ids of what it starts, and word of a close()."""
+
+    def __init__(self, answer: str, folder: str):
+        if answer == "cannot be made":
+            raise OSError("no game")
+        self._how, self._folder = answer, Path(folder)
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return f"start {seed}", {"tools": [], "own": object()}
+
+    def step(self, action: str) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        match self._how:
+            case "exits":
+                os._exit(3)
+            case "leaves by sys.exit":
+                raise SystemExit(3)
+            case "crashes":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "raises":
+                raise KeyError("\udcff")
+            case "no text":
+                return "\udcff", 0.5, False, False, {}
+            case "an object":
+                return [{"role": "user", "content": object()}], 0.5, False, False, {}
+            case "hangs" | "starts another":
+                child = subprocess.Popen(["sleep", "600"])
+                (self._folder / "started").write_text(f"{os.getpid()} {child.pid}")
+                if self._how == "hangs":
+                    time.sleep(600)
+        return f"{action}?", np.float32(0.25), np.bool_(True), False, {"metrics": {"success": np.float64(1)}}
+
+    def close(self) -> None:
+        (self._folder / "closed").touch()
+        if self._how == "close hangs":
+            time.sleep(600)

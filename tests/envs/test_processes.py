@@ -1,0 +1,140 @@
+"""Environments in processes of their own: what one does costs its own calls, and nothing of it stays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpcrl.config import EnvConfig
+from hpcrl.envs import processes
+from hpcrl.envs.processes import EnvProcess, EnvProcessError, EnvProcesses
+
+ROUGH = {"name": "class", "class_path": "tests.envs.rough_env:RoughEnv"}
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[EnvProcesses]:
+    made = EnvProcesses(EnvConfig.model_validate(ROUGH))
+    yield made
+    made.close()
+
+
+def make(several: EnvProcesses, how: str, folder: Path) -> EnvProcess:
+    return several.make({"answer": how, "extra": {"folder": str(folder)}})
+
+
+def test_an_episode_in_a_process(several: EnvProcesses, tmp_path: Path) -> None:
+    env = make(several, "plain", tmp_path)
+    assert env.reset(7) == ["start 7", {"tools": []}]
+    played = env.step("left")
+    assert played == ["left?", 0.25, True, False, {"metrics": {"success": 1.0}}]
+    assert type(played[1]) is float and played[2] is True
+    other = make(several, "plain", tmp_path)
+    assert other.reset(8)[0] == "start 8"
+    env.close()
+    env.close()
+    until((tmp_path / "closed").exists)
+    assert other.step("right")[0] == "right?", "the others go on"
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("raises", "KeyError: '\\\\udcff'"),
+        ("leaves by sys.exit", "SystemExit: 3"),
+        ("no text", "UnicodeEncodeError"),
+        ("an object", "object cannot be sent"),
+        ("exits", "the environment's process has ended"),
+        ("crashes", "the environment's process has ended"),
+    ],
+)
+def test_what_a_step_does_is_an_error_of_the_call(several: EnvProcesses, tmp_path: Path, how: str, error: str) -> None:
+    env = make(several, how, tmp_path)
+    env.reset(1)
+    with pytest.raises(EnvProcessError, match=error):
+        env.step("x")
+    env.close()
+
+
+def test_one_that_cannot_be_made(several: EnvProcesses, tmp_path: Path) -> None:
+    env = make(several, "cannot be made", tmp_path)
+    with pytest.raises(EnvProcessError, match="OSError: no game"):
+        env.reset(1)
+    env.close()
+
+
+def test_one_that_hangs_is_killed_with_what_it_has_started(several: EnvProcesses, tmp_path: Path) -> None:
+    env, raised = make(several, "hangs", tmp_path), []
+    env.reset(1)
+
+    def step() -> None:
+        try:
+            env.step("x")
+        except EnvProcessError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    until(lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2)
+    pids = [int(word) for word in (tmp_path / "started").read_text().split()]
+    assert all(map(runs, pids))
+    env.close()
+    thread.join(20)
+    assert raised == ["the environment's process has ended"] and not (tmp_path / "closed").exists()
+    until(lambda: not any(map(runs, pids)))
+
+
+def test_what_an_environment_leaves_behind_ends_with_it(several: EnvProcesses, tmp_path: Path) -> None:
+    env = make(several, "starts another", tmp_path)
+    env.reset(1)
+    env.step("x")
+    pids = [int(word) for word in (tmp_path / "started").read_text().split()]
+    env.close()
+    until(lambda: not any(map(runs, pids)))
+    assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.slow
+def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CLOSE_S", 1)
+    several = EnvProcesses(EnvConfig.model_validate(ROUGH))
+    env = make(several, "close hangs", tmp_path)
+    env.reset(1)
+    env.close()
+    until((tmp_path / "closed").exists)
+    several.close()
+    assert not runs(several._zygote.pid)
+
+
+def test_a_class_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leads to no class: ModuleNotFoundError"):
+        EnvProcesses(EnvConfig.model_validate(ROUGH | {"class_path": "no_such_module:Env"}))
+
+
+def test_without_the_process_that_forks_an_episode_does_not_begin(tmp_path: Path) -> None:
+    several = EnvProcesses(EnvConfig.model_validate(ROUGH))
+    env: Any = make(several, "plain", tmp_path)
+    several._zygote.kill()
+    with pytest.raises(EnvProcessError, match="no process for the environment"):
+        make(several, "plain", tmp_path)
+    with pytest.raises(EnvProcessError, match="has ended"):
+        env.step("x")
+    several.close()
