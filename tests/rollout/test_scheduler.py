@@ -44,6 +44,7 @@ class World:
     deterministic: bool
     capacities: dict[int, int]
     pass_rate: float = 0.5
+    error_rate: float = 0.0
     max_turns: int = 1
     clock: int = 0  # bursts so far
     held: dict[int, dict[int, int]] = field(default_factory=dict)  # replica -> sample -> turns done
@@ -63,6 +64,9 @@ class World:
 
     def score(self, sample_id: int) -> float:
         return float(random.Random(sample_id * 7 + 1).random() < self.pass_rate)
+
+    def error(self, sample_id: int) -> str:
+        return "timeout" if random.Random(sample_id * 11 + 5).random() < self.error_rate else ""
 
     def carry_out(self, commands) -> None:
         for command in commands:
@@ -121,7 +125,7 @@ class World:
         for name in self.rng.sample(list(self.running), self.rng.randint(0, len(self.running))):
             if burst := self.burst(name):
                 events.append(burst)
-        events += [Rewarded(i, self.score(i), self.score(i)) for i in self.some(self.scoring)]
+        events += [Rewarded(i, self.score(i), self.score(i), self.error(i)) for i in self.some(self.scoring)]
         if answered := self.some(self.acting):
             events.append(Answered(tuple(answered)))
         self.rng.shuffle(events)
@@ -219,6 +223,7 @@ def check_accounting(scheduler, batches, ends, offered):
             "prompt_affinity": st.booleans(),
             "routing": st.sampled_from(["count", "expected_length"]),
             "greedy_sibling": st.booleans(),
+            "restart_errors": st.booleans(),
         }
     ),
     chaos=st.booleans(),
@@ -227,7 +232,7 @@ def test_accounting_budget_and_termination_under_random_events(
     seed, replicas, capacity, group_size, need, extra_prompts, deterministic, max_turns, max_lag, policies, chaos
 ):
     rng = random.Random(seed)
-    world = World(rng, deterministic, {n: capacity for n in range(replicas)}, max_turns=max_turns)
+    world = World(rng, deterministic, {n: capacity for n in range(replicas)}, error_rate=0.1, max_turns=max_turns)
     config = SchedulerConfig(
         group_size, extra_prompts, filter_std=group_size > 1, deterministic=deterministic, max_lag=max_lag,
         max_generated_groups=100_000, **policies,
@@ -272,7 +277,7 @@ def test_accounting_budget_and_termination_under_random_events(
             assert len(set(members)) == group_size and max(members) < group_size + policies["extra_members"]
             assert (group.baseline is not None) == policies["greedy_sibling"]
             restarts = policies["on_new_weights"] == "restart" and max_lag > 0
-            assert len(set(attempts)) == 1 or restarts
+            assert len(set(attempts)) == 1 or restarts or policies["restart_errors"]
     if policies["on_stale"] == "wait" and extra_prompts == 0:
         assert scheduler.metrics()["scheduler/cancelled"][0] == 0
     if max_lag == 0 or deterministic:
@@ -290,7 +295,7 @@ def test_deterministic_mode_ignores_the_order_of_events(order, extra_prompts, ma
     """Same outcomes in another order: the same batches, the same ends, the same admissions on every replica."""
 
     def run(seed):
-        world = World(random.Random(seed), True, {0: 4, 1: 4}, max_turns=max_turns)
+        world = World(random.Random(seed), True, {0: 4, 1: 4}, error_rate=0.1, max_turns=max_turns)
         config = SchedulerConfig(3, extra_prompts, filter_std=True, deterministic=True, greedy_sibling=greedy)
         scheduler = RolloutScheduler(config, world.capacities)
         batches, ends, _ = run_steps(scheduler, world, 4, 3)
@@ -609,6 +614,22 @@ def test_a_group_of_errors_counts_where_errors_are_accepted():
     scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)])
     assert [group.samples[0].score for group in scheduler.take()] == [0.0, 1.0]
     assert scheduler.metrics()["scheduler/score_errors"][0] == 1
+
+
+def test_a_response_that_ended_with_an_error_begins_anew_where_asked_as_often_as_allowed():
+    scheduler, _ = started(SchedulerConfig(2, max_attempts=2, restart_errors=True), 1, {0: 4}, 1)
+    a, b = ids_of(0, 2)
+    commands = scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)])
+    again = make_sample_id(0, 1, 0)
+    assert commands == [Drop(0, (a,)), Generate(0, (again,))] and not scheduler.finished(), "the sibling waits"
+    last = make_sample_id(0, 2, 0)
+    commands = scheduler.plan([finish(again), Rewarded(again, 0.0, 0.0, "crash")])
+    assert commands == [Drop(0, (again,)), Generate(0, (last,))]
+    scheduler.plan([finish(last), Rewarded(last, 0.0, 0.0, "crash")])
+    (group,) = scheduler.take()
+    assert [(s.id, s.reward, s.error) for s in group.samples] == [(last, 0.0, "crash"), (b, 1.0, "")]
+    metrics = scheduler.metrics()
+    assert metrics["scheduler/score_errors"][0] == 3 and metrics["scheduler/restarted"][0] == 2
 
 
 def test_answers_about_samples_of_another_scheduler_are_stale():

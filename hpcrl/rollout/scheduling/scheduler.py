@@ -297,8 +297,12 @@ class RolloutScheduler:
     # -- verdicts
 
     def _done(self, sample: LiveSample) -> None:
-        self._mode.learn(sample)
         group = sample.group
+        if sample.done.error and self.config.restart_errors and self._may_restart(sample):
+            group.num_done -= sample is not group.greedy
+            self._replace(sample)
+            return
+        self._mode.learn(sample)
         if group.num_done >= group.keep and group.is_greedy_done and self._mode.judges_at_once:
             self._judge(group)
 
@@ -367,15 +371,20 @@ class RolloutScheduler:
     def _restart(self, group: LiveGroup) -> None:
         """Restart the unfinished samples that have begun, each at most max_attempts times."""
         for sample in list(group.everyone):
-            going = sample.state in (State.RUNNING, State.ACTING, State.ANSWERED)
-            if not going or split_sample_id(sample.id)[1] >= self.config.max_attempts:
-                continue
-            fresh = group.restart(sample)
-            if self.config.prompt_affinity:
-                group.home = sample.replica
-            self._samples.abort(sample)
-            self._tally.count("restarted")
-            self._samples.add(fresh)
+            if sample.state in (State.RUNNING, State.ACTING, State.ANSWERED) and self._may_restart(sample):
+                self._replace(sample)
+
+    def _may_restart(self, sample: LiveSample) -> bool:
+        return split_sample_id(sample.id)[1] < self.config.max_attempts
+
+    def _replace(self, sample: LiveSample) -> None:
+        """Begin the sample anew."""
+        fresh = sample.group.restart(sample)
+        if self.config.prompt_affinity:
+            sample.group.home = sample.replica
+        self._samples.abort(sample)
+        self._tally.count("restarted")
+        self._samples.add(fresh)
 
     def _release(self, group: LiveGroup) -> None:
         """Forget the group, also on its replicas."""
