@@ -1,10 +1,13 @@
-"""An environment that answers late, for benches: a normal latency, and now and then ten times as much."""
+"""Environments that answer late, for benches: a normal latency, and now and then ten times as much."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
+import statistics
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 SLOW_FACTOR = 10.0
 
@@ -26,3 +29,44 @@ class SlowEnv:
         latency_s = max(0.0, self._rng.gauss(self._mean_s, self._std_s))
         time.sleep(latency_s * (SLOW_FACTOR if self._rng.random() < self._slow else 1.0))
         return "go on", float(self._rng.random() < 0.5), self._turn == self._turns, False, {}
+
+
+class LateEnv:
+    """The same as coroutines, with the laws of tests.bench.flash.settings.Latency: a share of the episodes is slow in
+    all turns, another hangs in one of them. together: turns end together with those of so many episodes (lockstep);
+    otherwise `gap_ms` is the median time between the return of step() and the next call.
+    """
+
+    runs_in = "task"
+    meetings: ClassVar[dict[int, asyncio.Barrier]] = {}
+
+    def __init__(
+        self,
+        mean_s: float = 0.0,
+        std_s: float = 0.0,
+        slow_share: float = 0.0,
+        hung_share: float = 0.0,
+        turns: int = 5,
+        together: int = 0,
+    ):
+        self._rng, self._turn, self._turns, self._together = random.Random(), 0, turns, together
+        self._mean_s, self._std_s = mean_s, std_s
+        self._factor = SLOW_FACTOR if self._rng.random() < slow_share else 1.0
+        self._hangs_at = self._rng.randint(1, turns) if self._rng.random() < hung_share else 0
+        self._returned_at, self._gaps = 0.0, list[float]()
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._turn += 1
+        if self._turn > 1:
+            self._gaps.append(time.perf_counter() - self._returned_at)
+        latency_s = self._factor * max(0.0, self._rng.gauss(self._mean_s, self._std_s))
+        if latency_s or self._turn == self._hangs_at:
+            await asyncio.sleep(math.inf if self._turn == self._hangs_at else latency_s)
+        if self._together:
+            await self.meetings.setdefault(self._together, asyncio.Barrier(self._together)).wait()
+        self._returned_at = time.perf_counter()
+        gap = {"gap_ms": 1e3 * statistics.median(self._gaps)} if self._gaps else {}
+        return "go on", float(self._rng.random() < 0.5), self._turn == self._turns, False, {"metrics": gap}
