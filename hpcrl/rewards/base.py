@@ -79,6 +79,8 @@ class Reward(Protocol):
     """Many items per call; other rewards get one item per call."""
     scores: Literal["samples", "groups"] = "samples"
     """groups: a call has exactly the siblings of one prompt."""
+    pure: bool = False
+    """The score is a function of the item without its sample_id, so that equal responses to a row need one call."""
     pool: Literal["process", "async"] = "process"
     """async: score() is a coroutine that waits for a service; a worker process runs reward.*.concurrency of them."""
 
@@ -98,7 +100,9 @@ class Reward(Protocol):
 
 
 class PerResponse(Reward):
-    """A reward that scores each response by itself."""
+    """A reward that scores each response by itself, and equal ones equally; a subclass that does not sets pure."""
+
+    pure = True
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         return [self.score_one(item) for item in items]

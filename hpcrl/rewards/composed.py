@@ -49,6 +49,7 @@ class ComposedReward(Reward):
             if unread and self.options.rule not in rule:
                 raise ValueError(f"parts.{unread[0]}.{key}: not read with rule={self.options.rule}, only with {rule}")
         self.inline = all(reward.inline for reward in self._parts.values())
+        self.pure = all(reward.pure for reward in self._parts.values())
         if any(reward.pool == "async" for reward in self._parts.values()):
             self.pool = "async"
 

@@ -14,6 +14,8 @@ from hpcrl.spec.options import read_options
 class FakeReward(PerResponse):
     """1 or 0, a function of the sample id only."""
 
+    pure = False
+
     def __init__(self, config: RewardConfig):
         self.options = read_options(FakeOptions, config.options)
         self.inline = self.options.latency_s == 0

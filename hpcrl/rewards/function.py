@@ -45,8 +45,8 @@ class FunctionReward(Reward):
     The function gets those of these parameters that it names, and `options` as keyword arguments. The option
     `conversational` is hpcrl's: under trl, whether a prompt and a completion are a list of one message instead of text;
     without it, hpcrl tries text, then messages if the function reads text as a message. A class is instantiated first,
-    without arguments. Attributes `scores = "groups"` and `pool = "async"` of the function or class mean the same as in
-    hpcrl.rewards.base.Reward.
+    without arguments. Attributes `scores = "groups"`, `pool = "async"` and `pure = True` of the function or class mean
+    the same as in hpcrl.rewards.base.Reward.
     """
 
     def __init__(self, config: RewardConfig):
@@ -59,6 +59,7 @@ class FunctionReward(Reward):
         self.batched = self.signature != "verl"
         self.scores = self._declared("scores", ("samples", "groups"))
         self.pool = self._declared("pool", ("process", "async"))
+        self.pure = self._declared("pure", (False, True))
         self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         if self.scores == "groups" and not self.batched:
             raise ValueError(f"{self._path}: scores = 'groups' needs a signature with many responses, not verl's")
@@ -81,10 +82,10 @@ class FunctionReward(Reward):
                 f"it gives {', '.join(sorted(known))} and reward.*.options"
             )
 
-    def _declared(self, name: str, known: tuple[str, ...]) -> Any:
+    def _declared(self, name: str, known: tuple[Any, ...]) -> Any:
         value = getattr(self._function, name, known[0])
         if value not in known:
-            raise ValueError(f"{self._path}: {name} = {value!r}: expected {' or '.join(known)}")
+            raise ValueError(f"{self._path}: {name} = {value!r}: expected {' or '.join(map(str, known))}")
         return value
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]:

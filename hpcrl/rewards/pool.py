@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -22,7 +22,7 @@ from hpcrl.clock import AwakeClock
 from hpcrl.config import Config, RewardConfig
 from hpcrl.rewards.base import Reward, RewardItem, Score, make_reward
 from hpcrl.rewards.guarded import describe, failed, score_each
-from hpcrl.rewards.protocol import Answer, Begin, Ready, pack, take_answers, to_message
+from hpcrl.rewards.protocol import Answer, Begin, Ready, content_of, pack, take_answers, to_message
 from hpcrl.rewards.router import Router
 from hpcrl.rewards.served import NOBODY, Services
 from hpcrl.signals import held_back
@@ -33,6 +33,7 @@ BATCH = 16  # maximum responses in a call of a batched reward
 START_TIMEOUT_S = 120.0
 MAX_STARTS = 3  # consecutive failed starts
 READ_BYTES = 1 << 16
+KNOWN_SCORES = 4096  # of a pure reward, for equal responses to come
 
 Clock = Callable[[], float]
 
@@ -115,11 +116,12 @@ class RewardPool:
         return len(self._done) + sum(crew.pending for crew in self._crews.values())
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start: scored, errors (timeouts and dead workers included), timeouts, restarts."""
-        total = Counter({"scored": 0, "errors": 0, "timeouts": 0, "restarts": 0}) | self._counts
+        """Counts since the start: scored, errors (timeouts and dead workers included), timeouts, restarts, and equal,
+        the responses that got the score of an equal one."""
+        total = self._counts.copy()
         for crew in self._crews.values():
             total += crew.counts
-        return {name: total[name] for name in ("scored", "errors", "timeouts", "restarts")}
+        return {name: total[name] for name in ("scored", "errors", "timeouts", "restarts", "equal")}
 
     def close(self) -> None:
         """Kill the workers and reap them (idempotent); pending responses are lost."""
@@ -134,6 +136,8 @@ class _Job:
     items: Sequence[RewardItem]
     messages: list[bytes]
     alone: bool = False  # to be called alone, after a call or process with several jobs failed
+    content: bytes = b""  # of a response to a pure reward
+    equal: list[RewardItem] = field(default_factory=list)  # responses with this content, which get its score
 
 
 class _Crew:
@@ -145,29 +149,31 @@ class _Crew:
         self._name = name
         self._section = section
         self._clock = clock
+        self.pending = 0
+        self._pure = False
+        self._arrived: deque[_Job] = deque()  # not yet compared with other responses
         self._waiting: deque[_Job] = deque()
+        self._open: dict[bytes, _Job] = {}  # of a pure reward, by content
+        self._known: dict[bytes, Score] = {}  # the least recently needed first
         self._done: list[tuple[RewardItem, Score]] = []
         self._failed_starts = 0
         self._services = services
         self._workers = [_Worker(section, clock, services) for _ in range(section.num_processes)]
 
-    @property
-    def pending(self) -> int:
-        return (
-            sum(len(job.items) for job in self._waiting)
-            + len(self._done)
-            + sum(len(worker.at_work) for worker in self._workers)
-        )
-
     def add(self, items: Sequence[RewardItem]) -> None:
+        self.pending += len(items)
         try:
             messages = [to_message(item) for item in items]
         except Exception as error:  # a value of the row that msgpack cannot encode
-            self._charge(items, describe(error))
+            self._done += [(item, failed(describe(error))) for item in items]
             return
-        self._waiting.append(_Job(items, messages))
+        self._arrived.append(_Job(items, messages))
 
     def pump(self) -> list[tuple[RewardItem, Score]]:
+        while self._arrived and self.scores is not None:
+            job = self._arrived.popleft()
+            if not self._pure or not self._has_equal(job):
+                self._waiting.append(job)
         for place, worker in enumerate(self._workers):
             self._receive(worker)
             while self._waiting and worker.has_room and not (self._waiting[0].alone and worker.at_work):
@@ -177,7 +183,23 @@ class _Crew:
             if problem:
                 self._workers[place] = self._replace(worker, problem)
         done, self._done = self._done, []
+        self.pending -= len(done)
         return done
+
+    def _has_equal(self, job: _Job) -> bool:
+        """Whether an equal response is scored, or is going to be, so that the job needs no call."""
+        (item,), (message,) = job.items, job.messages
+        job.content = content_of(item, message)
+        if (score := self._known.pop(job.content, None)) is not None:
+            self._known[job.content] = score
+            self._done.append((item, score))
+        elif (other := self._open.get(job.content)) is not None:
+            other.equal.append(item)
+        else:
+            self._open[job.content] = job
+            return False
+        self.counts["equal"] += 1
+        return True
 
     def _receive(self, worker: _Worker) -> None:
         for answer in worker.receive():
@@ -185,7 +207,7 @@ class _Crew:
                 if answer.error:
                     raise RuntimeError(f"reward {self._name}: {answer.error}")
                 self._failed_starts = 0
-                self.scores = answer.scores
+                self.scores, self._pure = answer.scores, answer.pure and answer.scores == "samples"
                 worker.ready = answer
             elif answer.place is None:
                 self._retry(job for job, _ in worker.take_jobs())
@@ -193,7 +215,7 @@ class _Crew:
                 self.counts["timeouts"] += answer.error.startswith("timeout after")
                 parts = tuple(answer.turn_rewards), answer.token_rewards
                 score = Score(answer.reward, answer.score, answer.error, answer.metrics, *parts)
-                self._done.append((worker.at_work.pop(answer.place)[0], score))
+                self._finish(*worker.at_work.pop(answer.place), score)
             worker.heard()
 
     def _next_chunk(self, worker: _Worker) -> list[_Job]:
@@ -222,15 +244,22 @@ class _Crew:
             charged = jobs[:1]
             self._waiting.extendleft(job for job, _ in reversed(jobs[1:]))
             self.counts["timeouts"] += bool(charged) and worker.timed_out
-        for _, left in charged:
-            self._charge(left, problem)
+        for job, left in charged:
+            for item in left:
+                self._finish(item, job, failed(problem))
         return _Worker(self._section, self._clock, self._services)
 
     def _retry(self, jobs: Iterable[_Job]) -> None:
         self._waiting.extendleft(reversed([replace(job, alone=True) for job in jobs]))
 
-    def _charge(self, items: Sequence[RewardItem], error: str) -> None:
-        self._done += [(item, failed(error)) for item in items]
+    def _finish(self, item: RewardItem, job: _Job, score: Score) -> None:
+        self._done += [(each, score) for each in (item, *job.equal)]
+        if job.content:
+            del self._open[job.content]
+            if not score.error:
+                self._known[job.content] = score
+            if len(self._known) > KNOWN_SCORES:
+                del self._known[next(iter(self._known))]
 
     def close(self) -> None:
         for worker in self._workers:

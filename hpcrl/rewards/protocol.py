@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from array import array
 from collections.abc import Sequence
@@ -38,6 +39,12 @@ def to_message(item: RewardItem) -> bytes:
     return msgspec.msgpack.encode(Item(*fields, array("i", item.token_ids).tobytes(), earlier, messages))
 
 
+def content_of(item: RewardItem, message: bytes) -> bytes:
+    """A digest of the item's message without the sample id."""
+    start = 1 + len(msgspec.msgpack.encode(item.sample_id))  # after the length of the array
+    return hashlib.blake2b(memoryview(message)[start:], digest_size=16).digest()
+
+
 def from_message(item: Item) -> RewardItem:
     """The inverse of to_message()."""
     fields = (item.sample_id, item.domain, item.prompt, item.response, item.answer, item.extra, item.finish_reason)
@@ -62,6 +69,7 @@ class Ready(msgspec.Struct, tag="ready"):
     batched: bool = False
     scores: Literal["samples", "groups"] = "samples"
     pool: Literal["process", "async"] = "process"
+    pure: bool = False
     error: str = ""
 
 

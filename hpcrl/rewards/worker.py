@@ -37,7 +37,7 @@ def main() -> None:
     except ValueError as error:
         _write(sink, Ready(error=" ".join(str(error).split())))
         return
-    _write(sink, Ready(batched=reward.batched, scores=reward.scores, pool=reward.pool))
+    _write(sink, Ready(reward.batched, reward.scores, reward.pool, reward.pure))
     if reward.pool == "async":
         asyncio.run(_serve_async(reward, config.timeout_s, source, sink))
     else:

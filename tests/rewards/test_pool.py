@@ -9,6 +9,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,32 @@ def test_groups_are_scored_by_calls_of_their_own(make_pool, num_processes: int):
     place = f" (domain d, reward {FILE}:longest)"
     assert {found[n].error for n in (20, 21)} == {f"RuntimeError: no group{place}"}
     assert {found[n].error for n in (30, 31)} == {f"timeout after 1 s{place}"}
-    assert pool.stats() == {"scored": 10, "errors": 4, "timeouts": 1, "restarts": 1}
+    assert pool.stats() == {"scored": 10, "errors": 4, "timeouts": 1, "restarts": 1, "equal": 0}
 
 
 @pytest.mark.slow
+def test_equal_responses_to_a_pure_reward_need_one_call(make_pool, tmp_path: Path):
+    log = tmp_path / "log"
+    called = lambda: sorted(log.read_text().split())  # noqa: E731
+    pool = make_pool(default=function("counted", num_processes=2))
+    pool.submit(items(["right", "wrong", "raise", "right"] * 5, log=str(log)))
+    found = collect(pool)
+    assert called() in (["raise", "right", "wrong"], ["raise", "raise", "right", "wrong"])  # in a batch, then alone
+    for n, score in found.items():
+        assert score.reward == (n % 4 in (0, 3)) and ("RuntimeError" in score.error) == (n % 4 == 2)
+    assert pool.stats()["equal"] == 17 and pool.stats()["errors"] == 5
+    log.write_text("")
+    same = items(["wrong", "right"], log=str(log))
+    pool.submit(same)
+    assert {n: score.reward for n, score in collect(pool).items()} == {0: 0.0, 1: 1.0} and not called()
+    other_row, other_tokens = replace(same[0], answer="wrong"), replace(same[0], sample_id=1, token_ids=[1])
+    pool.submit([other_row, other_tokens])
+    assert {n: score.reward for n, score in collect(pool).items()} == {0: 1.0, 1: 0.0}
+    assert called() == ["wrong", "wrong"]
+    pool.submit(items(["raise"], log=str(log)))
+    assert "RuntimeError" in collect(pool)[0].error and "raise" in called(), "an error is not kept"
+
+
 def test_calls_that_wait_wait_together_and_each_bad_one_costs_itself_alone(make_pool):
     pool = make_pool(default=function("judge", timeout_s=2, concurrency=70))
     responses = ["right"] * 60 + ["slow", "raise", "own timeout", "wrong"]

@@ -233,3 +233,15 @@ def unknown_scores(items):
 
 
 unknown_scores.scores = "pairs"
+
+
+def counted(items):
+    """Writes down every response that it is called with; pure, so that it is not called with an equal one."""
+    with open(items[0].extra["log"], "a", encoding="utf-8") as log:
+        log.writelines(f"{item.response}\n" for item in items)
+    if items[0].response == "raise":
+        raise RuntimeError("not remembered")
+    return [float(item.response == item.answer) for item in items]
+
+
+counted.pure = True
