@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -55,6 +55,11 @@ class RewardTable:
             truncated,
             baselines=batch.baselines,
         )
+
+    def select(self, chosen: Tensor) -> RewardTable:
+        """The table of some rows; chosen bool [N]."""
+        tensors = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: value[chosen] for name, value in tensors.items() if isinstance(value, Tensor)})
 
     def domain_ids(self) -> tuple[list[str], Tensor]:
         """(names, int64 [N]): the domains, and which of them each row belongs to; without a name if none lists it."""

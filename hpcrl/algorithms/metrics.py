@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,28 @@ def credit_stats(batch: Batch) -> Stats:
     index = model_tokens(batch)
     filled = {"advantages": batch.advantages, "returns": batch.returns, "values": batch.values}
     return {f"critic/{name}/*": stat(values[index]) for name, values in filled.items() if values is not None}
+
+
+def domain_stats(batch: Batch, table: RewardTable) -> Stats:
+    """`DOMAIN/...`: all statistics above, and the KL divergence to the reference (k3), of this rank's rows of each
+    domain, after the credit. Nothing for a step of one domain."""
+    stats: Stats = {}
+    names, ids = table.domain_ids()
+    for number, name in enumerate(names):
+        chosen = ids == number
+        rows = torch.isin(batch.group_ids, table.group_ids[chosen]).nonzero()[:, 0].tolist()
+        if not name or not rows or len(table.domains) < 2:
+            continue
+        narrow = {field: tensor for field, tensor in batch.columns.items() if tensor.dim() == 1}  # without large ones
+        own = replace(batch, columns=narrow, texts={}).select(rows)
+        found = batch_stats(own, table.select(chosen)) | credit_stats(own)
+        if own.ref_logprobs is not None and own.old_logprobs is not None:
+            index = model_tokens(own)
+            kl = kl_divergence(own.old_logprobs[index], own.ref_logprobs[index], "k3")
+            weights = own.weights[own.row_ids[index]]
+            found["critic/kl"] = Stat((weights * kl).sum().item(), weights.sum().item())
+        stats |= {f"{name}/{key}": value for key, value in found.items()}
+    return stats
 
 
 def _mixed(batch: Batch) -> Tensor:

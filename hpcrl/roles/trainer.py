@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcrl.algorithms.base import RewardTable
 from hpcrl.algorithms.making import make_algorithm
-from hpcrl.algorithms.metrics import batch_stats, credit_stats
+from hpcrl.algorithms.metrics import batch_stats, credit_stats, domain_stats
 from hpcrl.comm.data_parallel import DataParallel
 from hpcrl.control.messages import (
     Advantages,
@@ -144,7 +144,8 @@ class TrainerRole(EngineRole):
             return Done(seq)
         changed = (batch.weights != 1).nonzero()[:, 0]
         weights = list(zip(batch.sample_ids[changed].tolist(), batch.weights[changed].tolist(), strict=True))
-        return Done(seq, stats=batch_stats(batch, table) | credit_stats(batch) | own, weights=weights)
+        stats = batch_stats(batch, table) | credit_stats(batch) | domain_stats(batch, table)
+        return Done(seq, stats=stats | own, weights=weights)
 
     def _train_step(self, command: TrainStep, seq: int) -> Done:
         self._algorithm.take(command.numbers)

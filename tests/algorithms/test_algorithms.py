@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hpcrl.algorithms import making
 from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
 from hpcrl.algorithms.making import make_algorithm
-from hpcrl.algorithms.metrics import batch_stats, credit_stats
+from hpcrl.algorithms.metrics import batch_stats, credit_stats, domain_stats
 from hpcrl.algorithms.sft import CrossEntropy
 from hpcrl.algorithms.specs import GRPO, Reinforce, ReinforcePlusPlus
 from hpcrl.config import PolicyLoss, parse
@@ -444,6 +445,34 @@ def test_an_algorithm_says_what_must_be_computed_before(section, reads):
 def test_entropy_comes_with_gradients_only_where_the_loss_has_it(coefficient, asked):
     objective = make_pair(GRPO(entropy_loss_coef=coefficient)).objective
     assert getattr(objective, asked) == {"entropy"} and objective.outputs.isdisjoint(objective.logged)
+
+
+def test_every_domain_has_its_own_statistics():
+    batch, table = mixed_batch()
+    advantages(make_pair(GRPO()), batch, table)
+    assert domain_stats(batch, replace(table, domains={"one": [1, 2, 3]})) == {}, "they are those of the batch"
+    stats = domain_stats(batch, replace(table, domains={"a": [1], "b": [2, 3], "absent": []}))
+    expected = {
+        "a/critic/score/*": (8.0, 4, 0.0, 5.0), "b/critic/score/*": (4.5, 3, 0.5, 3.0),
+        "a/critic/rewards/*": (8.0, 4, 0.0, 5.0), "b/token/response_length/*": (10.0, 3, 2.0, 4.0),
+        "a/token/response_length/*": (7.0, 4, 0.0, 4.0), "b/token/prompt_length/*": (4.0, 3, 1.0, 2.0),
+        "a/actor/valid_sample_ratio": (3.0, 4, 0.0, 1.0), "b/actor/valid_sample_ratio": (2.0, 3, 0.0, 1.0),
+        "a/token/response_length/clip_ratio": (1.0, 4, 0.0, 1.0), "b/group/all_correct_ratio": (1.0, 2, 0.0, 1.0),
+    }  # fmt: skip
+    assert {name: tuple(stats[name]) for name in expected} == expected
+    assert not any(name.startswith("absent") for name in stats)
+    whole = credit_stats(batch)["critic/advantages/*"]
+    parts = merge([{"x": stats[f"{name}/critic/advantages/*"]} for name in "ab"])["x"]
+    assert parts == pytest.approx(whole)
+    old, ref, rows = batch.old_logprobs, batch.ref_logprobs, batch.row_ids
+    for name, first, last in (("a", 0, 3), ("b", 4, 6)):
+        chosen = [t for t in range(batch.num_tokens) if batch.loss_mask[t] and first <= rows[t] <= last]
+        weights = [float(batch.weights[rows[t]]) for t in chosen]
+        gaps = [float(ref[t] - old[t]) for t in chosen]
+        total = sum(w * (math.exp(gap) - gap - 1) for w, gap in zip(weights, gaps, strict=True))
+        assert stats[f"{name}/critic/kl"][:2] == pytest.approx((total, sum(weights)))
+    batch.ref_logprobs = None
+    assert "a/critic/kl" not in domain_stats(batch, replace(table, domains={"a": [1], "b": [2, 3]}))
 
 
 def test_responses_of_mixed_weights_are_counted():
