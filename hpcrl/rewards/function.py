@@ -1,4 +1,4 @@
-"""A user's reward function, called with the signature of verl, TRL, OpenRLHF or hpcrl."""
+"""A user's reward function, called with the signature of verl, TRL, OpenRLHF, NeMo-RL or hpcrl."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import RewardConfig
+from hpcrl.rewards.adapters import adapted
 from hpcrl.rewards.base import Reward, RewardItem, Score
 
 # signature -> sets of parameter names, any of which identifies it
@@ -21,12 +22,16 @@ SIGNATURES: dict[str, list[tuple[str, ...]]] = {
     "verl": [("solution_str", "ground_truth")],
     "trl": [("completions",), ("completion_ids",)],
     "openrlhf": [("queries", "prompts", "labels")],
+    "nemo_rl": [("ground_truth", "response")],
     "hpcrl": [("items",)],
 }
+SINGLE = ("verl", "nemo_rl")
+"""Signatures of one response."""
 # signature -> parameters of a call besides options; trl: the columns of the rows too
 GIVEN = {
     "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
     "openrlhf": {"queries", "prompts", "labels"},
+    "nemo_rl": {"ground_truth", "response"},
     "hpcrl": {"items"},
 }
 # Errors of a function for messages that gets text, and the reverse.
@@ -40,6 +45,7 @@ class FunctionReward(Reward):
     verl:     f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with "score"
     trl:      f(prompts, completions, completion_ids, **columns) -> list of float or None
     openrlhf: f(queries, prompts, labels, **kw) -> dict with "rewards", maybe "scores" and "extra_logs", or the rewards
+    nemo_rl:  f(ground_truth, response) -> (reward, whether it is right, or None)
     hpcrl:    f(items: list[RewardItem]) -> list of Score or float
 
     The function gets those of these parameters that it names, and `options` as keyword arguments. The option
@@ -56,13 +62,15 @@ class FunctionReward(Reward):
         self._path = config.function
         self._function = load_function(config.function)
         self.signature = recognise(self._function, config.signature, config.function)
-        self.batched = self.signature != "verl"
+        self.batched = self.signature not in SINGLE
         self.scores = self._declared("scores", ("samples", "groups"))
         self.pool = self._declared("pool", ("process", "async"))
         self.pure = self._declared("pure", (False, True))
         self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         if self.scores == "groups" and not self.batched:
-            raise ValueError(f"{self._path}: scores = 'groups' needs a signature with many responses, not verl's")
+            raise ValueError(
+                f"{self._path}: scores = 'groups' needs a signature with many responses, not {self.signature}"
+            )
         if self.pool == "async" and not self._is_async:
             raise ValueError(f"{self._path}: pool = 'async' needs a function made with async def")
         self._parameters = inspect.signature(self._function).parameters
@@ -89,8 +97,7 @@ class FunctionReward(Reward):
         return value
 
     def score(self, items: Sequence[RewardItem]) -> Sequence[Score] | Awaitable[Sequence[Score]]:
-        call = {"verl": self._verl, "trl": self._trl, "openrlhf": self._openrlhf, "hpcrl": self._hpcrl}[self.signature]
-        scoring = call(items)
+        scoring = getattr(self, f"_{self.signature}")(items)
         if self.pool == "async":
             return scoring
         return asyncio.run(scoring) if self._is_async else _result_without_waiting(scoring)
@@ -165,6 +172,18 @@ class FunctionReward(Reward):
             for n, (reward, score) in enumerate(zip(rewards, scores, strict=True))
         ]
 
+    async def _nemo_rl(self, items: Sequence[RewardItem]) -> list[Score]:
+        scores = []
+        for item in items:
+            result = await self._call(ground_truth=item.answer, response=item.response)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(
+                    f"the function returned {type(result).__name__}, not a pair (reward, whether it is right)"
+                )
+            reward = _number(result[0], "the reward")
+            scores.append(Score(reward, reward if result[1] is None else float(bool(result[1]))))
+        return scores
+
     async def _hpcrl(self, items: Sequence[RewardItem]) -> list[Score]:
         return [as_score(value) for value in _list(await self._call(items=list(items)), len(items))]
 
@@ -211,6 +230,7 @@ def load_function(path: str) -> Callable[..., Any]:
             function = function()
         except (Exception, SystemExit) as error:
             raise ValueError(f"{path}: {name}() raised {type(error).__name__}: {error}") from error
+    function = adapted(function, path)
     if not callable(function):
         raise ValueError(f"{path}: {name} is not callable, it is {type(function).__name__}")
     return function

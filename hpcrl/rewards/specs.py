@@ -443,7 +443,7 @@ FAKE = RewardSpec(
 )
 
 FUNCTION = RewardSpec(
-    about="A user-defined function, called with the signature of verl, TRL, OpenRLHF or hpcrl.",
+    about="A user-defined function, called with the signature of verl, TRL, OpenRLHF, NeMo-RL or hpcrl, or a rubric.",
     make="hpcrl.rewards.function:FunctionReward",
     imports_code="function",
     scores_in_unit_interval=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from array import array
 from dataclasses import replace
@@ -153,3 +154,45 @@ def test_the_documents_examples_are_rewards(tmp_path: Path):
     assert [each.reward for each in score.score([item("a"), item("b"), item("a\nb")])] == [1.5, 1.0, 0.0]
     compare = FunctionReward(RewardConfig(name="function", function=f"{tmp_path}/mine.py:compare"))
     assert (compare.scores, compare.pool, compare.signature) == ("groups", "async", "hpcrl")
+
+
+def test_nemo_rl_functions():
+    reward = make("nemo", options={"bonus": 0.5})
+    assert reward.signature == "nemo_rl" and not reward.batched
+    assert reward.score([item("a"), item("b"), item("form")]) == [Score(1.5, 1.0), Score(0.5, 0.0), Score(0.25, 0.25)]
+    with pytest.raises(TypeError, match="returned float, not a pair"):
+        reward.score([item("one")])
+
+
+def test_nemo_rl_environments():
+    reward = make("Environment")
+    assert reward.signature == "hpcrl" and reward.batched and reward.scores == "samples"
+    assert reward.score([item("a"), item("b")]) == [Score(1.0, 1.0), Score(0.0, 0.0)]
+    assert reward.score([item("b", extra_env_info={"ground_truth": "b"})]) == [Score(1.0, 1.0)]
+    with pytest.raises(ValueError, match="it is a Ray actor, and hpcrl runs no Ray"):
+        make("RayActor")
+
+
+@pytest.mark.parametrize("name", ["Recorded", "rubric"])
+def test_rubrics_of_verifiers(name: str):
+    """Recorded: its interface; rubric: the package itself, where it is installed."""
+    if name == "rubric":
+        pytest.importorskip("verifiers.rubrics.rubric")
+    reward = make(name)
+    assert (reward.signature, reward.scores, reward.pool) == ("hpcrl", "samples", "async")
+    scores = asyncio.run(reward.score([item("a", level=2), item("b", level=0)]))
+    assert scores == [
+        Score(2.0, 2.0, metrics={"right": 1.0, "hard": 2.0}),
+        Score(0.0, 0.0, metrics={"right": 0.0, "hard": 0.0}),
+    ]
+    messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "b"}]
+    messages += [{"role": "user", "content": "more"}, {"role": "assistant", "content": "a"}]
+    played = replace(item("a", level=0, messages=messages), messages=messages[:1])
+    assert [score.reward for score in asyncio.run(reward.score([played]))] == [1.0]
+
+
+def test_rubrics_of_verifiers_that_compare_siblings():
+    pytest.importorskip("verifiers.rubrics.rubric")
+    reward = make("rubric_of_groups")
+    assert (reward.scores, reward.pool) == ("groups", "process")
+    assert [score.reward for score in reward.score([item("aaa"), item("b"), item("cc")])] == [0.0, 1.0, 0.0]

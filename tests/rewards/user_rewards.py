@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
+
+import numpy as np
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -245,3 +248,79 @@ def counted(items):
 
 
 counted.pure = True
+
+
+def nemo(ground_truth, response, bonus=0.0):
+    """NeMo-RL's signature."""
+    if response == "form":
+        return 0.25, None
+    if response == "one":
+        return 1.0
+    return (response == ground_truth) + bonus, response == ground_truth
+
+
+class Environment:
+    """NeMo-RL's, of one turn: 1 for the ground truth."""
+
+    def step(self, message_log_batch, metadata):
+        """Rewards, which a tensor would hold."""
+        said = [log[-1]["content"] for log in message_log_batch if log[0]["role"] == "user"]
+        right = [float(text == row["ground_truth"]) for text, row in zip(said, metadata, strict=True)]
+        return SimpleNamespace(rewards=np.array(right))
+
+    def global_post_process_and_metrics(self, batch):
+        """Not called."""
+
+
+class RayActor(Environment):
+    """As a handle of Ray has its methods."""
+
+    step = type("Method", (), {"__call__": lambda self, *_: None, "remote": None})()
+
+
+def rubric():
+    """A real one of verifiers."""
+    import verifiers
+
+    async def right(completion, answer):
+        return float(completion[-1]["content"] == answer)
+
+    def hard(level, prompt):
+        return level * len(prompt)
+
+    return verifiers.Rubric(funcs=[right, hard], weights=[1.0, 0.5])
+
+
+def rubric_of_groups():
+    """A real one that compares siblings."""
+    import verifiers
+
+    def shortest(completions) -> list:
+        lengths = [len(messages[-1]["content"]) for messages in completions]
+        return [float(length == min(lengths)) for length in lengths]
+
+    return verifiers.Rubric(funcs=[shortest])
+
+
+class Recorded:
+    """What is called of verifiers' Rubric (0.1.14), as recorded there: names of methods and parameters, and the keys of
+    a state that the real one reads and writes."""
+
+    has_group_rewards = False
+
+    def __init__(self):
+        self.funcs = [self.right]
+
+    async def right(self, completion, answer):
+        """One of its functions."""
+        return float(completion[-1]["content"] == answer)
+
+    async def score_rollout(self, state):
+        """Writes into the state."""
+        level = state["input"].get("level", 0)
+        assert state["trajectory"] == [] and state["prompt"][0]["role"] == "user" and state.get("task") == "domain"
+        right = await self.right(state["completion"], state["answer"])
+        state["reward"], state["metrics"] = right + 0.5 * level, {"right": right, "hard": level}
+
+    async def score_group(self, states):
+        """Not called without functions of groups."""
