@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hpcrl.envs.game import Outcome, TextGame
-from hpcrl.envs.grid import MOVES, Cell, moved, shortest
+from hpcrl.envs.game import Outcome
+from hpcrl.envs.grid import MOVES, Cell, GridGame, moved, shortest
 from hpcrl.envs.specs import FrozenLakeOptions
 
 SIDEWAYS = {"Up": ("Left", "Right"), "Down": ("Left", "Right"), "Left": ("Up", "Down"), "Right": ("Up", "Down")}
@@ -14,13 +14,12 @@ NUM_DRAWS = 100
 """Maps that are drawn before one is made solvable by freezing holes, which thin ice needs."""
 
 
-class FrozenLake(TextGame[FrozenLakeOptions]):
+class FrozenLake(GridGame[FrozenLakeOptions]):
     """Reward 1 at the goal, 0 otherwise; a hole ends the episode. On slippery ice a step goes in the direction of the
     action or to either side of it, with a third of the probability each. Start, goal and holes follow from the seed,
     and the goal can be reached."""
 
     symbols = ("you", "ice", "hole", "goal", "you in a hole", "you at the goal")
-    actions = tuple(MOVES)
 
     def begin(self, rng: random.Random) -> None:
         self._rng = rng
@@ -34,9 +33,8 @@ class FrozenLake(TextGame[FrozenLakeOptions]):
         between = (self.player[0], self.goal[1])
         self.holes -= {*_line(self.player, between), *_line(between, self.goal)}
 
-    def show(self) -> str:
-        rows = range(self.options.size)
-        return "\n".join("".join(self._symbol((row, column)) for column in rows) for row in rows)
+    def things(self) -> list[Cell]:
+        return [self.player, self.goal]
 
     def act(self, action: str) -> Outcome:
         if self.options.slippery:
@@ -66,7 +64,7 @@ class FrozenLake(TextGame[FrozenLakeOptions]):
         size = self.options.size
         return (row, column) if 0 <= row < size and 0 <= column < size else place
 
-    def _symbol(self, place: Cell) -> str:
+    def symbol(self, place: Cell) -> str:
         you, ice, hole, goal, fallen, arrived = list(self.options.symbols)
         if place == self.player:
             return fallen if place in self.holes else arrived if place == self.goal else you

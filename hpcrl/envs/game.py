@@ -105,14 +105,18 @@ class Game(ABC, Generic[Options]):
 
     def _fill(self, template: str) -> str:
         """The template with its fields. One pass, so that braces in a state stay."""
+        fields = self._fields()
+        return re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], template)
+
+    def _fields(self) -> dict[str, str]:
+        """What options.fields stand for now."""
         said = zip(getattr(self.options, "symbols", ""), self.symbols, strict=True)
-        fields = {
+        return {
             "observation": self.show(),
             "actions": self.described_actions,
             "answer": self._written(self.actions[0]),
             "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
         }
-        return re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], template)
 
 
 class TextGame(Game[Options]):

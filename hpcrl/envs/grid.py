@@ -1,16 +1,43 @@
-"""Places and ways on a grid."""
+"""Games on a grid; places and ways there."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
+
+from hpcrl.envs.game import TextGame
+from hpcrl.envs.specs import GridOptions
 
 Cell = tuple[int, int]
 """(row, column), from the upper left corner."""
 MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 
 State = TypeVar("State", bound=Hashable)
+Options = TypeVar("Options", bound=GridOptions)
+
+
+class GridGame(TextGame[Options]):
+    """A game that shows a character for each place of a square."""
+
+    actions = tuple(MOVES)
+
+    @abstractmethod
+    def symbol(self, place: Cell) -> str:
+        """The character of a place."""
+
+    @abstractmethod
+    def things(self) -> Sequence[Cell]:
+        """What the field {places} names, always in one order."""
+
+    def show(self) -> str:
+        rows = range(self.options.size)
+        return "\n".join("".join(self.symbol((row, column)) for column in rows) for row in rows)
+
+    def _fields(self) -> dict[str, str]:
+        places = " ".join(f"{self.symbol(place)}{place[0]},{place[1]}" for place in self.things())
+        return super()._fields() | {"places": places}
 
 
 def moved(place: Cell, move: Cell, steps: int = 1) -> Cell:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hpcrl.envs.game import Outcome, TextGame
-from hpcrl.envs.grid import MOVES, Cell, moved, shortest
+from hpcrl.envs.game import Outcome
+from hpcrl.envs.grid import MOVES, Cell, GridGame, moved, shortest
 from hpcrl.envs.specs import SokobanOptions
 
 STEP, ON_TARGET, SOLVED = -0.1, 1.0, 10.0
@@ -16,7 +16,7 @@ Position = tuple[Cell, frozenset[Cell]]
 """(player, boxes)."""
 
 
-class Sokoban(TextGame[SokobanOptions]):
+class Sokoban(GridGame[SokobanOptions]):
     """Rewards of an action: -0.1, and 1 for each box pushed onto a target, -1 for each pushed off one, 10 at the end,
     when all boxes are on targets. Room and boxes follow from the seed.
 
@@ -25,7 +25,6 @@ class Sokoban(TextGame[SokobanOptions]):
     """
 
     symbols = ("wall", "floor", "target", "box on a target", "box", "you", "you on a target")
-    actions = tuple(MOVES)
 
     def begin(self, rng: random.Random) -> None:
         """ValueError if the options give no room, which test_games.py rules out for small and large ones."""
@@ -42,9 +41,8 @@ class Sokoban(TextGame[SokobanOptions]):
                 return
         raise ValueError(f"no room of these options in {NUM_DRAWS} draws; use more floor or steps_back, or fewer boxes")
 
-    def show(self) -> str:
-        rows = range(self.options.size)
-        return "\n".join("".join(self._symbol((row, column)) for column in rows) for row in rows)
+    def things(self) -> list[Cell]:
+        return [self.player, *sorted(self.boxes), *sorted(self.targets)]
 
     def act(self, action: str) -> Outcome:
         before, placed = (self.player, self.boxes), len(self.boxes & self.targets)
@@ -85,7 +83,7 @@ class Sokoban(TextGame[SokobanOptions]):
             self.boxes = self.boxes - {behind} | {self.player}
         self.player = to
 
-    def _symbol(self, place: Cell) -> str:
+    def symbol(self, place: Cell) -> str:
         wall, floor, target, placed, box, you, you_on_target = list(self.options.symbols)
         if place not in self.floor:
             return wall

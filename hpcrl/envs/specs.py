@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hpcrl.spec.fields import NUMBER, Natural, Section, Share
 from hpcrl.spec.kinds import EnvSpec
-
-FIELDS = ("observation", "actions", "answer", "symbols")
-
-
-def _template(text: str) -> str:
-    """A text with fields. ValueError if it has an unknown one, or does not show the observation."""
-    named = re.findall(r"\{(\w+)\}", text)
-    if unknown := [name for name in named if name not in FIELDS]:
-        raise ValueError(f"there is no field {{{unknown[0]}}} (there are: {', '.join(FIELDS)})")
-    if "observation" not in named:
-        raise ValueError("the text must contain {observation}")
-    return text
 
 
 def _tag(name: str) -> str:
@@ -51,7 +39,6 @@ def _success(rule: str) -> str:
     return rule
 
 
-Template = Annotated[str, AfterValidator(_template)]
 Penalty = Annotated[float, Field(le=0), NUMBER]
 
 
@@ -59,22 +46,44 @@ class GameOptions(Section):
     """Options of every game of one action per turn. Texts may contain the fields {observation}, {actions} (their
     names), {answer} (an example of an action in its tag) and {symbols} (their meanings)."""
 
-    prompt: Template = "{observation}"
+    fields: ClassVar[tuple[str, ...]] = ("observation", "actions", "answer", "symbols")
+    """The fields of the texts."""
+    prompt: str = "{observation}"
     """First prompt; system_prompt of the data stays before it."""
-    turn: Template = "{observation}"
+    turn: str = "{observation}"
     """Text after a valid action."""
-    invalid: Template = "That is not a valid action. Choose from {actions}, for example {answer}.\n{observation}"
+    invalid: str = "That is not a valid action. Choose from {actions}, for example {answer}.\n{observation}"
     """Text after a response without a valid action."""
     tag: Annotated[str, AfterValidator(_tag)] = "answer"
     """The action stands between the first `<tag>` and `</tag>` of the response; empty: it is the whole response."""
     invalid_reward: Penalty = -0.05
     """Reward of a response without a valid action, which changes nothing."""
 
+    @field_validator("prompt", "turn", "invalid")
+    @classmethod
+    def _template(cls, text: str) -> str:
+        """A text with fields. ValueError if it has an unknown one, or does not show the observation."""
+        named = re.findall(r"\{(\w+)\}", text)
+        if unknown := [name for name in named if name not in cls.fields]:
+            raise ValueError(f"there is no field {{{unknown[0]}}} (there are: {', '.join(cls.fields)})")
+        if "observation" not in named:
+            raise ValueError("the text must contain {observation}")
+        return text
 
-class FrozenLakeOptions(GameOptions):
-    """Options of the environment frozen_lake."""
 
-    prompt: Template = (
+class GridOptions(GameOptions):
+    """Options of a game on a grid, whose texts have one more field."""
+
+    fields: ClassVar[tuple[str, ...]] = (*GameOptions.fields, "places")
+    size: int
+    """Rows and columns."""
+
+
+class FrozenLakeOptions(GridOptions):
+    """Options of the environment frozen_lake. Texts may also contain {places}: row and column of you and of the goal,
+    counted from 0 at the upper left, as in P2,1 G0,3."""
+
+    prompt: str = (
         "You are on a frozen lake. Go to the goal, and not into a hole. The lake, row by row, with {symbols}:\n"
         "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
     )
@@ -89,10 +98,11 @@ class FrozenLakeOptions(GameOptions):
     """The characters for you, ice, hole, goal, you in a hole and you at the goal."""
 
 
-class SokobanOptions(GameOptions):
-    """Options of the environment sokoban."""
+class SokobanOptions(GridOptions):
+    """Options of the environment sokoban. Texts may also contain {places}: row and column of you, the boxes and the
+    targets, counted from 0 at the upper left, as in P1,2 X2,2 O3,4."""
 
-    prompt: Template = (
+    prompt: str = (
         "You are in a room. Push every box onto a target; you cannot pull. The room, row by row, with {symbols}:\n"
         "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
     )
@@ -122,11 +132,11 @@ class SokobanOptions(GameOptions):
 class GuessOptions(GameOptions):
     """Options of the environment guess."""
 
-    prompt: Template = "Find the number, which is {observation}. Give {actions} in each answer, as in {answer}."
+    prompt: str = "Find the number, which is {observation}. Give {actions} in each answer, as in {answer}."
     """First prompt."""
-    turn: Template = "The number is {observation}."
+    turn: str = "The number is {observation}."
     """Text after a valid action."""
-    invalid: Template = "That is not a valid guess. Give {actions}, for example {answer}. The number is {observation}."
+    invalid: str = "That is not a valid guess. Give {actions}, for example {answer}. The number is {observation}."
     """Text after a response without a valid action."""
     low: Natural = 1
     """Smallest number."""
@@ -143,7 +153,7 @@ class GuessOptions(GameOptions):
 class TicTacToeOptions(GameOptions):
     """Options of the environment tic_tac_toe."""
 
-    prompt: Template = (
+    prompt: str = (
         "Play tic-tac-toe: three X in a row win. You are X, the opponent is O, free cells have a number.\n"
         "{observation}\nGive the number of a free cell in each answer, as in {answer}."
     )
@@ -159,7 +169,7 @@ class TicTacToeOptions(GameOptions):
 class GymnasiumOptions(GameOptions):
     """Options of the environment gymnasium."""
 
-    prompt: Template = "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+    prompt: str = "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
     """First prompt; it should say what the game is about."""
     id: str = ""
     """The environment's name in gymnasium's registry, such as FrozenLake-v1; package:NAME imports the package first."""

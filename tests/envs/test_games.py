@@ -51,6 +51,16 @@ def test_the_lake_by_hand() -> None:
     assert info["metrics"] == {"success": 0.0, "action_is_valid": 1.0, "action_is_effective": 1.0}
 
 
+def test_a_text_may_name_places() -> None:
+    env = lake(turn="{observation}\n{places}")
+    assert env.step("Right")[0] == "_P_\nO_O\n__G\nP0,1 G2,2"
+    env.player = (2, 1)
+    assert env.step("Right")[0].endswith("√2,2 √2,2")
+    solved = room("######", "#P___#", "#_X√_#", "#_O__#", "#____#", "######")
+    solved.options = SokobanOptions(turn="{observation}\n{places}", tag="")
+    assert solved.step("Right")[0].endswith("\nP1,2 X2,2 √2,3 √2,3 O3,2"), "you, the boxes, the targets"
+
+
 def test_slippery_ice_goes_to_each_of_three_sides_equally_often() -> None:
     ended: Counter[tuple[int, int]] = Counter()
     for seed in range(3000):
@@ -186,6 +196,7 @@ def test_a_cell_that_is_taken_changes_nothing() -> None:
         ("frozen_lake", {"symbols": "P"}, "symbols: String should have at least 6 characters"),
         ("frozen_lake", {"prompt": "Go."}, "prompt: the text must contain {observation}"),
         ("frozen_lake", {"turn": "{obs}"}, "turn: there is no field {obs} (there are: observation, actions"),
+        ("guess", {"turn": "{observation} {places}"}, "turn: there is no field {places} (there are: observation, "),
         ("frozen_lake", {"tag": "a b"}, "tag: 'a b' is not the name of a tag"),
         ("frozen_lake", {"invalid_reward": 0.1}, "invalid_reward: Input should be less than or equal to 0"),
         (
