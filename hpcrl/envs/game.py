@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from abc import ABC, abstractmethod
@@ -38,11 +39,16 @@ class Game(ABC, Generic[Options]):
     """The names of all actions."""
     symbols: ClassVar[tuple[str, ...]] = ()
     """What each character of options.symbols means, for the field {symbols}."""
+    task = ""
+    """What the episode asks for, for the field {task} of games that have it."""
 
     def __init__(self, options: Options):
         self.options = options
-        self._by_name = {action.lower(): action for action in self.actions}
         self._running = False
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, str]:
+        return {action.lower(): action for action in self.actions}
 
     @property
     def described_actions(self) -> str:
@@ -116,10 +122,23 @@ class Game(ABC, Generic[Options]):
             "actions": self.described_actions,
             "answer": self._written(self.actions[0]),
             "symbols": ", ".join(f"{symbol} {meaning}" for symbol, meaning in said),
+            "task": self.task,
         }
 
 
-class TextGame(Game[Options]):
+class ExpertGame(Game[Options]):
+    """A game with an expert."""
+
+    @abstractmethod
+    def best_action(self) -> str:
+        """The action that an expert would choose now."""
+
+    def expert(self, rng: random.Random, noise: float) -> str:
+        """A response of an expert that chooses any action with the probability `noise`."""
+        return self._written(rng.choice(self.actions) if rng.random() < noise else self.best_action())
+
+
+class TextGame(ExpertGame[Options]):
     """A built-in game, whose rules and expert are here."""
 
     def start(self, seed: int) -> None:
@@ -129,10 +148,10 @@ class TextGame(Game[Options]):
     def begin(self, rng: random.Random) -> None:
         """Draw a new start. The game may keep rng for what chance decides later."""
 
-    @abstractmethod
-    def best_action(self) -> str:
-        """The action that an expert would choose now."""
 
-    def expert(self, rng: random.Random, noise: float) -> str:
-        """A response of an expert that chooses any action with the probability `noise`."""
-        return self._written(rng.choice(self.actions) if rng.random() < noise else self.best_action())
+class OpenGame(Game[Options]):
+    """A game whose actions depend on its state: `actions` are those of the moment, and change with every step."""
+
+    def _chosen(self, response: str) -> str | None:
+        given = self._given(response)
+        return None if given is None else {action.lower(): action for action in self.actions}.get(given.lower())

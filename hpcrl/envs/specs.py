@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, Natural, Section, Share
+from hpcrl.spec.fields import NUMBER, Natural, Positive, Section, Share
 from hpcrl.spec.kinds import EnvSpec
 
 
@@ -199,6 +199,45 @@ class GymnasiumOptions(GameOptions):
         return self
 
 
+class WebShopOptions(GameOptions):
+    """Options of the environment webshop. Its texts have the field {task}, the instruction, instead of {symbols}."""
+
+    fields: ClassVar[tuple[str, ...]] = ("observation", "actions", "answer", "task")
+    prompt: str = (
+        "You are in a web shop. Your task: {task}\nSearch for products, open one, choose its options, and buy it.\n"
+        "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
+    )
+    """First prompt."""
+    turn: str = "{observation}\nYour actions are {actions}."
+    """Text after a valid action."""
+    invalid: str = "That is not a valid action.\n{observation}\nChoose from {actions}, as in {answer}."
+    """Text after a response without a valid action."""
+    items: str = ""
+    """The original's products (items_shuffle.json); empty: a generated catalogue."""
+    attributes: str = ""
+    """The original's attributes and synthetic instructions (items_ins_v2.json), which items need."""
+    human: str = ""
+    """The original's instructions by people (items_human_ins.json); empty: synthetic ones."""
+    num_products: Positive | None = None
+    """Products; null: all of the file, or 1000 generated ones."""
+    seed: Natural = 0
+    """Of the generated catalogue."""
+    held_out: Natural = 500
+    """The first goals, which only episodes of env:DOMAIN in data.val get (env_seed from 2^30 on), and no others."""
+    page_chars: Annotated[int, Field(ge=100), NUMBER] = 4000
+    """Longest text of a page; the rest is cut off."""
+    show_attributes: bool = False
+    """Products have a page with their attributes."""
+
+    @model_validator(mode="after")
+    def _all_files(self) -> Self:
+        if bool(self.items) != bool(self.attributes):
+            raise ValueError("items and attributes need each other: items_shuffle.json and items_ins_v2.json")
+        if self.human and not self.items:
+            raise ValueError("human: instructions by people need items and attributes")
+        return self
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.scripted:ScriptedEnv",
@@ -234,5 +273,11 @@ GYMNASIUM = EnvSpec(
     needs={"gymnasium": "gymnasium"},
     probe="hpcrl.envs.gymnasium:probe",
 )
-WEBSHOP = EnvSpec(about="WebShop: search for a product and buy it.")
+WEBSHOP = EnvSpec(
+    about="WebShop: search for a product and buy it.",
+    make="hpcrl.envs.webshop.shop:WebShop",
+    section=WebShopOptions,
+    has_expert=True,
+    probe="hpcrl.envs.webshop.catalogue:probe",
+)
 CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

@@ -61,3 +61,14 @@ def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
     assert start.wait() == ExitCode.BAD_INPUT
     assert "env: the agentic pipeline plays in environments, and none is given; give env.default.name" in start.text
     assert not (tmp_path / "run").exists()
+
+
+def test_the_small_twin_of_the_worlds_runs(tmp_path: Path, walker_model: Path) -> None:
+    words = ["+experiment=agentic_worlds_tiny", "rollout.max_new_tokens=8", f"model.path={walker_model}"]
+    start = Start(tmp_path / "run", words)
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    *_, last = read_metrics(tmp_path / "run")
+    for domain in ("shop",):
+        turns, valid = last[f"env/{domain}/turns"], last[f"env/{domain}/action_is_valid"]
+        assert turns is not None and 1 < turns <= 2 and valid == 0, "the model walks, which is no action here"
+        assert last[f"val/env/{domain}/success"] == 0

@@ -31,6 +31,7 @@ RUNNABLE = {
     "rlvr_200b_disaggregated",
     "agentic_sokoban",
     "agentic_frozenlake",
+    "agentic_webshop",
     "convert",
 }
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
