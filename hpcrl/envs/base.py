@@ -23,7 +23,8 @@ class Env(Protocol):
         """Start an episode, which is a function of row and seed only; returns (first observation, info).
 
         The observation is the first prompt: a text replaces the last message of the row's prompt, a list of messages
-        replaces all messages, and an empty text keeps the row's prompt.
+        replaces all messages, and an empty text keeps the row's prompt. `info["tools"]` are tools in OpenAI form that
+        the chat template shows the model, beside those of the row.
         """
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:

@@ -44,10 +44,15 @@ def runs_in(config: EnvConfig, section: str = "default") -> str:
     return config.runs_in or str(declared)
 
 
-def check_env(config: EnvConfig, section: str) -> None:
-    """ValueError if this section names no environment that an env rank can make."""
-    env_class(config, section)
+def check_env(config: EnvConfig, section: str, chat_template: str = "") -> None:
+    """ValueError if this section names no environment that an env rank can make, for a model with this template."""
+    made = env_class(config, section)
     _probe(config, section, own_code=True)
+    if ENVS[config.name].section is not None and "chat_template" in inspect.signature(made).parameters:
+        try:
+            made(chat_template=chat_template)
+        except ValueError as error:
+            raise ValueError(f"env.{section}.options.{error}") from error
 
 
 def _probe(config: EnvConfig, section: str, own_code: bool) -> None:
@@ -80,14 +85,17 @@ def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
     return found
 
 
-def make_env(config: EnvConfig, row: dict[str, Any]) -> Env:
-    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}."""
+def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") -> Env:
+    """A new environment for one sample of a prompt whose row is {prompt, answer, messages, extra: other columns}. One
+    that names `chat_template` gets that of the model's tokenizer, empty without one."""
     made = env_class(config)
     known = {**row["extra"], **{name: row.get(name) for name in ("prompt", "answer", "messages")}}
     parameters = inspect.signature(made).parameters.values()
+    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
         known = {name: value for name, value in known.items() if name in names}
+    if "chat_template" in names:
+        known["chat_template"] = chat_template
     return made(**(known if ENVS[config.name].section is not None else known | config.options))
 
 

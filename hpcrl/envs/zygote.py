@@ -75,7 +75,7 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
             break
         try:
             if isinstance(call, Make):
-                env, value = make_env(config, call.row), None
+                env, value = make_env(config, call.row, call.chat_template), None
             elif isinstance(call, Reset):
                 observation, info = returned(env.reset(call.seed))
                 value = [observation, _kept(info)]

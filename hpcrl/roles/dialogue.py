@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from hpcrl.data.chat import encode, render
 from hpcrl.data.rows import Messages
 
 CONTENT = "0CONTENT0"
 """Placeholder for the model's text; letters and digits, which no template trims or escapes."""
+RESULT = "0RESULT0"
+TOOLS = """\
+You may call one or more functions. Their signatures are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+For each call, write a JSON object with the name of the function and its arguments within <tool_call></tool_call>:
+<tool_call>
+{"name": <name of the function>, "arguments": <object of its arguments>}
+</tool_call>"""
+"""How tools are described to a model whose chat template does not show them."""
+
+
+def chat_template(tokenizer: Any) -> str:
+    """The tokenizer's chat template, that for tools if there are several; empty without one."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else template.get("tool_use") or template.get("default", "")
 
 
 def as_messages(observation: Any) -> Messages:
@@ -27,32 +47,103 @@ def as_messages(observation: Any) -> Messages:
     return observation
 
 
-def first_prompt(tokenizer: Any, row: dict[str, Any], observation: Any) -> tuple[Messages, np.ndarray]:
+def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of a row and those that an environment adds, in OpenAI form; of two with one name the environment's.
+    TypeError for what is no tool."""
+    try:
+        names = {tool["function"]["name"] for tool in added}
+    except (KeyError, TypeError) as error:
+        raise TypeError("info['tools'] must be a list of tools: {'type': 'function', 'function': {...}}") from error
+    return [*(tool for tool in known or [] if tool.get("function", {}).get("name") not in names), *added]
+
+
+def first_prompt(
+    tokenizer: Any, row: dict[str, Any], observation: Any, added: bool = False
+) -> tuple[Messages, np.ndarray]:
     """(messages, int32 token ids) of the first prompt of an episode; no tokens if the observation is empty, so that the
-    row's own prompt stays. row: {messages, tools, ...}. TypeError as in as_messages()."""
-    said = as_messages(observation)
-    if not observation:
+    row's own prompt stays, unless the environment has added tools to those of the row. row: {messages, tools, ...}.
+    TypeError as in as_messages().
+
+    A chat template that does not show tools (Gemma 2, Phi-3) gets them in the text of the first user message.
+    """
+    said, tools = as_messages(observation), row["tools"]
+    if not observation and not added:
         return row["messages"], np.empty(0, dtype=np.int32)
-    messages = [*row["messages"][:-1], *said] if isinstance(observation, str) else said
-    return messages, np.array(encode(tokenizer, render(tokenizer, messages, row["tools"])), dtype=np.int32)
+    if isinstance(observation, str):
+        messages = [*row["messages"][:-1], *said] if observation else list(row["messages"])
+    else:
+        messages = said or list(row["messages"])
+    if added and render(tokenizer, messages, tools) == render(tokenizer, messages, None):
+        messages, tools = _described(messages, tools), None
+    return messages, np.array(encode(tokenizer, render(tokenizer, messages, tools)), dtype=np.int32)
 
 
-def observation_ids(tokenizer: Any, observation: Messages, last_token: int) -> np.ndarray:
+def observation_ids(
+    tokenizer: Any, observation: Messages, last_token: int, tools: list[dict[str, Any]] | None = None
+) -> np.ndarray:
     """int32 [n]: the tokens after a model turn that ends with `last_token`, up to the start of the next model turn.
 
     This is the chat template's text between the contents of two model turns around the observation, without the token
-    that ends a model turn if the model has generated it. Without a template: the contents of the messages. ValueError
-    if the template renders no model turn.
+    that ends a model turn if the model has ended its turn with that or with another special token (Llama 3.1 ends the
+    call of a tool with <|eom_id|>). Tools speak as a user if the template knows no tools. Without a template: the
+    contents of the messages. ValueError if the template renders no model turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         text = render(tokenizer, observation, None)
         return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
-    dialogue = [{"role": "user", "content": "0"}, {"role": "assistant", "content": CONTENT}, *observation]
-    _, found, following = render(tokenizer, dialogue, None).partition(CONTENT)
-    if not found:
-        raise ValueError("the chat template does not show an assistant turn that an observation follows")
-    ids = encode(tokenizer, following)
+    ids = encode(tokenizer, _after_content(tokenizer, _heard(tokenizer, observation, tools), tools))
+    added = tokenizer.added_tokens_decoder.get(last_token)
     # Only an added token ends a turn: a newline of the model is content, even if the template adds another.
-    if ids and ids[0] == last_token and last_token in tokenizer.added_tokens_decoder:
+    if ids and added is not None and (ids[0] == last_token or (added.special and ids[0] == _end(tokenizer, tools))):
         ids = ids[1:]
     return np.array(ids, dtype=np.int32)
+
+
+def _after_content(tokenizer: Any, after: Messages, tools: list[dict[str, Any]] | None, ask: bool = True) -> str:
+    """The rendered text after a model turn that these messages follow."""
+    turn = [{"role": "user", "content": "0"}, {"role": "assistant", "content": CONTENT}]
+    _, found, following = render(tokenizer, [*turn, *after], tools, ask).partition(CONTENT)
+    if not found:
+        raise ValueError("the chat template does not show an assistant turn that an observation follows")
+    return following
+
+
+def _end(tokenizer: Any, tools: list[dict[str, Any]] | None) -> int | None:
+    """The special token that the template writes at the end of a model turn."""
+    ids = encode(tokenizer, _after_content(tokenizer, [], tools, ask=False))
+    added = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return ids[0] if added is not None and added.special else None
+
+
+def _heard(tokenizer: Any, observation: Messages, tools: list[dict[str, Any]] | None) -> Messages:
+    """The observation as the template can show it: results of tools that stand one after another as one user message,
+    in the form of Qwen2.5 and Hermes, if it knows no role for them."""
+    keys = {key for message in observation if message["role"] == "tool" for key in message}
+    if not keys or _shows_results(tokenizer, keys, tools):
+        return observation
+    heard: Messages = []
+    for results, messages in itertools.groupby(observation, lambda message: message["role"] == "tool"):
+        if results:
+            told = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages]
+            heard.append({"role": "user", "content": "\n".join(told)})
+        else:
+            heard += messages
+    return heard
+
+
+def _shows_results(tokenizer: Any, keys: set[str], tools: list[dict[str, Any]] | None) -> bool:
+    """Whether the template shows a tool's result that has these keys."""
+    result = {"role": "tool", "content": RESULT, "name": "f", "tool_call_id": "123456789"}
+    try:
+        following = _after_content(tokenizer, [{key: result.get(key, "") for key in keys}], tools)
+    except TemplateError:  # Gemma 2 and others raise for a role that they do not know
+        return False
+    return RESULT in following
+
+
+def _described(messages: Messages, tools: list[dict[str, Any]]) -> Messages:
+    """The messages with the tools before the text of the first user message."""
+    lines = "\n".join(json.dumps(tool) for tool in tools)
+    place = next(n for n, message in enumerate(messages) if message["role"] == "user")
+    told = {**messages[place], "content": f"{TOOLS.replace('{tools}', lines)}\n\n{messages[place]['content']}"}
+    return [*messages[:place], told, *messages[place + 1 :]]

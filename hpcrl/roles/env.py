@@ -21,7 +21,7 @@ from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.envs.base import Env
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.roles.base import Rank
-from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
+from hpcrl.roles.dialogue import as_messages, chat_template, first_prompt, observation_ids, with_tools
 from hpcrl.roles.hosts import Hosts
 from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
 
@@ -31,12 +31,13 @@ ERROR_CHARS = 2000
 @dataclass(eq=False)
 class _Episode:
     """The episode of a sample. generator: the rank that generates its turns. env: None until a thread has made it.
-    rewards: of its turns. at_work: one of its turns waits or is played. dropped: the sample is no longer wanted, so the
-    episode ends after the turn at work."""
+    row: with the tools of the environment, if it adds any. rewards: of its turns. at_work: one of its turns waits or is
+    played. dropped: the sample is no longer wanted, so the episode ends after the turn at work."""
 
     generator: int
     env: Env | None = None
     row: dict[str, Any] = field(default_factory=dict)
+    adds_tools: bool = False
     rewards: list[float] = field(default_factory=list)
     at_work: bool = False
     dropped: bool = False
@@ -99,7 +100,7 @@ class EnvRole:
 
     def __init__(self, worker: Rank):
         """ValueError if a section names no valid environment."""
-        self._config, self._hosts = worker.config, Hosts(worker.config)
+        self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
         self._waiting: deque[Turn] = deque()  # without a thread, in order
@@ -204,11 +205,12 @@ class EnvRole:
 
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
         """An observation as tokens and messages. TypeError for one that is neither text nor messages."""
+        tokenizer = self._worker.tokenizer
         if turn.begins:
-            messages, token_ids = first_prompt(self._worker.tokenizer, episode.row, observation)
+            messages, token_ids = first_prompt(tokenizer, episode.row, observation, episode.adds_tools)
         else:
             messages = as_messages(observation)
-            token_ids = observation_ids(self._worker.tokenizer, messages, turn.last_token)
+            token_ids = observation_ids(tokenizer, messages, turn.last_token, episode.row["tools"])
         return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:
@@ -217,7 +219,9 @@ class EnvRole:
         if turn.begins:
             episode.row = json.loads(turn.meta)
             episode.env = self._hosts.make(section, config, episode.row)
-            observation, _ = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
+            observation, info = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
+            if tools := info.get("tools"):
+                episode.row["tools"], episode.adds_tools = with_tools(episode.row["tools"], tools), True
             return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
         assert episode.env is not None, "an episode begins with its first turn"
         observation, gained, terminated, truncated, info = await self._hosts.returned(

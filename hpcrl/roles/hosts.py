@@ -23,14 +23,15 @@ CLOSE_S = 5.0
 class Hosts:
     """The threads, the event loop and the processes of an env rank."""
 
-    def __init__(self, config: Config):
-        """ValueError if a section names no valid environment."""
+    def __init__(self, config: Config, chat_template: str):
+        """ValueError if a section names no valid environment. chat_template: of the model."""
+        self._template = chat_template
         self._processes: dict[str, EnvProcesses] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._where: dict[str, str] = {}
         try:
             for section, env in config.envs.items():
-                check_env(env, section)
+                check_env(env, section, chat_template)
                 self._where[section] = runs_in(env, section)
                 if self._where[section] == "process":
                     self._processes[section] = EnvProcesses(env)
@@ -41,7 +42,7 @@ class Hosts:
     def make(self, section: str, config: EnvConfig, row: dict[str, Any]) -> Env:
         """An environment for a row. Raises what its constructor raises."""
         processes = self._processes.get(section)
-        return make_env(config, row) if processes is None else processes.make(row)
+        return make_env(config, row, self._template) if processes is None else processes.make(row, self._template)
 
     def at_once(self, section: str, config: EnvConfig) -> int:
         """The most turns of a section at a time: tasks are not limited."""

@@ -116,6 +116,7 @@ ENVS = SpecTable(
         "guess": "hpcrl.envs.specs:GUESS",
         "tic_tac_toe": "hpcrl.envs.specs:TIC_TAC_TOE",
         "gymnasium": "hpcrl.envs.specs:GYMNASIUM",
+        "tools": "hpcrl.envs.tools.specs:TOOLS",
         "webshop": "hpcrl.envs.specs:WEBSHOP",
         "class": "hpcrl.envs.specs:CLASS",
     },

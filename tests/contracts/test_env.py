@@ -49,6 +49,7 @@ def tagged(*words: str) -> list[str]:
 
 
 WALK = tagged("Up", "Right", "down", " LEFT ", "Up", "Left", "Down", "Right", "Right", "Up", "Up", "Left")
+GUESSES = [f'<tool_call>{{"name": "guess", "arguments": {{"number": {n}}}}}</tool_call>' for n in (9, 1, 8, 2, 7, 3)]
 CASES = [
     Case("scripted", {}, ["3", "4"]),
     Case("frozen_lake", {}, WALK),
@@ -60,11 +61,12 @@ CASES = [
     Case("tic_tac_toe", {}, tagged(*"123456789")),
     Case("tic_tac_toe", {"opponent": "perfect", "begins": False}, tagged(*"987654321")),
     Case("webshop", {"num_products": 60, "held_out": 10}, tagged("search[blue shoes]", "click[back to search]") * 3),
+    Case("tools", {"tools": ["guess", "calculator"], "highest": 9}, GUESSES),
     Case("gymnasium", {"id": "FrozenLake-v1", "actions": ["Left", "Down", "Right", "Up"]}, WALK),
     Case("gymnasium", {"id": "Blackjack-v1"}, tagged(*"111")),
     Case("gymnasium", {"id": "Taxi-v4", "highlight": "@"}, tagged(*"012301230123")),
 ]
-GAMES = [case for case in CASES if case.name != "scripted"]
+GAMES = [case for case in CASES if case.name not in ("scripted", "tools")]
 WITH_EXPERT = [case for case in GAMES if ENVS[case.name].has_expert]
 
 

@@ -339,3 +339,23 @@ def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> Non
     while odd_env.OPEN:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) -> None:
+    options = {"tools": ["calculator"], "max_result_chars": 64}
+    role = EnvRole(stage.worker(1, {"env": {"default": {"name": "tools", "options": options, "max_turns": 3}}}))
+    tokenizer, sample = role._worker.tokenizer, make_sample_id(next(UIDS), 0, 0)
+    begun = play(stage, role, turn(sample, "plain", room=1000))
+    assert not begun.ended and not begun.result.error
+    [delta] = stage.mail(2, TurnDelta)
+    prompt = tokenizer.decode(np.frombuffer(delta.token_ids, np.int32))
+    assert '"name": "calculator"' in prompt and prompt.endswith("user\n?<|im_end|>\n<|im_start|>assistant\n")
+    called = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
+    first = play(stage, role, msgspec.structs.replace(turn(sample), text=called))
+    assert not first.ended and first.result.metrics["tool_calls"] == 1.0
+    [delta] = stage.mail(2, TurnDelta)
+    said = tokenizer.decode(np.frombuffer(delta.token_ids, np.int32))
+    assert said == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    last = play(stage, role, turn(sample))
+    assert last.ended and not last.result.error and last.result.metrics["turns"] == 2.0
+    role.close()

@@ -1,0 +1,126 @@
+"""Tools: the model calls functions until a turn has no call, which is its final answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jsonschema
+
+from hpcrl.envs.tools.base import Result, Tool
+from hpcrl.envs.tools.builtin import BUILTIN
+from hpcrl.envs.tools.calls import FORMATS, ToolCall, format_of
+from hpcrl.envs.tools.function import FunctionTool
+from hpcrl.envs.tools.specs import ToolOptions
+from hpcrl.rewards.extract import after_thinking
+
+ID_CHARS = 9
+"""Length of a call's id, which Mistral's template demands."""
+
+
+class ToolEnv:
+    """Every call of a turn is answered by a message of the role tool, in order: with its result, or with what is wrong
+    with it. Calls within the thinking are none.
+
+    Metrics, all of the episode so far: tool_calls, and of them invalid_calls (no JSON, an unknown tool, wrong
+    arguments, beyond max_calls) and tool_errors; success if a tool tells it.
+    """
+
+    def __init__(self, options: ToolOptions, chat_template: str = "", messages: list[dict[str, Any]] | None = None):
+        """ValueError begins with the option that is wrong."""
+        self._options, self._messages = options, messages or []
+        self._calls = FORMATS[format_of(chat_template) if options.format == "auto" else options.format]
+        made: list[Tool] = [BUILTIN[name](options) if name in BUILTIN else FunctionTool(name) for name in options.tools]
+        self._tools = {tool.schema["function"]["name"]: tool for tool in made}
+        if len(self._tools) < len(made):
+            raise ValueError(f"tools: two of {', '.join(options.tools)} have the same name")
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """The row's prompt within options.prompt, and the tools."""
+        for tool in self._tools.values():
+            tool.begin(seed)
+        self._counts = Counter(tool_calls=0, invalid_calls=0, tool_errors=0)
+        self._turn = 0
+        self._success: bool | None = None
+        asked = self._messages[-1]["content"] if self._messages else ""
+        text = "" if self._options.prompt == "{prompt}" else self._options.prompt.replace("{prompt}", asked)
+        return text, {"tools": [tool.schema for tool in self._tools.values()]}
+
+    def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, bool, dict[str, Any]]:
+        """Carry out the calls of a turn; without one the episode ends."""
+        calls = list(self._calls(after_thinking(action)))
+        self._turn += 1
+        before, reward, ended, messages = self._counts["invalid_calls"], 0.0, not calls, []
+        for number, call in enumerate(calls):
+            result = self._answer(call, number)
+            reward += result.reward
+            ended = ended or result.ended
+            self._success = self._success if result.success is None else result.success
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": call.name if call.name in self._tools else "unknown",
+                    "tool_call_id": self._id(call, number),
+                    "content": self._cut(result.text),
+                }
+            )
+            if ended:
+                break
+        if self._counts["invalid_calls"] > before:
+            reward += self._options.invalid_reward
+        metrics = {name: float(count) for name, count in self._counts.items()}
+        if self._success is not None:
+            metrics["success"] = float(self._success)
+        return messages, reward, ended, False, {"metrics": metrics}
+
+    def _answer(self, call: ToolCall, number: int) -> Result:
+        self._counts["tool_calls"] += 1
+        if problem := self._problem(call, number):
+            self._counts["invalid_calls"] += 1
+            return Result(f"Error: {problem}")
+        try:
+            result = self._tools[call.name].call(dict(call.arguments), self._options.tool_timeout_s)
+        except Exception as error:  # what a tool raises is data
+            result = Result(f"{type(error).__name__}: {error}", error=True)
+        self._counts["tool_errors"] += result.error
+        return Result(f"Error: {result.text}") if result.error else result
+
+    def _problem(self, call: ToolCall, number: int) -> str:
+        """Why a call cannot be carried out, for the model."""
+        if number >= self._options.max_calls:
+            return f"only {self._options.max_calls} calls of a turn are carried out"
+        if call.problem:
+            return call.problem
+        if call.name not in self._tools:
+            return f"there is no tool {call.name[:60]!r}; there are {', '.join(self._tools)}"
+        wanted = self._tools[call.name].schema["function"]["parameters"]
+        try:
+            jsonschema.validate(call.arguments, wanted)
+        except jsonschema.ValidationError as error:
+            at = ".".join(map(str, error.path))
+            return f"wrong arguments of {call.name}: {f'{at}: ' if at else ''}{error.message[:300]}"
+        if unknown := [name for name in call.arguments if name not in wanted["properties"]]:
+            return f"wrong arguments of {call.name}: there is no {unknown[0][:60]!r}"
+        return ""
+
+    def _id(self, call: ToolCall, number: int) -> str:
+        own = call.id if len(call.id) == ID_CHARS and call.id.isascii() and call.id.isalnum() else ""
+        return own or f"call{self._turn % 1000:03d}{number:02d}"
+
+    def _cut(self, text: str) -> str:
+        text = text.encode(errors="replace").decode()  # a lone surrogate cannot be sent
+        most = self._options.max_result_chars
+        if len(text) <= most:
+            return text
+        return f"{text[: most // 2]}\n[{len(text) - most} characters are left out]\n{text[-(most - most // 2) :]}"
+
+
+def probe(options: ToolOptions, own_code: bool) -> None:
+    """ValueError if a tool cannot be made; functions are imported only with own_code, which also starts the sandbox."""
+    if own_code:
+        ToolEnv(options)
+        if "python" in options.tools:
+            try:
+                BUILTIN["python"](options).call({"code": "print(1)"}, options.tool_timeout_s)
+            except ValueError as error:
+                raise ValueError(f"min_level: {error}") from error

@@ -1,0 +1,57 @@
+"""The specification of the environment tools, with its options."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from hpcrl.envs.specs import Penalty
+from hpcrl.spec.fields import NUMBER, Positive, Seconds, Section
+from hpcrl.spec.kinds import EnvSpec
+
+NAMES = ("python", "calculator", "guess")
+
+
+def _tools(names: list[str]) -> list[str]:
+    for name in names:
+        module, _, function = name.partition(":")
+        if name not in NAMES and not (module and function.isidentifier()):
+            raise ValueError(f"{name!r} is no tool; there are {', '.join(NAMES)}, and functions as module:function")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} is named twice")
+    return names
+
+
+class ToolOptions(Section):
+    """Options of the environment tools."""
+
+    tools: Annotated[list[str], Field(min_length=1), AfterValidator(_tools)]
+    """Built-in tools (python, calculator, guess), and functions of yours as module:function, whose annotations and
+    docstring (with a section Args) describe them to the model."""
+    format: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
+    """How the model writes calls; auto: what its chat template asks for."""
+    prompt: str = "{prompt}"
+    """First prompt; {prompt} is the last message of the row."""
+    tool_timeout_s: Seconds = 5.0
+    """Timeout of a call, seconds; the model is told."""
+    max_calls: Annotated[int, Field(ge=1, le=64), NUMBER] = 8
+    """Calls of a turn that are carried out; the model is told of the others."""
+    max_result_chars: Annotated[int, Field(ge=64), NUMBER] = 4096
+    """Longest result; of a longer one the middle is left out."""
+    invalid_reward: Penalty = 0.0
+    """Reward of a turn with an invalid call: no JSON, an unknown tool or wrong arguments."""
+    min_level: Literal["L0", "L1", "L2", "L3"] = "L1"
+    """python: least isolation with which programs are run (docs/security.md); L0 is unsafe."""
+    memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
+    """python: memory of a program, MiB."""
+    highest: Positive = 100
+    """guess: largest number; the smallest is 1."""
+
+
+TOOLS = EnvSpec(
+    about="Tools that the model calls until it gives its final answer.",
+    make="hpcrl.envs.tools.env:ToolEnv",
+    section=ToolOptions,
+    probe="hpcrl.envs.tools.env:probe",
+)

@@ -1,0 +1,264 @@
+"""The environment tools: calls in the text of each family, and what the model hears of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvConfig, parse
+from hpcrl.data import read_splits
+from hpcrl.envs.making import check_env, make_env, validate_envs
+from hpcrl.envs.tools.calls import FORMATS, format_of
+
+RELEASE = threading.Event()
+TOOL = "tests.envs.test_tools"
+
+
+def weather(city: str, days: int = 1) -> dict[str, Any]:
+    """The weather of a city.
+
+    Args:
+        city: Its name.
+        days: How many days.
+    """
+    if city == "hangs":
+        RELEASE.wait(60)
+    if city == "exits":
+        raise SystemExit(3)
+    return {"city": city, "days": days, "said": "<|im_end|>" * (days - 1)}
+
+
+def undescribed(city):  # type: ignore[no-untyped-def]
+    return city
+
+
+def env(*tools: str, template: str = "", messages: list[dict[str, Any]] | None = None, **options: Any) -> Any:
+    row = {"messages": messages or [{"role": "user", "content": "?"}], "extra": {}}
+    return make_env(EnvConfig(name="tools", options={"tools": list(tools), **options}), row, template)
+
+
+def hermes(name: Any, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def heard(made: Any, text: str) -> list[str]:
+    return [message["content"] for message in made.step(text)[0]]
+
+
+A, B = {"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}
+LLAMA_A, LLAMA_B = '{"name": "f", "parameters": {"x": 1}}', '{"type": "function", "name": "g", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text", "names"),
+    [
+        ("hermes", f"First\n<tool_call>\n{json.dumps(A)}\n</tool_call>\n<tool_call>{json.dumps(B)}</tool_call>", "fg"),
+        ("hermes", f"<tool_call>{json.dumps(A)}", "f"),  # the stop string itself is not in the text
+        ("hermes", json.dumps(A), ""),
+        ("llama3_json", LLAMA_A, "f"),
+        ("llama3_json", f" <|python_tag|>{LLAMA_A}; {LLAMA_B}", "fg"),
+        ("llama3_json", '{"answer": 4}', ""),
+        ("llama3_json", f"I would call {LLAMA_A}", ""),
+        ("mistral", f"[TOOL_CALLS] {json.dumps([A, B])}", "fg"),
+        ("mistral", f" {json.dumps([A])}", "f"),  # special tokens are not in the text
+        ("mistral", "[1, 2]", ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "f"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1, "code": "a\nb"}}</tool_call>', "f"),
+    ],
+)
+def test_calls_are_found_in_the_form_of_the_family(format_name: str, text: str, names: str) -> None:
+    calls = list(FORMATS[format_name](text))
+    assert [(call.name, call.problem) for call in calls] == [(name, "") for name in names]
+    assert all(call.arguments["x"] == 1 for call in calls if call.name == "f")
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text", "problem"),
+    [
+        (
+            "hermes",
+            "<tool_call>{'name': 'f'}</tool_call>",
+            "there is no valid JSON within <tool_call> and </tool_call>",
+        ),
+        ("hermes", "<tool_call></tool_call>", "there is no valid JSON"),
+        ("hermes", '<tool_call>{"name": "f"} {"name": "g"}</tool_call>', "there is more than 1 JSON object within"),
+        ("hermes", '<tool_call>["f"]</tool_call>', 'a call must be an object with "name" and "arguments"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "the arguments of 'f' must be an object"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "it is nested too deeply"),
+        ("hermes", "<tool_call>" + "9" * 5000 + "</tool_call>", "there is no valid JSON"),
+        ("llama3_json", '{"name": "f", "parameters": {"x": }}', "there is no valid JSON in the response"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}, {"name"', "there is no valid JSON in the list"),
+    ],
+)
+def test_what_looks_like_a_call_and_is_none_has_a_problem(format_name: str, text: str, problem: str) -> None:
+    assert any(problem in call.problem for call in FORMATS[format_name](text))
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ tools }} within <tool_call></tool_call>", "hermes"),
+        ('{{ tools }} {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("[AVAILABLE_TOOLS]{{ tools }} [TOOL_CALLS]", "mistral"),
+        ("{{ messages }}", "hermes"),
+        ("", "hermes"),
+    ],
+)
+def test_the_template_tells_the_format(template: str, expected: str) -> None:
+    assert format_of(template) == expected
+
+
+def test_an_unknown_format_is_refused_at_the_start_of_an_env_rank() -> None:
+    config = EnvConfig(name="tools", options={"tools": ["calculator"]})
+    with pytest.raises(
+        ValueError, match=r"env\.maths\.options\.format: .*in none of the known formats; name one of hermes"
+    ):
+        check_env(config, "maths", "{{ tools }}<tool_call><function=f>")
+    check_env(config, "maths", "{{ tools }}<tool_call>")
+    chosen = EnvConfig(name="tools", options={"tools": ["calculator"], "format": "hermes"})
+    check_env(chosen, "maths", "{{ tools }}<tool_call><function=f>")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, "tools: Field required"),
+        ({"tools": []}, "tools: List should have at least 1 item"),
+        ({"tools": ["pyton"]}, "'pyton' is no tool; there are python, calculator, guess, and functions as module:fun"),
+        ({"tools": ["guess", "guess"]}, "'guess' is named twice"),
+        (
+            {"tools": ["guess"], "format": "json"},
+            "format: Input should be 'auto', 'hermes', 'llama3_json' or 'mistral'",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_before_the_start(options: dict[str, Any], error: str) -> None:
+    config = parse({"data": {"train": "env:default"}, "env": {"default": {"name": "tools", "options": options}}})
+    rows, _ = read_splits(config.data, config.seed)
+    [problem] = validate_envs(config, rows)
+    assert problem.startswith("env.default.options: ") and error in problem
+
+
+@pytest.mark.parametrize("path", ["no.such:thing", f"{TOOL}:missing", f"{TOOL}:undescribed"])
+def test_a_function_that_cannot_be_described_is_refused_at_the_start_of_an_env_rank(path: str) -> None:
+    with pytest.raises(ValueError, match=rf"env\.default\.options\.tools: '{path}' is no function with a description"):
+        check_env(EnvConfig(name="tools", options={"tools": [path]}), "default")
+
+
+def test_a_function_becomes_a_tool_and_its_results_messages() -> None:
+    made = env(f"{TOOL}:weather", "calculator")
+    text, info = made.reset(0)
+    assert text == "" and [tool["function"]["name"] for tool in info["tools"]] == ["weather", "calculator"]
+    shown = info["tools"][0]["function"]
+    assert shown["description"] == "The weather of a city." and shown["parameters"]["required"] == ["city"]
+    both = hermes("weather", city="Ulm") + "\nand\n" + hermes("calculator", expression="2 ** 10 / 4")
+    messages, reward, terminated, truncated, told = made.step(both)
+    assert [message["content"] for message in messages] == ['{"city": "Ulm", "days": 1, "said": ""}', "256.0"]
+    assert [message["role"] for message in messages] == ["tool", "tool"]
+    assert [message["name"] for message in messages] == ["weather", "calculator"]
+    assert [message["tool_call_id"] for message in messages] == ["call00100", "call00101"]
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    assert told["metrics"] == {"tool_calls": 2.0, "invalid_calls": 0.0, "tool_errors": 0.0}
+    assert made.step("It is 256.")[:4] == ([], 0.0, True, False), "a turn without a call is the final answer"
+
+
+def test_what_is_wrong_with_a_call_is_told_and_counted() -> None:
+    made = env(f"{TOOL}:weather", invalid_reward=-0.25, max_calls=2)
+    made.reset(0)
+    for text, told in [
+        (hermes("wether", city="Ulm"), "Error: there is no tool 'wether'; there are weather"),
+        (hermes("weather"), "Error: wrong arguments of weather: 'city' is a required property"),
+        (hermes("weather", city=3), "Error: wrong arguments of weather: city: 3 is not of type 'string'"),
+        (hermes("weather", city="Ulm", when=3), "Error: wrong arguments of weather: there is no 'when'"),
+        ("<tool_call>{</tool_call>", "Error: there is no valid JSON within <tool_call> and </tool_call>: Expecting"),
+    ]:
+        [message], reward, terminated, *_ = made.step(text)
+        assert message["content"].startswith(told) and reward == -0.25 and not terminated
+    texts = heard(made, hermes("weather", city="Ulm") * 3)
+    assert texts[1].startswith("{") and texts[2] == "Error: only 2 calls of a turn are carried out"
+    *_, info = made.step(hermes("weather", city="exits"))
+    assert info["metrics"] == {"tool_calls": 9.0, "invalid_calls": 6.0, "tool_errors": 1.0}
+    assert made.step(f"<think>{hermes('weather', city='Ulm')}</think>done")[2], "a call in the thinking is none"
+
+
+def test_a_function_that_hangs_is_left_and_the_model_is_told() -> None:
+    made = env(f"{TOOL}:weather", tool_timeout_s=0.05)
+    made.reset(0)
+    started = time.monotonic()
+    assert heard(made, hermes("weather", city="hangs")) == ["Error: the call did not return within 0.05 s"]
+    assert time.monotonic() - started < 30
+    RELEASE.set()
+
+
+def test_long_results_lose_their_middle() -> None:
+    made = env(f"{TOOL}:weather", max_result_chars=64)
+    made.reset(0)
+    [text] = heard(made, hermes("weather", city="U" * 1000))
+    assert text.startswith('{"city": "UUU') and text.endswith('"days": 1, "said": ""}') and len(text) < 110
+    assert "characters are left out]" in text
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(3 + 4) * 2.5", "17.5"),
+        ("-7 // 2 % 3", "2"),
+        ("2 ** 0.5", "1.4142135623730951"),
+        ("1 / 0", "Error: division by zero"),
+        ("9 ** 9 ** 9", "Error: the number has more than 10000 bits"),
+        ("10.0 ** 999", "Error: (34, 'Numerical result out of range')"),
+        ("(-8) ** 0.5", "Error: the value is not a real number"),
+        ("__import__('os').system('true')", "Error: \"__import__('os').system('true')\" is not a number or an operat"),
+        ("True + 1", "Error: 'True' is not a number"),
+        ("'a' * 9", "Error: \"'a'\" is not a number"),
+        ("2 +", "Error: '2 +' is not an arithmetic expression"),
+        ("(" * 400, "Error: "),
+        ("1" * 501, "Error: an expression has at most 500 characters"),
+    ],
+)
+def test_the_calculator_computes_and_evaluates_nothing_else(expression: str, value: str) -> None:
+    made = env("calculator")
+    made.reset(0)
+    assert heard(made, hermes("calculator", expression=expression))[0].startswith(value)
+
+
+def test_python_runs_in_the_sandbox() -> None:
+    made = env("python", tool_timeout_s=2.0)
+    made.reset(0)
+    assert heard(made, hermes("python", code="x = 6\nprint(x * 7)")) == ["42"]
+    assert "NameError: name 'x' is not defined" in heard(made, hermes("python", code="x"))[0], "nothing is kept"
+    [failed] = heard(made, hermes("python", code="print('so far')\n1 / 0"))
+    own = 'Traceback (most recent call last):\n  File "solution.py", line 2, in <module>\n'
+    assert failed == f"Error: so far\n{own}ZeroDivisionError: division by zero"
+    assert heard(made, hermes("python", code="6 * 7")) == ["The program printed nothing."]
+    [refused] = heard(made, hermes("python", code="print(open('/etc/passwd').read())"))
+    assert "Error" in refused and "root:" not in refused
+    quick = env("python", tool_timeout_s=0.3)
+    quick.reset(0)
+    [ended] = heard(quick, hermes("python", code="while True: pass"))
+    assert ended == "Error: The program was ended at its limit of time of 0.3 s."
+
+
+def test_the_number_is_found_by_its_answers() -> None:
+    made = env("guess", highest=10, prompt="Find it. {prompt}", messages=[{"role": "user", "content": "Now."}])
+    assert made.reset(5)[0] == "Find it. Now."
+    low, high, rewards = 1, 10, []
+    for _ in range(10):
+        middle = (low + high) // 2
+        [message], reward, terminated, _, info = made.step(hermes("guess", number=middle))
+        rewards.append(reward)
+        low, high = (middle + 1, high) if message["content"] == "higher" else (low, middle - 1)
+        if terminated:
+            break
+    assert message["content"] == "found" and info["metrics"]["success"] == 1.0 and sum(rewards) == 1.0
+    again = env("guess", highest=10)
+    again.reset(5)
+    assert again.step(hermes("guess", number=middle))[2], "the number is a function of the seed"
+    given_up = env("guess", highest=10)
+    given_up.reset(5)
+    given_up.step(hermes("guess", number=0))
+    assert given_up.step("I do not know")[2:4] == (True, False)
