@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -58,8 +58,16 @@ class RewardTable:
 
     def select(self, chosen: Tensor) -> RewardTable:
         """The table of some rows; chosen bool [N]."""
-        tensors = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: value[chosen] for name, value in tensors.items() if isinstance(value, Tensor)})
+        return RewardTable(
+            self.rewards[chosen],
+            self.group_ids[chosen],
+            self.sample_ids[chosen],
+            self.scores[chosen],
+            self.lengths[chosen],
+            self.truncated[chosen],
+            self.domains,
+            None if self.baselines is None else self.baselines[chosen],
+        )
 
     def domain_ids(self) -> tuple[list[str], Tensor]:
         """(names, int64 [N]): the domains, and which of them each row belongs to; without a name if none lists it."""
