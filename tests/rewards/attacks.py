@@ -100,6 +100,22 @@ STOPPED = {
         "memory",
     ),
     "many files": ("n = 0\nwhile True: n += 1; open(str(n), 'w').close()", "files"),
+    "removed files": (
+        "def more(n):\n f = open(str(n), 'wb'); f.write(bytes(1 << 20)); f.flush(); os.unlink(str(n)); return f\n"
+        "kept = [more(n) for n in range(40)]\ntime.sleep(60)",
+        "files",
+    ),
+    "removed and mapped files": (
+        "import mmap\ndef more(n):\n with open(str(n), 'w+b') as f:\n"
+        "  f.write(bytes(1 << 20)); f.flush(); os.unlink(str(n)); return mmap.mmap(f.fileno(), 4096)\n"
+        "kept = [more(n) for n in range(40)]\nos.closerange(5, 64)\ntime.sleep(60)",
+        "files",
+    ),
+    "files in sockets": (
+        "a, b = socket.socketpair()\nfor n in range(40):\n f = open(str(n), 'wb'); f.write(bytes(1 << 20)); f.flush()\n"
+        " os.unlink(str(n)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()\ntime.sleep(60)",
+        "files",
+    ),
     "much disk": ("n = 0\nwhile True: n += 1; open(str(n), 'wb').write(bytes(1 << 20))", "files"),
 }
 """Name -> a program without an end, and the limit that ends it; empty: one of several. At L3 files end it with an

@@ -219,7 +219,10 @@ class SandboxServer:
     def _exceeded(self, request: Mapping[str, Any]) -> str:
         """Which limit the tree of processes exceeds."""
         tasks, num_bytes = 0, 0
+        removed: dict[tuple[int, int], int] = {}
         for process in self._descendants():
+            if 0 < self._level < 3:
+                removed |= self._removed(process)
             with contextlib.suppress(OSError, IndexError, ValueError):
                 text = self._read(f"{process}/stat")
                 fields = text[text.rindex(")") + 2 :].split()
@@ -230,9 +233,29 @@ class SandboxServer:
             return "processes"
         if num_bytes > self._settings["memory_bytes"]:
             return "memory"
-        if 0 < self._level < 3 and not fits(self._room, 4 * self._settings["file_bytes"]):
+        if 0 < self._level < 3 and not fits(self._room, 4 * self._settings["file_bytes"] - sum(removed.values())):
             return "files"
         return ""
+
+    def _removed(self, process: str) -> dict[tuple[int, int], int]:
+        """Device and number of the files that a process has open or mapped after their removal -> bytes. One that is
+        only mapped, and one on its way in a socket, may have any size and count as the largest."""
+        found: dict[tuple[int, int], int] = {}
+        most = self._settings["file_bytes"]
+        with contextlib.suppress(OSError):  # it has ended
+            for line in self._read(f"{process}/maps").splitlines():
+                *_, device, number, path = line.split(None, 5) if line.endswith(" (deleted)") else ("0:0", "0", "")
+                if path.startswith(f"{self._room}/"):
+                    found[os.makedev(*(int(part, 16) for part in device.split(":"))), int(number)] = most
+            for name in _names(f"{process}/fd", self._proc):
+                with contextlib.suppress(OSError):
+                    known = os.stat(f"{process}/fd/{name}", dir_fd=self._proc)
+                    if stat.S_ISREG(known.st_mode) and not known.st_nlink:
+                        found[known.st_dev, known.st_ino] = known.st_blocks * 512
+                    elif stat.S_ISSOCK(known.st_mode):
+                        waiting = self._read(f"{process}/fdinfo/{name}").partition("scm_fds:")[2].split()
+                        found[known.st_dev, known.st_ino] = most * int(waiting[0]) if waiting else 0
+        return found
 
     def _read(self, path: str) -> str:
         with open(os.open(path, os.O_RDONLY, dir_fd=self._proc), encoding="utf-8", errors="replace") as file:
