@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ def _case(entry: Any, where: str) -> Case:
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "stdin": (("stdin", "stdout"), ()),
     "call": (("call", "returns"), ("args", "kwargs")),
-    "assert": (("assert",), ("setup",)),
+    "assert": (("assert",), ("setup", "entry_point")),
     "check": (("check", "entry_point"), ("setup",)),
     "pytest": (("pytest",), ("setup",)),
     "text": (("text",), ()),
@@ -122,7 +123,7 @@ def _made(kind: str, entry: Mapping[str, Any], where: str) -> Case:
     source = _python(entry[kind], f"{where}: {kind}")
     setup = _python(entry.get("setup", ""), f"{where}: setup")
     if kind == "assert":
-        return _asserted(source, setup, where)
+        return _asserted(source, setup, where, entry.get("entry_point"))
     for problem in _unsupported(ast.parse(source)):
         raise ValueError(f"{where}: {problem}")
     return Suite("pytest", source, setup)
@@ -143,13 +144,41 @@ def _asserts(columns: Mapping[str, Any]) -> Iterator[Case]:
         raise ValueError("the columns test_list and test_imports must be lists of code")
     setup = _python("\n".join([*map(str, imports), str(setup)]), "columns test_imports and test_setup_code")
     for number, source in enumerate(tests, 1):
-        yield _asserted(_python(source, f"test_list[{number - 1}]"), setup, f"test_list[{number - 1}]")
+        where = f"test_list[{number - 1}]"
+        yield _asserted(_python(source, where), setup, where, columns.get("entry_point"))
 
 
-def _asserted(source: str, setup: str, where: str) -> Case:
-    if not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(source))):
+def _asserted(source: str, setup: str, where: str, entry_point: Any) -> Case:
+    tree = ast.parse(source)
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError(f"{where} has no assert statement: {source[:40]!r}")
-    return Suite("assert", source, setup)
+    if entry_point is not None:
+        return Suite("assert", source, setup, _name(entry_point, f"{where}: entry_point"))
+    names = _tested_built_ins(tree, ast.parse(setup))
+    if len(names) > 1:
+        raise ValueError(
+            f"{where} calls only functions with names of Python's own ({', '.join(names)}): give entry_point, the one "
+            f"that the response defines: {source[:60]!r}"
+        )
+    return Suite("assert", source, setup, "".join(names))
+
+
+def _tested_built_ins(test: ast.Module, setup: ast.Module) -> list[str]:
+    """The built-in functions that a test calls, if it uses no other name: one of them is then what the response
+    defines. All other tests have Python's own, which the code of a response must not replace."""
+    nodes, known = list(ast.walk(test)), [*ast.walk(test), *ast.walk(setup)]
+    if any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes):
+        return []
+    given = {node.id for node in known if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    given |= {node.name for node in known if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    given |= {argument.arg for node in nodes if isinstance(node, ast.arguments) for argument in node.args}
+    imports = [alias for node in known if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    given |= {(alias.asname or alias.name).split(".")[0] for alias in imports}
+    used = [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in given]
+    if not all(hasattr(builtins, name) for name in used):
+        return []
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return sorted(called - given)
 
 
 def _pairs(found: Mapping[str, Any]) -> list[Case]:

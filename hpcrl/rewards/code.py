@@ -14,7 +14,7 @@ from hpcrl.rewards.cases import Call, Case, Program, Suite, Text, cases_of, comp
 from hpcrl.rewards.extract import CODE_BLOCK, after_thinking
 from hpcrl.rewards.sandbox.client import ENVIRONMENT, Sandbox
 from hpcrl.rewards.sandbox.jobs import ChildTask, JobOutcome, Limits
-from hpcrl.rewards.sandbox.wire import decode, encode
+from hpcrl.rewards.sandbox.wire import Unhashed, decode, encode
 from hpcrl.rewards.specs import CodeOptions
 from hpcrl.spec.options import read_options
 
@@ -183,14 +183,14 @@ def _value(result: bytes) -> Any:
 
 def _is(result: bytes, expected: Any) -> bool:
     try:
-        return same(decode(result), expected)
+        return same(decode(result, hashed=False), expected)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError):
         return False
 
 
 def same(given: Any, expected: Any) -> bool:
-    """Whether built-in values are equal: a tuple equals a list, numbers with a point to 6 digits, a number is not a
-    bool, and keys of objects are compared as JSON has them."""
+    """Whether a result, decoded without hashing, is the value that a row expects, which has the types of JSON: a tuple
+    equals a list, numbers with a point to 6 digits, a number is not a bool, and keys are compared as JSON has them."""
     if isinstance(given, bool) or isinstance(expected, bool) or given is None or expected is None:
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):
@@ -198,7 +198,7 @@ def same(given: Any, expected: Any) -> bool:
         return math.isclose(given, expected, **CLOSE) if either else given == expected
     if isinstance(given, list | tuple) and isinstance(expected, list | tuple):
         return len(given) == len(expected) and all(map(same, given, expected))
-    if isinstance(given, dict) and isinstance(expected, Mapping):
-        own = {str(key): value for key, value in given.items()}
+    if isinstance(given, Unhashed) and given.kind == "dict" and isinstance(expected, Mapping):
+        own = {str(key): value for key, value in given.parts}  # hashes of text cannot be chosen
         return own.keys() == expected.keys() and all(same(own[key], expected[key]) for key in own)
     return type(given) is type(expected) and bool(given == expected)

@@ -17,6 +17,7 @@ from hpcrl.rewards.cases import Call, Program, Suite, cases_of, completed, setup
 from hpcrl.rewards.code import CodeReward, code_of, same
 from hpcrl.rewards.pool import RewardPool
 from hpcrl.rewards.sandbox.client import Sandbox
+from hpcrl.rewards.sandbox.wire import Unhashed, decode
 from tests.rewards.cheats import CHEATS
 from tests.rewards.test_pool import collect
 
@@ -114,6 +115,17 @@ FORMS: list[tuple[Any, str, str]] = [
         "def inv(x): return 1 / x",
         "def inv(x): return x",
     ),
+    ([{"assert": "assert sum(1, 2) == 3"}], "def sum(a, b): return a + b", "def g(a, b): return a + b"),
+    (
+        [{"assert": "assert round(max(4, 2), 1) == 2", "entry_point": "max"}],
+        "def max(a, b): return a / b",
+        "def round(*a): return 2",
+    ),
+    (  # the test has another name of the code, and so Python's own sum
+        [{"assert": "assert sum(f(3)) == 6"}],
+        "def f(n): return [n, n]",
+        "def f(n): return []\ndef sum(x): return 6",
+    ),
     ([{"pytest": PARAMETERS}], DOUBLE, "Odd = 1\ndef f(x): return 2 * x"),
     ([{"text": "SELECT 1;"}], "SELECT 1;\n", "SELECT 2;"),
 ]
@@ -132,6 +144,7 @@ def test_forms_of_cases(make: Any, answer: Any, right: str, wrong: str) -> None:
 
 def test_columns_of_mbpp_and_humaneval(make: Any) -> None:
     reward = make()
+    assert score(reward, "def max(a): return 7", test_list=["assert max([1]) == 7"]).reward == 1.0
     mbpp = {"test_list": ["assert f(1) == half(2)"], "test_setup_code": "def half(x): return x // 2"}
     assert score(reward, "def f(x): return half(2 * x)", **mbpp).reward == 1.0
     assert score(reward, "def f(x): return 0", **mbpp).reward == 0.0
@@ -180,6 +193,12 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ([{"call": "f", "args": 1, "returns": 1}], {}, "args must be a list"),
     ([{"assert": "assert f(1"}], {}, "case 1: assert is not Python"),
     ([{"assert": "f(1) == 2"}], {}, "has no assert statement"),
+    (
+        [{"assert": "assert sum(list((1, 2))) == 3"}],
+        {},
+        r"case 1 calls only functions .*\(list, sum\): give entry_point",
+    ),
+    ([{"assert": "assert f(1)", "entry_point": "f()"}], {}, r"entry_point='f\(\)' is not the name"),
     ([{"pytest": "def f(): 1"}], {}, "no function whose name begins with test"),
     ([{"pytest": "def test_a(tmp_path): 1"}], {}, "test_a needs the fixture tmp_path"),
     ({"inputs": ["1"], "outputs": []}, {}, "lists of one length"),
@@ -221,14 +240,15 @@ def test_languages(make: Any) -> None:
 
 
 def test_same() -> None:
-    assert same([1, 2.0000001, "a"], (1, 2, "a")) and same({1: None}, {"1": None}) and same({1}, {1})
+    assert same([1, 2.0000001, "a"], (1, 2, "a")) and same(Unhashed("dict", [(1, None)]), {"1": None})
     nan = float("nan")
     for given, expected in (
         (1, True),
         (1, "1"),
         ([1], [1, 2]),
         (nan, 1.0),
-        ({1: 2}, {"2": 2}),
+        (Unhashed("dict", [(1, 2)]), {"2": 2}),
+        (Unhashed("set", [1]), [1]),
         ("a", ["a"]),
         (None, 0),
     ):
@@ -330,6 +350,20 @@ def test_numbers_beyond_a_float_are_wrong_and_no_error(make: Any) -> None:
     for code in ("def f(x): return 10**400", forged):
         found = score(make(), code, case)
         assert found.score == 0.0 and not found.error
+
+
+def test_no_key_that_the_code_chose_is_hashed_outside_of_the_sandbox(make: Any) -> None:
+    """Numbers of equal hashes would take a worker minutes. Lists stand for them, which cannot be hashed at all."""
+    line = b'{"dict": [[[1], {"set": [[2]]}]]}'
+    with pytest.raises(TypeError, match="unhashable"):
+        decode(line)
+    found = decode(line, hashed=False)
+    assert (found.kind, found.parts[0][0], found.parts[0][1].parts) == ("dict", [1], [[2]])
+    for kind, parts in (("dict", "[[n, 0] for n in many]"), ("set", "many"), ("frozenset", "many")):
+        code = "import json, os\nmany = [n * (2**61 - 1) for n in range(20000)]\ndef f(): os.write(3, json.dumps("
+        code += f"{{'{kind}': {parts}}}).encode()); os._exit(0)"
+        result = score(make(), code, [{"call": "f", "returns": {"a": 1}}])
+        assert result.score == 0.0 and not result.error
 
 
 def test_a_long_line_after_a_fence_is_read_at_once() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 MAX_EXACT = 1 << 53
@@ -22,10 +23,19 @@ def encode(value: Any, other: Other = _none) -> bytes:
     return json.dumps(pack(value, other), allow_nan=False).encode() + b"\n"
 
 
-def decode(line: bytes, other: Other = _none) -> Any:
-    """The inverse of encode(); safe for any line. ValueError, TypeError, OverflowError or RecursionError if it
-    is invalid."""
-    return unpack(json.loads(line, parse_constant=_refuse), other)
+def decode(line: bytes, other: Other = _none, hashed: bool = True) -> Any:
+    """The inverse of encode(); no code of the sender runs. hashed=False: dictionaries, sets and frozensets as Unhashed,
+    so that a sender who chooses keys of equal hashes does not make this slow. ValueError, TypeError, OverflowError or
+    RecursionError if the line is invalid."""
+    return unpack(json.loads(line, parse_constant=_refuse), other, hashed)
+
+
+@dataclass(frozen=True, eq=False)
+class Unhashed:
+    """A dictionary as its pairs, or the members of a set, whose keys were not hashed."""
+
+    kind: str
+    parts: list[Any]
 
 
 def pack(value: Any, other: Other = _none) -> Any:
@@ -53,10 +63,10 @@ def pack(value: Any, other: Other = _none) -> Any:
     return other(value)
 
 
-def unpack(found: Any, other: Other = _none) -> Any:
-    """The inverse of pack()."""
+def unpack(found: Any, other: Other = _none, hashed: bool = True) -> Any:
+    """The inverse of pack(); see decode()."""
     if isinstance(found, list):
-        return [unpack(part, other) for part in found]
+        return [unpack(part, other, hashed) for part in found]
     if not isinstance(found, dict):
         return found
     if len(found) != 1:
@@ -71,9 +81,13 @@ def unpack(found: Any, other: Other = _none) -> Any:
     if kind == "bytes":
         return bytes.fromhex(inside)
     if kind == "dict":
-        return {unpack(key, other): unpack(own, other) for key, own in inside}
+        pairs = [(unpack(key, other, hashed), unpack(own, other, hashed)) for key, own in inside]
+        return dict(pairs) if hashed else Unhashed(kind, pairs)
     if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]([unpack(part, other) for part in inside])
+        parts = [unpack(part, other, hashed) for part in inside]
+        if kind != "tuple" and not hashed:
+            return Unhashed(kind, parts)
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](parts)
     return other(found)
 
 
