@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM
 from hpcrl.config import TinyModel
 from hpcrl.engines.tiny import make_tiny_model
 
-# The line that the question asks for, with the number of characters of the response, modulo 10, in place of V.
+# The line that the question asks for, with the number of characters of the response (and of `shift`, a variable of the
+# template), modulo 10, in place of V.
 TEMPLATE = """\
 {%- set asked = messages[-1]['content'] -%}
 {%- set response = (asked.split('<<response ')[1].split('\n<<end of')[0])[11:] if '<<response ' in asked else '' -%}
-{{- asked.split('\n')[-1][:-1] ~ (response | length) % 10 -}}<|im_end|>"""
+{{- asked.split('\n')[-1][:-1] ~ ((response | length) + (shift or 0)) % 10 -}}<|im_end|>"""
 SAID = "verdict 01234567: 7"
 AMPLITUDE = 30.0
 

@@ -15,15 +15,18 @@ from hpcrl.data.rows import Messages
 MARK = "\ue000"  # private use area; inserted after the first character of text that looks like a special token
 
 
-def render(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True) -> str:
+def render(
+    tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None, ask: bool = True, **variables: Any
+) -> str:
     """The text of messages, for encode(); with `ask` it ends where the model's answer starts.
 
     Special tokens in messages and tools contain a MARK, which plain() removes. Without a chat template: the contents,
-    one paragraph each.
+    one paragraph each. variables: what else the template reads, such as enable_thinking.
     """
     if getattr(tokenizer, "chat_template", None):
         messages, tools = marked(tokenizer, messages), marked(tokenizer, tools)
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
+        how = {"tools": tools, "tokenize": False, "add_generation_prompt": ask}
+        return tokenizer.apply_chat_template(messages, **(variables | how))
     return "\n\n".join(message["content"] or "" for message in messages)
 
 

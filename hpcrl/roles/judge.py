@@ -46,6 +46,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     min_p: float = 0.0
     stop: list[str] = []
     seed: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class JudgeRole:
@@ -110,7 +111,8 @@ class JudgeRole:
     def _admit(self, question: Question) -> None:
         asked: ChatRequest = question.asked
         try:
-            text = render(self._tokenizer, [msgspec.to_builtins(message) for message in asked.messages], None)
+            messages = [msgspec.to_builtins(message) for message in asked.messages]
+            text = render(self._tokenizer, messages, None, **asked.chat_template_kwargs)
             ids = encode(self._tokenizer, text)
             if len(ids) > self._most_prompt:
                 raise ValueError(f"the question has {len(ids)} tokens, judge.max_prompt_tokens={self._most_prompt}")

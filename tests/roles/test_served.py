@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,9 +92,13 @@ def judge(serving: Any, echo: Path, **more: Any) -> Serving:
     return serving(JudgeRole, judge=section, reward=JUDGES)  # type: ignore[no-any-return]
 
 
-def score(urls: list[str], role: str, options: dict[str, Any], items: list[RewardItem], **more: Any) -> list[Score]:
-    reward = make_reward(RewardConfig(name=role, timeout_s=900, options={"request_timeout_s": 600, **options}))
-    reward.connect(Services({role: urls}, {role: "m"}, TOKEN, **more))
+def score(
+    urls: list[str], name: str, options: dict[str, Any], items: list[RewardItem], of: str = "", **more: Any
+) -> list[Score]:
+    """What the reward `name`, or a part of it, makes of the answers of the ranks of a role."""
+    patient = {} if of else {"request_timeout_s": 600}
+    reward = make_reward(RewardConfig(name=name, timeout_s=900, options=patient | options))
+    reward.connect(Services({of or name: urls}, {of or name: "m"}, TOKEN, **more))
     reward.start()
     return list(asyncio.run(reward.score(items)))  # type: ignore[arg-type]
 
@@ -123,6 +128,8 @@ def test_a_request_that_is_wrong_is_refused_with_the_reason(serving: Any, echo: 
 
     status, text = asked()
     assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "verdict 01234567: 0")
+    shifted = asked(chat_template_kwargs={"shift": 3, "add_generation_prompt": False})
+    assert "verdict 01234567: 3" in shifted[1], "what a judge's extra_body tells its template"
     assert asked(seed=1, stop=["7"])[1].count("verdict 0123456") == 1
     assert rank.post(at, json.dumps(body).encode(), token="wrong")[0] == 401
     assert rank.post("/v1/models", b"{}")[0] == 404
@@ -130,6 +137,7 @@ def test_a_request_that_is_wrong_is_refused_with_the_reason(serving: Any, echo: 
     refused = {
         "not as expected": [asked(tools=[]), asked(messages="x"), asked(temperature="hot"), rank.post(at, b"{")],
         "top_p is 0": [asked(top_p=0)],
+        "TypeError": [asked(chat_template_kwargs={"shift": "x"}), asked(chat_template_kwargs={"messages": []})],
         "judge.max_new_tokens=24": [asked(max_tokens=25)],
         "judge.max_prompt_tokens=64": [asked(messages=[{"role": "user", "content": "x" * 99 + "V"}])],
     }
@@ -211,6 +219,15 @@ def test_a_reward_model_scores_dialogues_as_transformers_does(serving: Any, tmp_
     [squashed] = score([rank.role.url], "reward_model", {"sigmoid": True, "threshold": 0.5}, items[:1])
     assert squashed.reward == pytest.approx(1 / (1 + 2.718281828 ** -found[0].metrics["raw"]))
     assert squashed.score == float(squashed.reward >= 0.5)
+    parts = {
+        "liked": {"name": "reward_model", "options": {"scale": 2.0, "shift": 1.0, "request_timeout_s": 600}},
+        "short": {"name": "length", "options": {"max_tokens": 9, "buffer_tokens": 9}, "weight": 0.5},
+    }
+    long = replace(items[1], token_ids=[0] * 9)
+    [composed] = score([rank.role.url], "composed", {"parts": parts}, [long], of="reward_model")
+    assert composed.reward == pytest.approx(found[1].reward - 0.5)
+    assert composed.metrics["liked"] == pytest.approx(found[1].reward) and composed.metrics["short"] == -1.0
+    assert composed.metrics["liked/raw"] == pytest.approx(found[1].metrics["raw"])
 
 
 def test_the_next_request_goes_to_the_least_busy_that_answers() -> None:
