@@ -88,8 +88,16 @@ def fields_of(origin: Origin, *levels: Level) -> list[Field]:
     ]
 
 
+def generated_fields(truncated: bool, by_steps: bool, *levels: Level) -> list[Field]:
+    """The numeric fields that the generators of a run fill. truncated: under top-p, top-k or min-p; by_steps: with an
+    environment whose turns are sequences of their own."""
+    present = {"states": by_steps}
+    return [f for f in fields_of(Origin.GENERATOR, *levels) if not f.optional or present.get(f.name, truncated)]
+
+
 _RESERVED = {
     *("cu_seqlens", "cu_turns", "columns", "texts", "facts", "lengths", "row_ids", "num_sequences", "num_tokens"),
+    *("cu_segments", "segment_lengths", "segment_ids"),
     *("id", "finish_reason", "reward", "score", "error", "text"),
 }
 """Names with another meaning in Batch, Sample or the files."""
@@ -112,6 +120,15 @@ declare(
         Level.TOKEN,
         Origin.GENERATOR,
         "renormalised under top-p, top-k, min-p; only with truncation",
+        optional=True,
+    ),
+    Field(
+        "states",
+        "int32",
+        Level.TOKEN,
+        Origin.GENERATOR,
+        "at the first token of each turn's own prompt a hash of what the environment showed last, else 0; only if "
+        "episodes are by steps",
         optional=True,
     ),
     Field("status", "int8", Level.ROW, Origin.GENERATOR, "why the response ended: 0 stop, 1 length, 2 abort"),
@@ -149,7 +166,13 @@ declare(
         "rewards of tokens, which add up to the turn's reward; the turn's last token has the rest",
         optional=True,
     ),
-    Field("position_ids", "int64", Level.TOKEN, Origin.PACKING, "position in the sequence"),
+    Field(
+        "position_ids",
+        "int64",
+        Level.TOKEN,
+        Origin.PACKING,
+        "position in the sequence, from 0 in each turn by steps",
+    ),
     Field("group_ids", "int64", Level.ROW, Origin.PACKING, "prompt of the row, shared by its siblings"),
     Field("sample_ids", "int64", Level.ROW, Origin.PACKING, "`uid << 24 | attempt << 14 | member`"),
     Field("weights", "float32", Level.ROW, Origin.PACKING, "weight of the row in the loss"),

@@ -43,16 +43,17 @@ class PolicyGradient(Objective):
         """See Objective."""
         config, index = self.config, model_tokens(batch)
         rows, turns, logprobs = batch.row_ids[index], batch.turn_ids[index], outputs.logprobs[index]
+        sequences = batch.segment_ids[index]
         if self.optimizer_steps > 1:
             required(batch, "old_logprobs", "more than one optimizer step per batch")
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[index]
         advantages = required(batch, "advantages", "the policy loss")[index]
-        tokens = PolicyTokens(logprobs, old, advantages, rows, turns)
+        tokens = PolicyTokens(logprobs, old, advantages, sequences, turns)
         token_losses, clipped = SURROGATES[config.surrogate](config, tokens)
         behaviour = batch.gen_logprobs if batch.gen_logprobs_behaviour is None else batch.gen_logprobs_behaviour
         if config.correction != "none":
             weights, cut = F.behaviour_weights(
-                old, behaviour[index], rows, turns, config.correction_level, config.correction,
+                old, behaviour[index], sequences, turns, config.correction_level, config.correction,
                 config.correction_low, config.correction_high,
             )  # fmt: skip
             token_losses = weights * token_losses

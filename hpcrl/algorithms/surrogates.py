@@ -20,19 +20,20 @@ from hpcrl.spec.policy_loss import PolicyLoss
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """The model tokens [M] of a micro-batch, and the rows and turns [M] that they belong to."""
+    """The model tokens [M] of a micro-batch, and the sequences and turns [M] that they belong to (a step of an
+    episode by steps is a sequence of its own)."""
 
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
-    rows: Tensor
+    sequences: Tensor
     turns: Tensor
 
     def ratio(self, level: F.RatioLevel) -> Tensor:
         """float32 [M]: rho, see the module's docstring."""
         if level == "token":
             return F.importance_ratio(self.logprobs, self.old_logprobs)
-        whole = F.at_level((self.logprobs - self.old_logprobs).detach(), self.rows, self.turns, level)
+        whole = F.at_level((self.logprobs - self.old_logprobs).detach(), self.sequences, self.turns, level)
         return F.importance_ratio(whole + self.logprobs, self.logprobs.detach())
 
 
@@ -71,7 +72,7 @@ def sapo(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
 def kimi(config: PolicyLoss, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
     """-A lp + tau/2 d^2 with d = lp - old, of the token, the turn or the response (Kimi k1.5, arXiv 2501.12599)."""
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    penalty = log_ratio * F.at_level(log_ratio, tokens.rows, tokens.turns, config.ratio_level)
+    penalty = log_ratio * F.at_level(log_ratio, tokens.sequences, tokens.turns, config.ratio_level)
     return -tokens.advantages * tokens.logprobs + 0.5 * config.kimi_tau * penalty, torch.zeros_like(log_ratio)
 
 

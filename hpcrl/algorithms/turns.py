@@ -103,16 +103,28 @@ def _of_all_ranks(
 
 def turn_states(batch: Batch) -> Tensor:
     """int64 [n]: a hash of what the model was shown before each turn: the prompt, or the observation after the turn
-    before."""
-    starts = batch.cu_turns
-    shown = (~batch.loss_mask).nonzero()[:, 0]
-    rows, turn = batch.row_ids[shown], batch.turn_ids[shown].long() + 1
+    before. By steps it is that of what the environment showed last, whatever else the turn's own prompt shows."""
+    if batch.states is None:
+        return _hashes(batch, ~batch.loss_mask)
+    starts, begins = batch.cu_turns, batch.states.nonzero()[:, 0]  # the prompts of each row in the order of its turns
+    rows = batch.row_ids[begins]
+    counts = torch.bincount(rows, minlength=batch.num_sequences)
+    turn = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    followed = turn < starts.diff()[rows]
+    states = _hashes(batch, ~batch.loss_mask & (counts == 0)[batch.row_ids])
+    return states.index_copy(0, (starts[rows] + turn)[followed], batch.states[begins][followed].long())
+
+
+def _hashes(batch: Batch, shown: Tensor) -> Tensor:
+    """int64 [n]: of those tokens before each turn that are marked in `shown`, bool [T]."""
+    starts, at = batch.cu_turns, shown.nonzero()[:, 0]
+    rows, turn = batch.row_ids[at], batch.turn_ids[at].long() + 1
     precedes = turn < starts.diff()[rows]  # else nothing of the model follows
-    shown, at = shown[precedes], (starts[rows] + turn)[precedes]
+    tokens, at = batch.token_ids[at[precedes]].long(), (starts[rows] + turn)[precedes]
     begins = torch.ones_like(at, dtype=torch.bool)
     begins[1:] = at[1:] != at[:-1]
     counter = torch.arange(len(at), device=at.device)
     offset = counter - torch.cummax(torch.where(begins, counter, 0), 0).values if len(at) else counter
     powers = torch.cumprod(torch.full((int(offset.max()) + 1 if len(at) else 0,), FACTOR, device=at.device), 0)
     states = torch.zeros(int(starts[-1]), dtype=torch.int64, device=at.device)
-    return states.index_add(0, at, (batch.token_ids[shown].long() + 1) * powers[offset])
+    return states.index_add(0, at, (tokens + 1) * powers[offset])

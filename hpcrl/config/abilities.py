@@ -69,6 +69,7 @@ def check_abilities(config: Config) -> Iterator[Problem]:
     yield from _heads(config)
     yield from _lora(config)
     yield from _critic(config)
+    yield from _segments(config)
     for path, name, spec in chosen(config):
         if unknown := [role for role in spec.roles if role not in list(ROLES)]:
             text = f"{name} needs the role {unknown[0]}; there are {', '.join(ROLES)}"
@@ -138,6 +139,20 @@ def _heads(config: Config) -> Iterator[Problem]:
             yield Problem((role, "head_dtype"), text, ((role, "engine"),))
 
 
+def _segments(config: Config) -> Iterator[Problem]:
+    """Episodes by steps with an engine that takes a row for one sequence."""
+    if not config.by_steps:
+        return
+    section = next(name for name, env in config.envs.items() if env.by_steps)
+    roles = {"trainer": config.learns, "critic": config.uses_critic}
+    for role in [role for role, runs in roles.items() if runs]:
+        name = config.trainer.engine if role == "trainer" else config.critic_engine
+        if not TRAIN_ENGINES[name].segments:
+            instead = _able(TRAIN_ENGINES, (role, "engine"), lambda spec: spec.segments)
+            text = f"the {name} {role} takes an episode for one sequence; use trajectory{instead}"
+            yield Problem(("env", section, "episode"), f"env.{section}.episode: {text}", ((role, "engine"),))
+
+
 def _critic(config: Config) -> Iterator[Problem]:
     """A critic whose engine has none, that never lets the policy learn, or that nothing fills with values."""
     name = str(getattr(config.algorithm, "name", ""))
@@ -166,7 +181,7 @@ def _critic(config: Config) -> Iterator[Problem]:
 def check_length(config: Config, limit: int, name: str) -> Iterator[Problem]:
     """Whether the longest sequence fits into the model's `limit` positions; `name`: the key of this limit."""
     prompt, response = config.data.max_prompt_tokens, config.max_response_tokens
-    turns = config.max_turns
+    turns = config.max_sequence_turns
     total = config.max_sequence_tokens
     if total > limit:
         sum_of = f"prompt {prompt} + response {response}" if turns == 1 else f"{turns} turns of {prompt} + {response}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from hpcrl.config.names import listed
-from hpcrl.spec.fields import Count, Positive, Seconds, Section
+from hpcrl.spec.fields import Count, Natural, Positive, Seconds, Section
 from hpcrl.spec.tables import ENVS, REWARDS
 
 
@@ -44,6 +44,12 @@ class EnvConfig(Section):
     """package.module:Class, used with name=class."""
     max_turns: Positive = 2
     """Maximum model turns per episode."""
+    episode: Literal["trajectory", "steps"] = "trajectory"
+    """trajectory: an episode is one sequence, which grows with every turn. steps: every turn is a sequence of its own,
+    after a prompt that shows the latest turns only; it learns from the credit of its episode."""
+    history: Natural = 2
+    """Earlier turns (observation and action) in the prompt of a turn, with episode=steps; the first prompt is always
+    there."""
     add_reward: bool = False
     """Also score each episode with the domain's reward and add this to the environment's rewards."""
     runs_in: RunsIn | None = None
@@ -58,3 +64,8 @@ class EnvConfig(Section):
     its process killed; null: half of timeouts.command_s."""
     options: dict[str, Any] = {}
     """Arguments of the environment."""
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether every turn is a sequence of its own."""
+        return self.episode == "steps"

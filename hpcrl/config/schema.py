@@ -277,8 +277,23 @@ class Config(Section):
         return max((env.max_turns for env in self.envs.values()), default=1)
 
     @property
+    def by_steps(self) -> bool:
+        """Whether an environment has turns that are sequences of their own."""
+        return any(env.by_steps for env in self.envs.values())
+
+    @property
+    def max_sequence_turns(self) -> int:
+        """Maximum model turns of a sequence."""
+        return max((1 if env.by_steps else env.max_turns for env in self.envs.values()), default=1)
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Maximum sequence length in tokens: every turn may have a full prompt and a full response."""
+        return self.max_sequence_turns * (self.data.max_prompt_tokens + self.max_response_tokens)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Maximum tokens of a rollout, which may consist of several sequences."""
         return self.max_turns * (self.data.max_prompt_tokens + self.max_response_tokens)
 
     @property

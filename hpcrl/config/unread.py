@@ -65,6 +65,10 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         yield ("trainer", "max_mismatch"), (cause,), f"{what} does not train on what it generates"
         if config.debug != "train_only":
             yield ("trainer", "router_replay"), (cause,), f"{what} trains no model on rollouts"
+    for name, env in config.envs.items():
+        if not env.by_steps:
+            text = "an episode by trajectory shows all turns"
+            yield ("env", name, "history"), ("env", name, "episode"), text
     if config.debug != "train_only":
         yield ("rollouts",), ("debug",), f"debug is {config.debug}"
     if config.debug != "fake":

@@ -32,11 +32,11 @@ class Tokens:
 
     @classmethod
     def of(cls, config: Config, num_sequences: int) -> Tokens:
-        """The largest micro-batch of a rank with this many sequences: the token limit, or one sequence of maximum
+        """The largest micro-batch of a rank with this many sequences: the token limit, or one rollout of maximum
         length if longer."""
-        longest = config.max_sequence_tokens
-        total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * longest), longest)
-        return cls(total, total, longest)
+        row = config.max_row_tokens
+        total = max(min(config.trainer.max_tokens_per_micro_batch, num_sequences * row), row)
+        return cls(total, total, config.max_sequence_tokens)
 
     def shared(self, num_ranks: int) -> Tokens:
         """A rank's part, if ranks divide the tokens."""

@@ -60,7 +60,7 @@ def _changes(config: Config, shape: ModelShape) -> Iterator[Change]:
     if layout.offload == "auto":
         yield ("layout", "offload"), "always"
     half = trainer.max_tokens_per_micro_batch // 2
-    if half >= config.max_sequence_tokens:
+    if half >= config.max_row_tokens:
         yield ("trainer", "max_tokens_per_micro_batch"), half
     yield from own.get("time", ())
     if trainer.logits_chunk_tokens > SMALLEST_CHUNK:

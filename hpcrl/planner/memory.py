@@ -185,7 +185,7 @@ def _summed(
 
 def _routes(config: Config, shape: ModelShape, roles: Collection[RoleName], layout: RoleLayout) -> Iterator[Part]:
     """The recorded experts of a step's responses at full length, in host memory."""
-    samples, longest = config.rollout.num_prompts * config.rollout.group_size, config.max_sequence_tokens
+    samples, longest = config.rollout.num_prompts * config.rollout.group_size, config.max_row_tokens
     if "trainer" in roles:  # twice while a batch is formed
         held = -(-samples // len(layout.division("trainer").groups)) * longest
         yield Part("trainer", "routes", 2 * held * shape.route_bytes, on_host=True)

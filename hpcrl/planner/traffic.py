@@ -27,7 +27,7 @@ class StepWork:
     @classmethod
     def of(cls, config: Config, num_data_parallel: int) -> StepWork:
         """If every sequence has the maximum length."""
-        samples, longest = -(-samples_of_an_update(config) // num_data_parallel), config.max_sequence_tokens
+        samples, longest = -(-samples_of_an_update(config) // num_data_parallel), config.max_row_tokens
         together = max(1, config.trainer.max_tokens_per_micro_batch // longest)
         return cls(samples * longest, -(-samples // together))
 

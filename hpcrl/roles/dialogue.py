@@ -1,9 +1,11 @@
-"""Tokens of an environment's observations: the first prompt, and the tokens between two turns of the model."""
+"""Tokens of an environment's observations: the first prompt, the tokens between two turns of the model, and the prompts
+of turns that are sequences of their own."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,40 @@ def first_prompt(
         messages = said or list(row["messages"])
     if added and render(tokenizer, messages, tools) == render(tokenizer, messages, None):
         messages, tools = _described(messages, tools), None
-    return messages, np.array(encode(tokenizer, render(tokenizer, messages, tools)), dtype=np.int32)
+    return messages, prompt_ids(tokenizer, messages, tools)
+
+
+def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Messages:
+    """The messages of the prompt of a turn by steps: the first prompt, the latest `history` turns before it (the
+    observation, and what the model said), and the current observation.
+
+    shown: the first prompt and all observations since; said: the turns, one less. Where turns are left out, messages of
+    one role that meet are joined to one, two lines apart, because not every chat template takes two.
+    """
+    first = max(0, len(said) - history)
+    messages = list(shown[0])
+    for number, observation in enumerate(shown[1:], 1):
+        if number > first:
+            messages.append({"role": "assistant", "content": said[number - 1]})
+        elif number < first or not observation:
+            continue
+        elif messages[-1]["role"] == observation[0]["role"]:
+            messages[-1] = _joined(messages[-1], observation[0])
+            observation = observation[1:]
+        messages += observation
+    return messages
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two messages as one."""
+    images = [*first.get("images", []), *second.get("images", [])]
+    joined = {**first, **second, "content": f"{first['content']}\n\n{second['content']}"}
+    return joined | ({"images": images} if images else {})
+
+
+def prompt_ids(tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None) -> np.ndarray:
+    """int32 [n]: the tokens of a prompt."""
+    return np.array(encode(tokenizer, render(tokenizer, messages, tools)), dtype=np.int32)
 
 
 def observation_ids(
@@ -91,7 +126,7 @@ def observation_ids(
     if not getattr(tokenizer, "chat_template", None):
         text = render(tokenizer, observation, None)
         return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
-    ids = encode(tokenizer, _after_content(tokenizer, _heard(tokenizer, observation, tools), tools))
+    ids = encode(tokenizer, _after_content(tokenizer, heard(tokenizer, observation, tools), tools))
     added = tokenizer.added_tokens_decoder.get(last_token)
     # Only an added token ends a turn: a newline of the model is content, even if the template adds another.
     if ids and added is not None and (ids[0] == last_token or (added.special and ids[0] == _end(tokenizer, tools))):
@@ -115,11 +150,11 @@ def _end(tokenizer: Any, tools: list[dict[str, Any]] | None) -> int | None:
     return ids[0] if added is not None and added.special else None
 
 
-def _heard(tokenizer: Any, observation: Messages, tools: list[dict[str, Any]] | None) -> Messages:
+def heard(tokenizer: Any, observation: Messages, tools: list[dict[str, Any]] | None) -> Messages:
     """The observation as the template can show it: results of tools that stand one after another as one user message,
     in the form of Qwen2.5 and Hermes, if it knows no role for them."""
     keys = {key for message in observation if message["role"] == "tool" for key in message}
-    if not keys or _shows_results(tokenizer, keys, tools):
+    if not keys or not chat_template(tokenizer) or _shows_results(tokenizer, keys, tools):
         return observation
     heard: Messages = []
     for results, messages in itertools.groupby(observation, lambda message: message["role"] == "tool"):

@@ -18,10 +18,20 @@ from hpcrl.config import EnvConfig
 from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
+from hpcrl.data.rows import Messages
 from hpcrl.envs.base import Env
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.roles.base import Rank
-from hpcrl.roles.dialogue import as_messages, chat_template, first_prompt, observation_ids, with_tools
+from hpcrl.roles.dialogue import (
+    as_messages,
+    chat_template,
+    first_prompt,
+    heard,
+    observation_ids,
+    prompt_ids,
+    window,
+    with_tools,
+)
 from hpcrl.roles.hosts import Hosts
 from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
 
@@ -31,14 +41,18 @@ ERROR_CHARS = 2000
 @dataclass(eq=False)
 class _Episode:
     """The episode of a sample. generator: the rank that generates its turns. env: None until a thread has made it.
-    row: with the tools of the environment, if it adds any. rewards: of its turns. at_work: one of its turns waits or is
-    played. dropped: the sample is no longer wanted, so the episode ends after the turn at work."""
+    row: with the tools of the environment, if it adds any. rewards: of its turns. shown, said: messages of the first
+    prompt and of all observations, as the chat template shows them, and the turns of the model between them. at_work:
+    one of its turns waits or is played. dropped: the sample is no longer wanted, so the episode ends after the turn at
+    work."""
 
     generator: int
     env: Env | None = None
     row: dict[str, Any] = field(default_factory=dict)
     adds_tools: bool = False
     rewards: list[float] = field(default_factory=list)
+    shown: list[Messages] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     at_work: bool = False
     dropped: bool = False
 
@@ -183,7 +197,8 @@ class EnvRole:
             if not ended:
                 reply = self._reply(turn, episode, played.observation)
                 if (count := len(reply.token_ids) // 4) > turn.room:
-                    text = f"an observation of {count} tokens is too long, there is room for {turn.room}"
+                    what = "a prompt" if config.by_steps else "an observation"
+                    text = f"{what} of {count} tokens is too long, there is room for {turn.room}"
                     result, ended = msgspec.structs.replace(result, error=_text(config.name, text)), True
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
             kind = "" if isinstance(failure, EnvProcessError) else f"{type(failure).__name__}: "
@@ -204,13 +219,22 @@ class EnvRole:
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error))
 
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
-        """An observation as tokens and messages. TypeError for one that is neither text nor messages."""
+        """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own
+        prompt. TypeError for an observation that is neither text nor messages."""
         tokenizer = self._worker.tokenizer
         if turn.begins:
             messages, token_ids = first_prompt(tokenizer, episode.row, observation, episode.adds_tools)
         else:
             messages = as_messages(observation)
-            token_ids = observation_ids(tokenizer, messages, turn.last_token, episode.row["tools"])
+        tools = episode.row["tools"]
+        episode.shown.append(heard(tokenizer, messages, tools))
+        if not turn.begins:
+            episode.said.append(turn.text)
+            if (config := self._env(turn)).by_steps:
+                prompt = window(episode.shown, episode.said, config.history)
+                token_ids = prompt_ids(tokenizer, prompt, tools)
+            else:
+                token_ids = observation_ids(tokenizer, messages, turn.last_token, tools)
         return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:

@@ -117,14 +117,14 @@ class GeneratorRole:
             limit = min(s.max_new_tokens, (own.max_new_tokens if own is not None else None) or s.max_new_tokens)
             sample.max_new_tokens, turn = limit, 0
             if sample.rollout is not None:
-                ids, turn = sample.rollout.token_ids.tolist(), int(sample.rollout.turn_ids[-1]) + 1
+                ids, turn = sample.context.tolist(), sample.next_turn
             elif sample.prompt.played:
                 sample.begin(s.truncates)
                 self._beginning.append(sample)
                 continue
             else:
                 ids = shared.setdefault(uid, sample.prompt.token_ids.tolist())
-            continues = sample.env is not None
+            continues = sample.env is not None and not sample.prompt.by_steps
             own_params = replace(params, max_new_tokens=limit) if limit < params.max_new_tokens else params
             requests.append(Request(sample_id, ids, own_params, seed + turn, continues))
         try:
@@ -139,8 +139,7 @@ class GeneratorRole:
     def _prompt(self, payload: PromptPayload) -> HeldPrompt:
         prompt = self._prompts.get(payload.uid)
         if prompt is None:
-            played = self._worker.config.env_of(payload.domain) is not None
-            prompt = self._prompts[payload.uid] = HeldPrompt(payload, played)
+            prompt = self._prompts[payload.uid] = HeldPrompt(payload, self._worker.config)
         return prompt
 
     def _refuse(self, request: Request, error: str) -> None:
@@ -216,7 +215,11 @@ class GeneratorRole:
         for sample in samples:
             prompt, held = sample.prompt, sample.held
             begins = bool(held.turn_ids[-1] < 0)
-            filled = 0 if begins else len(held.token_ids)
+            if prompt.by_steps:
+                room = self._worker.config.data.max_prompt_tokens
+            else:
+                filled = 0 if begins else len(held.token_ids)
+                room = self._worker.config.max_sequence_tokens - filled - sample.max_new_tokens
             assert sample.env is not None, "environments are told of their own samples"
             posts[sample.env].append(
                 Turn(
@@ -227,7 +230,7 @@ class GeneratorRole:
                     str(held.finish_reason),
                     self._worker.world.rank,
                     int(held.token_ids[-1]),
-                    self._worker.config.max_sequence_tokens - filled - sample.max_new_tokens,
+                    room,
                     begins,
                 )
             )

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hpcrl.config import Config
 from hpcrl.control.messages import Ended, PromptPayload, TurnDelta
 from hpcrl.engines.gen.base import Output
 from hpcrl.rollout.types import FinishReason, Sample
-from hpcrl.trajectory import Field, Level, Origin, fields_of
+from hpcrl.trajectory import Field, Level, Origin, fields_of, generated_fields
 
 
 class HeldPrompt:
-    """A prompt that siblings share. played: its domain has an environment."""
+    """A prompt that siblings share. played: its domain has an environment; by_steps: whose turns are sequences of their
+    own; has_states: some environment of the run is such."""
 
-    def __init__(self, payload: PromptPayload, played: bool):
-        self.domain, self.meta, self.played = payload.domain, payload.meta, played
+    def __init__(self, payload: PromptPayload, config: Config):
+        env = config.env_of(payload.domain)
+        self.domain, self.meta, self.played = payload.domain, payload.meta, env is not None
+        self.by_steps, self.has_states = env is not None and env.by_steps, config.by_steps
         self.token_ids = np.frombuffer(payload.token_ids, dtype=np.int32)
         self.messages: list[dict[str, Any]] = json.loads(payload.meta)["messages"]
 
@@ -50,6 +55,19 @@ class HeldSample:
         return self.rollout
 
     @property
+    def next_turn(self) -> int:
+        """The number of its next turn."""
+        return int(self.held.turn_ids.max()) + 1
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [n]: the tokens that its next turn follows, all of them or those of the turn's own prompt."""
+        ids, begins = self.held.token_ids, np.zeros(0, np.int64)
+        if self.held.states is not None:
+            begins = self.held.states.nonzero()[0]
+        return ids[begins[-1] :] if len(begins) else ids
+
+    @property
     def num_model_tokens(self) -> int:
         """Tokens of its ended turns."""
         return int(self.rollout.loss_mask.sum()) if self.rollout is not None else 0
@@ -65,8 +83,7 @@ class HeldSample:
             token_ids, messages = self.prompt.token_ids, self.prompt.messages
         columns = {
             field.name: np.full(field.shape(len(token_ids)), field.fill, dtype=field.travels_as)
-            for field in fields_of(Origin.GENERATOR, Level.TOKEN)
-            if truncated or not field.optional
+            for field in generated_fields(truncated, self.prompt.has_states, Level.TOKEN)
         }
         self.rollout = Sample(self.id, messages=messages, **(columns | {"token_ids": token_ids}))
         return self.rollout
@@ -79,13 +96,19 @@ class HeldSample:
         sample.finish_reason = output.finish_reason
 
     def observe(self, observation: TurnDelta) -> None:
-        """Add an observation; at the start of an episode it replaces the row's prompt."""
+        """Add an observation; at the start of an episode it replaces the row's prompt. By steps, its tokens are the
+        whole prompt of the next turn."""
         token_ids, messages = np.frombuffer(observation.token_ids, dtype=np.int32), json.loads(observation.messages)
+        by_steps, start, shown = self.prompt.by_steps, len(self.held.token_ids), messages
         if self.held.turn_ids[-1] >= 0:
-            _append(self.held, token_ids, None)
+            _append(self.held, token_ids, None, by_steps)
             self.held.messages += messages
-        elif len(token_ids):
-            self.begin("gen_logprobs_behaviour" in self.held.columns, token_ids, messages)
+        else:
+            if len(token_ids):
+                self.begin("gen_logprobs_behaviour" in self.held.columns, token_ids, messages)
+            start, shown = 0, self.held.messages[-1:]
+        if by_steps:
+            self.held.states[start] = _hash(shown)
 
     def take_back(self) -> None:
         """Remove the observation after the last turn of the model."""
@@ -105,12 +128,14 @@ class HeldSample:
         return Ended(self.id, len(sample.token_ids), self.num_model_tokens, str(sample.finish_reason), text_bytes)
 
 
-def _append(sample: Sample, token_ids: np.ndarray, output: Output | None) -> None:
-    """Add a model turn (output) or an observation (None) to a sample."""
+def _append(sample: Sample, token_ids: np.ndarray, output: Output | None, is_prompt: bool = False) -> None:
+    """Add a model turn (output) or an observation (None) to a sample; is_prompt: the next turn's own prompt."""
+    last = int(sample.turn_ids.max())
     known: dict[str, Any] = {
         "token_ids": token_ids,
         "loss_mask": output is not None,
-        "turn_ids": int(sample.turn_ids[-1]) + (output is not None),
+        "turn_ids": -1 if is_prompt else last + (output is not None),
+        "states": 0,
     }
     for field in _token_fields(sample):
         value = known.get(field.name, field.fill)
@@ -118,6 +143,12 @@ def _append(sample: Sample, token_ids: np.ndarray, output: Output | None) -> Non
             value = output.columns[field.name] if field.name in output.columns else getattr(output, field.name)
         column = np.broadcast_to(np.asarray(value, dtype=field.travels_as), field.shape(len(token_ids)))
         sample.columns[field.name] = np.concatenate([sample.columns[field.name], column])
+
+
+def _hash(messages: list[dict[str, Any]]) -> int:
+    """31 bits, not 0: the same for the same messages."""
+    digest = hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") >> 1) or 1
 
 
 def _token_fields(sample: Sample) -> list[Field]:

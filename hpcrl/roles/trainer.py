@@ -28,7 +28,7 @@ from hpcrl.control.messages import (
 )
 from hpcrl.data import sft_rows
 from hpcrl.engines.routes import routes_of
-from hpcrl.engines.train.base import Adapts, TrainEngine, check_objective
+from hpcrl.engines.train.base import Adapts, TrainEngine, check_objective, check_segments
 from hpcrl.roles.base import Rank
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, group_ids
 from hpcrl.rollout.store import RolloutReader, write_rollouts
@@ -50,6 +50,7 @@ class EngineRole:
         routes_of(worker.config, worker.model_path)  # declares the field
         self._algorithm = make_algorithm(worker.config)
         self.engine = self._make_engine(worker)
+        check_segments(self.engine, worker.config.by_steps)
         self._ranks = DataParallel(worker.world, self.name, worker.layout.division(self.name))
 
     def _make_engine(self, worker: Rank) -> TrainEngine:

@@ -38,6 +38,9 @@ class Batch:
     or [B] by its level (wide fields: [T, width]), None while it is not filled. A token's values (log-prob, advantage)
     are at its own index; the first token of a sequence has none (0, mask 0).
 
+    A row consists of one or more segments, of which the model sees each alone: those of an episode by steps are its
+    turns, each after its own prompt; all other rows are one segment. position_ids restart at each.
+
     cu_seqlens: int64 [B + 1]. columns: the filled fields by name. texts: fields of strings, one per row.
     """
 
@@ -90,6 +93,24 @@ class Batch:
         return torch.repeat_interleave(torch.arange(self.num_sequences, device=self.cu_seqlens.device), self.lengths)
 
     @property
+    def cu_segments(self) -> Tensor:
+        """int64 [S + 1]: starts of the S segments, and the number of tokens."""
+        if self.position_ids is None:
+            return self.cu_seqlens
+        return torch.cat([(self.position_ids == 0).nonzero()[:, 0], self.cu_seqlens[-1:]])
+
+    @property
+    def segment_lengths(self) -> Tensor:
+        """int64 [S]: tokens per segment."""
+        return self.cu_segments.diff()
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """int64 [T]: the segment each token belongs to."""
+        lengths = self.segment_lengths
+        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+    @property
     def cu_turns(self) -> Tensor:
         """int64 [B + 1]: turn t of row i is entry cu_turns[i] + t of a field of turns."""
         turns = self.columns["turn_ids"].long() + 1
@@ -97,8 +118,8 @@ class Batch:
         return _offsets(counts)
 
     def prefix_lengths(self) -> Tensor:
-        """int64 [B]: tokens of each row before its first trained token; all tokens of a row without one."""
-        starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        """int64 [S]: tokens of each segment before its first trained token; all tokens of a segment without one."""
+        starts, ends = self.cu_segments[:-1], self.cu_segments[1:]
         trained = torch.cat([self.loss_mask.nonzero()[:, 0], ends[-1:]])
         return torch.minimum(trained[torch.searchsorted(trained[:-1], starts)], ends) - starts
 
@@ -109,7 +130,7 @@ class Batch:
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 bad = int((~torch.isfinite(tensor)).sum())
                 raise ValueError(f"batch.{name} holds {bad} values that are not finite")
-        if self.num_sequences and bool(self.loss_mask[self.cu_seqlens[:-1]].any()):
+        if self.num_sequences and bool(self.loss_mask[self.cu_segments[:-1]].any()):
             raise ValueError("batch.loss_mask marks the first token of a sequence, which has no log-prob")
         return self
 
@@ -210,7 +231,7 @@ def pack(
     token_rewards: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """A batch of rows of these lengths in the given order, from flat arrays of its fields in their dtypes of transfer;
-    derived fields are filled in. Weights are 1; position_ids restart per sequence.
+    derived fields are filled in. Weights are 1; position_ids restart per sequence, and where `states` is not 0.
 
     turn_rewards: of each row, the rewards of its first turns; without any, the last turn has the row's reward.
     token_rewards: of each row, rewards of some tokens within these (hpcrl.rollout.types.TOKEN_REWARD); the rest of a
@@ -219,7 +240,7 @@ def pack(
     ids, counts = (torch.tensor(list(numbers), dtype=torch.int64) for numbers in (sample_ids, lengths))
     filled = {name: _tensor(FIELDS[name], column) for name, column in columns.items()}
     filled |= {
-        "position_ids": torch.cat([torch.arange(n) for n in lengths] or [torch.empty(0, dtype=torch.int64)]),
+        "position_ids": _positions(_offsets(counts), filled.get("states")),
         "group_ids": group_ids(ids),
         "sample_ids": ids,
         "weights": torch.ones(len(ids)),
@@ -229,6 +250,14 @@ def pack(
         batch.turn_rewards = _spread(turn_rewards, batch)
         batch.token_rewards = place_rewards(token_rewards, batch)
     return batch
+
+
+def _positions(cu_seqlens: Tensor, states: Tensor | None) -> Tensor:
+    """int64 [T]: the place of each token in its segment."""
+    places = torch.arange(int(cu_seqlens[-1]))
+    begins = torch.zeros_like(places, dtype=torch.bool) if states is None else states != 0
+    begins[cu_seqlens[:-1]] = True
+    return places - torch.cummax(torch.where(begins, places, 0), 0).values if len(places) else places
 
 
 def _spread(given: Sequence[Sequence[float] | np.ndarray], batch: Batch) -> Tensor:

@@ -300,7 +300,7 @@ def describe(rollouts: StepRollouts, row: int, decode: Callable[[list[int]], str
     batch = rollouts.batch
     start, end = batch.cu_seqlens[row].item(), batch.cu_seqlens[row + 1].item()
     ids, mask = batch.token_ids[start:end], batch.loss_mask[start:end]
-    num_prompt = int((batch.turn_ids[start:end] < 0).sum())
+    num_prompt = int((batch.turn_ids[start:end] < 0).long().cumprod(0).sum())
     uid, attempt, member = split_sample_id(int(batch.sample_ids[row]))
     versions = batch.versions[start:end][mask].tolist()
     lines = [

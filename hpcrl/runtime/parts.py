@@ -21,7 +21,7 @@ from hpcrl.runtime.batches import BatchHandle, assign_rows, lay_out, moves
 from hpcrl.runtime.transfers import hand_overs, token_transfers
 from hpcrl.spec.division import Division
 from hpcrl.spec.tables import ROLES
-from hpcrl.trajectory import Origin, fields_of
+from hpcrl.trajectory import generated_fields
 
 
 def answers_stats(answers: Iterable[messages.Done]) -> Stats:
@@ -217,7 +217,7 @@ class RolloutFabric:
             for group in groups
             for sample in group.samples
         }
-        fields = [field.name for field in fields_of(Origin.GENERATOR) if truncated or not field.optional]
+        fields = [field.name for field in generated_fields(truncated, config.by_steps)]
         between = moves(homes, wanted, sizes, readers=handle.rows if config.rollout.save_rollouts else ())
         answers: list[messages.Done] = []
         for part in hand_overs(handle.id, self.NAME, between, wanted.keys(), scored, fields):

@@ -157,6 +157,9 @@ class TrainEngineSpec(Spec):
     """Whether it can compute the vocabulary projection in float32 in a bfloat16 model (trainer.head_dtype)."""
     optimizers: Mapping[str, Spec] = field(default_factory=lambda: ADAMW)
     """The values of trainer.optimizer that it has."""
+    segments: bool = False
+    """Whether it computes the segments of a row (hpcrl.rollout.batch.Batch) each as a sequence of its own: episodes by
+    steps."""
     router_replay: bool = False
     """Whether it can choose the experts that the generator chose (the field `routes`, hpcrl.engines.routes)."""
     lora: bool = False

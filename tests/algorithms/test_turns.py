@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrl.algorithms.base import RewardTable
-from hpcrl.algorithms.specs import GiGPO, Reinforce, TurnReinforce
+from hpcrl.algorithms.base import Outputs, RewardTable
+from hpcrl.algorithms.specs import GAE, GRPO, GiGPO, Reinforce, TurnReinforce
 from hpcrl.algorithms.turns import turn_states
 from hpcrl.config import ConfigError, parse
-from hpcrl.rollout.batch import Batch, batch_from_samples, place_rewards
+from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, concat, place_rewards
 from hpcrl.rollout.types import FinishReason, Sample
 from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import advantages, identity, make_batch
+from tests.engines.worlds import by_steps
+from tests.engines.worlds import make_batch as random_rows
 
 START, LAKE, WALL = [7, 8, 9], [5, 1], [5, 2]
 EPISODES = [  # observations, rewards of turns; every turn of the model has two tokens
@@ -45,6 +47,33 @@ def played(rows: list[int]) -> Batch:
                 turn_ids=np.array(turns, dtype=np.int32), gen_logprobs=np.where(mask, -1.0, 0).astype(np.float32),
                 versions=np.where(mask, 3, -1).astype(np.int32), reward=sum(EPISODES[row][1]), score=0.0,
                 finish_reason=FinishReason.STOP,
+            )
+        )  # fmt: skip
+    batch = batch_from_samples(samples, [GROUPS[row] for row in rows])
+    batch.turn_rewards = torch.tensor([reward for row in rows for reward in EPISODES[row][1]])
+    batch.token_rewards = place_rewards(None, batch)
+    return batch.check()
+
+
+def stepped(rows: list[int], history: int) -> Batch:
+    """The same episodes by steps: each later turn has a prompt with the start and the latest observations."""
+    samples = []
+    for row in rows:
+        observations = EPISODES[row][0]
+        ids, mask, turns, states = [], [], [], []
+        for turn, shown in enumerate(observations):
+            earlier = observations[max(0, turn - history) : turn]
+            prompt = [token for before in earlier for token in before] + shown
+            ids += [*prompt, 100 + turn, 3]
+            mask += [False] * len(prompt) + [True] * 2
+            turns += [-1] * len(prompt) + [turn] * 2
+            states += [sum(shown)] + [0] * (len(prompt) + 1)
+        samples.append(
+            Sample(
+                id=10 * row, token_ids=np.array(ids, dtype=np.int32), loss_mask=np.array(mask),
+                turn_ids=np.array(turns, dtype=np.int32), gen_logprobs=np.where(mask, -1.0, 0).astype(np.float32),
+                versions=np.where(mask, 3, -1).astype(np.int32), reward=sum(EPISODES[row][1]), score=0.0,
+                finish_reason=FinishReason.STOP, states=np.array(states, dtype=np.int32),
             )
         )  # fmt: skip
     batch = batch_from_samples(samples, [GROUPS[row] for row in rows])
@@ -106,6 +135,66 @@ def test_the_state_before_a_turn_is_what_the_model_was_shown() -> None:
     assert torch.equal(turn_states(alone), second), "where a row stands in the batch does not matter"
     alone.token_ids[1], alone.token_ids[0] = alone.token_ids[0].clone(), alone.token_ids[1].clone()
     assert turn_states(alone)[0] != second[0], "the order of the tokens matters"
+
+
+@pytest.mark.parametrize("history", [0, 1, 9])
+def test_a_turn_by_steps_is_in_the_state_that_was_shown_last(history: int) -> None:
+    batch = stepped([3, 0, 1], history)
+    start, lake, wall = 24, 6, 7
+    assert turn_states(batch).tolist() == [start, lake, start, lake, wall, start, wall]
+    assert batch.segment_lengths.tolist()[:2] == [5, 4 + 3 * (history > 0)]
+    assert batch.position_ids.tolist() == [n for length in batch.segment_lengths for n in range(length)]
+
+
+def test_rows_by_trajectory_keep_their_states_beside_rows_by_steps() -> None:
+    long, short = played([0]), stepped([1], 0)
+    alone = turn_states(long)
+    long.states = torch.zeros(long.num_tokens, dtype=torch.int32)
+    assert torch.equal(turn_states(concat([short, long])), torch.cat([turn_states(short), alone]))
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        TurnReinforce(gamma=0.5, std_eps=0.0),
+        GiGPO(gamma=0.9, step_weight=2.0),
+        GRPO(),
+        GAE(gamma=0.9, lambd=0.8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("history", [0, 9])
+def test_credits_are_those_of_the_episode(section: Any, history: int) -> None:
+    """The model's tokens get the same by trajectory and by steps; only what was shown to it differs."""
+    found = []
+    for batch in (played([0, 1, 2, 3]), stepped([0, 1, 2, 3], history)):
+        values = torch.zeros(batch.num_tokens)
+        values[batch.loss_mask] = torch.linspace(-1, 1, int(batch.loss_mask.sum()))
+        batch.values = values
+        advantages(make_pair(section), batch, RewardTable.of(batch))
+        assert not batch.advantages[~batch.loss_mask].any()
+        found.append((batch.advantages[batch.loss_mask], batch.returns[batch.loss_mask]))
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0][0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "geometric", "sequence"])
+def test_a_step_is_a_sequence_of_its_own_in_ratios(level: str) -> None:
+    """The loss of episodes by steps is that of their steps as rows, whose mean over tokens has no rows."""
+    rows = random_rows((9, 12, 5, 14), seed=1)
+    config = GRPO(
+        ratio_level=level, loss_aggregation="token-mean", ppo_epochs=2, correction="mask",
+        correction_level=level, correction_low=0.2, correction_high=3.0,
+    )  # fmt: skip
+    noise = torch.Generator().manual_seed(2)
+    drawn = {name: torch.randn(rows.num_tokens, generator=noise) for name in ("old", "now", "gen", "advantages")}
+    rows.old_logprobs, rows.gen_logprobs = (0.3 * drawn[name] * rows.loss_mask for name in ("old", "gen"))
+    rows.advantages = drawn["advantages"] * rows.loss_mask
+    losses = []
+    for batch in (rows, by_steps(rows, (1, 3)), by_steps(rows, (4,))):
+        outputs = Outputs(0.3 * drawn["now"] * batch.loss_mask)
+        losses.append(float(make_pair(config).objective.loss(outputs, batch, Norms(30.0, 4.0))[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
 @pytest.mark.parametrize("section", [TurnReinforce(norm_mean_type="group"), GiGPO(whiten_advantages=True)], ids=str)

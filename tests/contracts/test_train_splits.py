@@ -25,6 +25,7 @@ from tests.contracts.splits import Split
 from tests.contracts.test_train_engine import FACTORIES, check_weights
 from tests.engines.worlds import (
     Weighted,
+    by_steps,
     make_batch,
     norms_of,
     run_ranks,
@@ -46,11 +47,12 @@ Case = tuple[str, Batch, list[list[int]]]
 
 
 def cases(num_groups: int) -> Iterator[Case]:
-    """Batches that are packed, that have one giant row, and that leave data-parallel ranks without rows."""
+    """Batches that are packed, that have one giant row, and that leave data-parallel ranks without rows; the last one
+    of episodes by steps, whose rows are several sequences each."""
     for name, lengths in (("packed", LENGTHS), ("giant", GIANT)):
         batch = make_batch(lengths)
         yield name, batch, [list(range(group, len(lengths), num_groups)) for group in range(num_groups)]
-    yield "without rows", make_batch(LENGTHS), [list(range(len(LENGTHS)))] + [[]] * (num_groups - 1)
+    yield "steps", by_steps(make_batch(LENGTHS), (1, 3, 2)), [[0, 1, 2]] + [[]] * (num_groups - 1)
 
 
 def split_rows(num_rows: int) -> MicroBatches:

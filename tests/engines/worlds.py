@@ -23,6 +23,7 @@ from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.trajectory import FIELDS, Level
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
 VOCAB = 100
@@ -98,6 +99,17 @@ def make_batch(lengths: Sequence[int], num_prompt_tokens: int = 3, seed: int = 0
     return batch_from_samples(samples, list(range(len(lengths)))).check()
 
 
+def by_steps(batch: Batch, counts: Sequence[int]) -> Batch:
+    """The sequences of a batch as the segments of fewer rows, which take so many each, in their order."""
+    ends = np.cumsum(counts).tolist()
+    firsts = batch.select([end - count for end, count in zip(ends, counts, strict=True)])
+    columns = {
+        name: column if FIELDS[name].level is Level.TOKEN else getattr(firsts, name)
+        for name, column in batch.columns.items()
+    }
+    return Batch(batch.cu_seqlens[[0, *ends]], columns).check()
+
+
 def norms_of(batch: Batch) -> Norms:
     return Norms(float(batch.loss_mask.sum()), float(batch.num_sequences))
 
@@ -127,7 +139,7 @@ def transformers_results(folder: Path, batch: Batch, temperature: float) -> tupl
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     logprobs, entropies = [], []
     rotary = copy.deepcopy(model.base_model.rotary_emb)
-    for tokens in batch.token_ids.split(batch.lengths.tolist()):
+    for tokens in batch.token_ids.split(batch.segment_lengths.tolist()):
         model.base_model.rotary_emb = copy.deepcopy(rotary)  # dynamic NTK rotates by the longest sequence so far
         log_p = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
         first = log_p.new_zeros(1)

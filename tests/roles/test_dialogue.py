@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids
+from hpcrl.roles.dialogue import as_messages, first_prompt, observation_ids, prompt_ids, window
 
 LLAMA3 = """\
 {{- '<|endoftext|>' }}
@@ -118,3 +118,41 @@ def test_an_observation_cannot_write_special_tokens(tokenizer: Any) -> None:
     special = [token for token in between.tolist() if token in tokenizer.added_tokens_decoder]
     plain = [token for token in observation_ids(tokenizer, as_messages("a"), -1).tolist() if token in special]
     assert special == plain and "<|im_end|>\n<|im_start|>assistant" in tokenizer.decode(between)
+
+
+SHOWN = [[SYSTEM, BOARD], *([{"role": "user", "content": f"board {turn}"}] for turn in range(1, 4))]
+SAID = ["up", "left", "down"]
+HEAD = "<|im_start|>system\nYou play.<|im_end|>\n<|im_start|>user\nP _ G"
+LAST = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def turns(first: int) -> str:
+    """The dialogue from a turn on, each with the observation after it."""
+    said = enumerate(SAID[first:], first + 1)
+    between = "<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n<|im_start|>user\nboard {}"
+    return "".join(between.format(word, turn) for turn, word in said)
+
+
+@pytest.mark.parametrize(
+    ("history", "text"),
+    [
+        (0, f"{HEAD}\n\nboard 3"),
+        (1, f"{HEAD}\n\nboard 2{turns(2)}"),
+        (2, f"{HEAD}\n\nboard 1{turns(1)}"),
+        (3, f"{HEAD}{turns(0)}"),
+        (99, f"{HEAD}{turns(0)}"),
+    ],
+)
+def test_the_prompt_of_a_turn_by_steps_is_the_first_and_a_window(tokenizer: Any, history: int, text: str) -> None:
+    ids = prompt_ids(tokenizer, window(SHOWN, SAID, history), None)
+    assert tokenizer.decode(ids) == text + LAST
+    assert window(SHOWN[:1], [], history) == SHOWN[0] and SHOWN[0] == [SYSTEM, BOARD], "nothing is changed in place"
+
+
+def test_messages_that_meet_in_a_window_are_joined_if_one_role_wrote_them() -> None:
+    tool = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["b.png"]}]
+    assert window([[BOARD], tool], ["up"], 0) == [BOARD, *tool]
+    pictured = {**BOARD, "images": ["a.png"]}
+    joined = {"role": "user", "content": "P _ G\n\ngo on", "images": ["a.png", "b.png"]}
+    assert window([[pictured], tool[1:]], ["up"], 0) == [joined]
+    assert window([[BOARD], []], ["up"], 0) == [BOARD], "an observation without messages"

@@ -359,3 +359,38 @@ def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) ->
     last = play(stage, role, turn(sample))
     assert last.ended and not last.result.error and last.result.metrics["turns"] == 2.0
     role.close()
+
+
+def test_by_steps_the_next_prompt_shows_tools_and_their_results(stage: Stage) -> None:
+    env = {"name": "tools", "options": {"tools": ["calculator"]}, "max_turns": 3, "episode": "steps", "history": 1}
+    role, sample = EnvRole(stage.worker(1, {"env": {"default": env}})), make_sample_id(next(UIDS), 0, 0)
+    play(stage, role, turn(sample, "plain", room=1000))
+    [first] = stage.mail(2, TurnDelta)
+    called = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
+    assert not play(stage, role, msgspec.structs.replace(turn(sample, room=1000), text=called)).result.error
+    [second] = stage.mail(2, TurnDelta)
+    before, after = (role._worker.tokenizer.decode(np.frombuffer(d.token_ids, np.int32)) for d in (first, second))
+    said = "<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert '"name": "calculator"' in before and after == before + called + said
+    role.close()
+
+
+@pytest.mark.parametrize("history", [0, 1])
+def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, history: int) -> None:
+    settings = {"env": {"default": {**ODD, "episode": "steps", "history": history}}}
+    role, (sample, other) = EnvRole(stage.worker(1, settings)), (make_sample_id(next(UIDS), 0, 0) for _ in range(2))
+    decode, texts, said = role._worker.tokenizer.decode, [], ""
+    for sent in (turn(sample, "board"), turn(sample)):
+        assert not play(stage, role, sent).result.error
+        [delta] = stage.mail(2, TurnDelta)
+        texts.append(decode(np.frombuffer(delta.token_ids, dtype=np.int32)))
+        said = json.loads(delta.messages)[-1]["content"]
+    middle = "<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n" if history else "\n\n"
+    head, last = "<|im_start|>user\ngo left", "<|im_end|>\n<|im_start|>assistant\n"
+    assert texts == [head + last, head + middle + said + last]
+    play(stage, role, turn(other, "board"))
+    tight = play(stage, role, turn(other, room=3))
+    assert tight.ended and " tokens is too long, there is room for 3" in tight.result.error
+    assert tight.result.error.startswith("environment class: a prompt of ")
+    role.close()
+    stage.mail(2, TurnDelta)

@@ -20,7 +20,7 @@ from hpcrl.rollout.types import make_sample_id
 from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin
 from tests.roles.conftest import Stage
 
-ENVS = {"default": {"max_turns": 2}, "plain": None}
+ENVS = {"default": {"max_turns": 2}, "steps": {"max_turns": 2, "episode": "steps"}, "plain": None}
 SETTINGS = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 4}, "env": ENVS}
 LENGTH = 2 * (8 + 4)
 SAMPLING = m.Sampling(4, 1.0, 1.0, 0, 0.0, [])
@@ -220,3 +220,55 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     assert [(e.sample, e.model_tokens, e.reason) for e in aborted.finished] == [(other, 0, "abort")]
     assert not carry_out(role, m.Burst(8, [2], [1])).turns and other not in role.samples
     stage.mail(1, m.Turn)
+
+
+def test_a_turn_by_steps_follows_its_own_prompt(
+    stage: Stage, role: GeneratorRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row holds every prompt and turn; the engine gets the prompt of the turn alone, which may be as long as any."""
+    stage.heard()
+    carry_out(role, m.AbortSamples(SAMPLES))
+    sample, (wall, lake) = make_sample_id(9, 0, 0), ([{"role": "user", "content": said}] for said in ("wall", "lake"))
+    admit(role, {9: ("steps", [5, 6])}, [sample])
+    asked: list[tuple[list[int], bool]] = []
+    add = role.engine.add
+    monkeypatch.setattr(role.engine, "add", lambda rs: (asked.extend((r.prompt_ids, r.continues) for r in rs), add(rs)))
+    for prompt, said in (([7, 8, 9], QUESTION + wall), ([7, 9, 9, 4], lake), ([7, 3], wall)):
+        stage.empty(1)
+        carry_out(role, m.Burst(8, [2], [1]))
+        [turn] = stage.mail(1, m.Turn)
+        assert turn.room == SETTINGS["data"]["max_prompt_tokens"], "however long the row is"
+        stage.send(1, 2, [m.TurnDelta(sample, np.array(prompt, np.int32).tobytes(), json.dumps(said).encode())])
+        carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
+    assert asked == [([7, 8, 9], False), ([7, 9, 9, 4], False), ([7, 3], False)]
+    carry_out(role, m.Burst(8, [2], [1]))
+    held = role.samples[sample].held
+    assert [message["content"] for message in held.messages[:2]] == ["?", "wall"] and len(held.messages) == 7
+    counts = [int((held.turn_ids == turn).sum()) for turn in range(3)]
+    assert all(counts) and (held.turn_ids == -1).sum() == 3 + 4 + 2
+    begins = held.states.nonzero()[0].tolist()
+    assert begins == [0, 3 + counts[0], 3 + counts[0] + 4 + counts[1]]
+    assert held.states[begins[0]] == held.states[begins[2]] != held.states[begins[1]], "of the last message alone"
+    batch = pack([sample], [len(held.token_ids)], {n: c[0] for n, c in role.pick([sample]).items() if n != TEXT})
+    assert batch.segment_lengths.tolist() == [n + count for n, count in zip((3, 4, 2), counts, strict=True)]
+    assert batch.prefix_lengths().tolist() == [3, 4, 2] and batch.check() is batch
+    batch.loss_mask[begins[1]] = True
+    with pytest.raises(ValueError, match="first token of a sequence"):
+        batch.check()
+    stage.mail(1, m.Turn)
+
+
+def test_a_refused_prompt_of_a_step_leaves_no_trace(stage: Stage, role: GeneratorRole) -> None:
+    carry_out(role, m.AbortSamples(SAMPLES))
+    sample = make_sample_id(9, 0, 0)
+    admit(role, {9: ("steps", [5, 6])}, [sample])
+    for prompt in ([], [10**6, 4]):
+        stage.empty(1)
+        carry_out(role, m.Burst(8, [2], [1]))
+        stage.send(1, 2, [m.TurnDelta(sample, np.array(prompt, np.int32).tobytes(), json.dumps(QUESTION).encode())])
+        carry_out(role, m.Admit([], [(sample, 3)], SAMPLING))
+    [end] = carry_out(role, m.Burst(8, [2], [1])).turns
+    held = role.samples[sample].held
+    assert end.total_tokens == len(held.token_ids) == len(held.states) == 2 + end.model_tokens
+    assert held.states.nonzero()[0].tolist() == [0] and held.messages[-1]["role"] == "assistant"
+    stage.heard()

@@ -38,6 +38,7 @@ def episode() -> HeldSample:
     """A prompt of two tokens, a turn of three, an observation of two, a turn of one."""
     prompt = HeldPrompt.__new__(HeldPrompt)
     prompt.token_ids, prompt.messages = np.array([90, 91], np.int32), []
+    prompt.by_steps = prompt.has_states = False
     held = HeldSample(1 << 24, prompt)
     held.end_turn(output(10, 3), "a")
     held.observe(TurnDelta(held.id, np.array([80, 81], np.int32).tobytes(), b'[{"role": "user"}]'))

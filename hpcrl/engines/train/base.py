@@ -134,3 +134,14 @@ def check_objective(engine: TrainEngine, objective: Objective) -> None:
             f"the objective {type(objective).__name__} needs {', '.join(lacking)} of every token, which the training "
             f"engine {engine.config_summary()['engine']} does not compute; it has {', '.join(sorted(engine.computes))}"
         )
+
+
+def check_segments(engine: TrainEngine, by_steps: bool) -> None:
+    """ValueError if rows consist of several sequences (episodes by steps) and the engine takes a row for one."""
+    about = engine.config_summary()
+    if by_steps and not about.get("packing", True):
+        raise ValueError(
+            f"env: episodes by steps need a trainer that packs sequences, and {about['engine']} does not pack this "
+            f"{about['architecture']} model; use episode=trajectory, or a model that can be packed and "
+            f"trainer.{about['engine']}.packing=auto"
+        )

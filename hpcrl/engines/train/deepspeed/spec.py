@@ -112,6 +112,7 @@ SPEC = TrainEngineSpec(
     needs={"deepspeed": "deepspeed"},
     tested={"deepspeed": "0.19"},
     resume_keys=tuple(key for key in DeepSpeedConfig.model_fields if key not in ("packing", "options")),
+    segments=True,
     computes=frozenset({"entropy"}),
     deterministic=True,
     float32_head=True,

@@ -7,6 +7,7 @@ from hpcrl.spec.kinds import TrainEngineSpec
 SPEC = TrainEngineSpec(
     about="A trainer without a model, with configured durations, for debug=fake.",
     make="hpcrl.engines.train.fake.engine:make",
+    segments=True,
     computes=frozenset({"entropy"}),
     make_critic="hpcrl.engines.train.fake.engine:make_critic",
     offered=False,

@@ -231,7 +231,7 @@ class FSDP2Engine:
         Without masked tokens or rows, one token with weight zero is predicted, so that every parameter is in the graph:
         its gradient is reduced over ranks.
         """
-        lengths = batch.lengths.tolist() or [1]
+        lengths = batch.segment_lengths.tolist() or [1]
         token_ids = batch.token_ids if batch.num_tokens else batch.token_ids.new_zeros(1)
         positions = batch.position_ids if batch.num_tokens else batch.position_ids.new_zeros(1)
         places = batch.loss_mask.nonzero()[:, 0]

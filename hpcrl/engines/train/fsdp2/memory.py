@@ -167,7 +167,7 @@ def _whole_parts(config: Config, shape: ModelShape) -> list[Part]:
     own, numbers = trainer.section(FSDP2Config), learnt.num_parameters
     activations = fsdp2_activations(shape, tokens, compute, own.activation_checkpointing)
     gradients, optimizer = numbers * num_bytes, optimizer_bytes(config, learnt)
-    if samples * config.max_sequence_tokens > trainer.max_tokens_per_micro_batch:
+    if samples * config.max_row_tokens > trainer.max_tokens_per_micro_batch:
         kept = numbers * FP32  # of the micro-batches before
     else:
         kept = max(0, gradients - activations)  # a backward pass frees activations while it makes gradients

@@ -182,6 +182,7 @@ SPEC = TrainEngineSpec(
     plan="hpcrl.engines.train.fsdp2.memory:PLAN",
     unsupported=lacking,
     whole=is_whole,
+    segments=True,
     computes=frozenset({"entropy"}),
     deterministic=True,
     optimizers=ADAMW | OPTIMIZERS,

@@ -149,8 +149,10 @@ class MegatronEngine:
 
         split = self._split()
         # The interleaved schedule exchanges tensors of one length.
-        lengths = [padded_lengths(batch.lengths[list(rows)].tolist(), split[0], split[2]) for rows in plan]
-        least = max(map(sum, lengths)) if self.own.virtual_pipeline > 1 else 0
+        least = 0
+        if self.own.virtual_pipeline > 1:
+            lengths = [batch.select(rows).segment_lengths.tolist() for rows in plan]
+            least = max(sum(padded_lengths(numbers, split[0], split[2])) for numbers in lengths)
 
         def packed() -> Iterator[tuple[Batch, Packed]]:
             for micro_batch in plan:

@@ -84,7 +84,7 @@ def num_micro_batches(config: Config, num_ranks: int) -> int:
     pipeline_parallel; empty micro-batches fill up the last group."""
     megatron = own(config)
     samples = -(-samples_of_an_update(config) // Degrees.of(megatron, num_ranks).data)
-    tokens = samples * config.max_sequence_tokens
+    tokens = samples * config.max_row_tokens
     count = -(-tokens // config.trainer.max_tokens_per_micro_batch)
     group = megatron.pipeline_parallel if megatron.virtual_pipeline > 1 else 1
     return -(-count // group) * group

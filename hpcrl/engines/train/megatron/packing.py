@@ -50,12 +50,12 @@ def pack(batch: Batch, num_ranks: int, rank: int, tensor_parallel: int, least: i
     padding fills the micro-batch up, on all ranks.
     """
     device = batch.token_ids.device
-    padded = padded_lengths(batch.lengths.tolist(), num_ranks, tensor_parallel)
+    padded = padded_lengths(batch.segment_lengths.tolist(), num_ranks, tensor_parallel)
     if lacking := max(0, least - sum(padded)):
         padded.append(lacking)
     spans = torch.tensor(padded, device=device)
     starts = torch.cat([spans.new_zeros(1), spans.cumsum(0)])
-    at = starts[batch.row_ids] + batch.position_ids  # of each token with padding
+    at = starts[batch.segment_ids] + batch.position_ids  # of each token with padding
     sources = torch.full((sum(padded),), -1, device=device)
     sources[at] = torch.arange(batch.num_tokens, device=device)
     tokens = torch.zeros_like(sources)

@@ -125,6 +125,7 @@ SPEC = TrainEngineSpec(
     resume_keys=tuple(
         key for key in MegatronConfig.model_fields if key not in ("aux_loss", "z_loss", "expert_bias_rate")
     ),
+    segments=True,
     computes=frozenset({"entropy"}),
     make_critic="hpcrl.engines.train.megatron.critic:make",
 )
