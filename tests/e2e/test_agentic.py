@@ -56,6 +56,33 @@ def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: P
             assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
 
 
+@pytest.mark.parametrize("algorithm", ["turn_reinforce", "gigpo"])
+def test_credit_of_turns_is_trained_on(tmp_path: Path, walker_model: Path, algorithm: str) -> None:
+    words = [
+        *WORDS,
+        f"model.path={walker_model}",
+        f"algorithm={algorithm}",
+        "max_steps=2",
+        "eval_every=0",
+        "trackers=[]",
+    ]
+    start = Start(tmp_path / "run", [*words, "layout=single"])
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    *_, last = read_metrics(tmp_path / "run")
+    assert last["critic/advantages/max"] > 0 > last["critic/advantages/min"] and last["actor/grad_norm"] > 0
+    read = RolloutReader(tmp_path / "run").read(2)
+    batch, several = read.batch, 0
+    for row in range(batch.num_sequences):
+        tokens = slice(*batch.cu_seqlens[row : row + 2].tolist())
+        turns, advantages = batch.turn_ids[tokens], batch.advantages[tokens]
+        values = [
+            set(advantages[(turns == turn) & batch.loss_mask[tokens]].tolist()) for turn in range(turns.max() + 1)
+        ]
+        assert all(len(each) <= 1 for each in values), "all tokens of a turn have its advantage"
+        several += len(set().union(*values)) > 1
+    assert several, "in some episode the turns differ"
+
+
 def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
     start = Start(tmp_path / "run", [*WORDS, "env.default=null", "data.train=task:sort_digits", "data.val=null"])
     assert start.wait() == ExitCode.BAD_INPUT
