@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from hpcrl.trajectory import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = Path(tempfile.gettempdir())  # as it is now: a test may set another
+SCRATCH = "HPCRL_TESTS_SCRATCH"
+"""Environment variable: the folder for temporary files of all workers and of what they start, removed at the end."""
 REQUIRE_ALL = os.environ.get("HPCRL_REQUIRE_ALL") == "1"
 """Set in continuous integration: what a user's machine may lack must be there, GPUs excepted."""
 
@@ -44,6 +46,18 @@ def own_fields() -> Iterator[None]:
     FIELDS.update(built_in)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One folder for temporary files: libraries leave theirs behind where a process is killed, or ends as ranks do."""
+    if hasattr(config, "workerinput"):  # inherited
+        return
+    above = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", above)  # tmp_path stays where pytest keeps it after a failure
+    os.environ[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcrl-tests-")
+    os.chmod(tempfile.tempdir, 0o711)  # where root runs the tests, sandboxes work as another user below it
+    # After multiprocessing, which removes a folder of its own in it with priority -100.
+    Finalize(None, shutil.rmtree, args=(tempfile.tempdir, True), exitpriority=-200)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave soak tests out unless asked for; skip GPU tests where there is none."""
     soak = [item for item in items if item.get_closest_marker("soak")]
@@ -62,9 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the time limit of the test
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test marked alone begins when those of other workers have ended; none of theirs begins before its end."""
-    # Locks of all that run this checkout's tests, in a local folder: the checkout's file system may not lock.
-    name = f"hpcrl-tests-{os.getuid()}-{zlib.crc32(bytes(ROOT)):08x}"
-    with open(LOCKS / f"{name}-next", "a") as next_one, open(LOCKS / f"{name}-inside", "a") as inside:
+    locks = Path(os.environ[SCRATCH])  # a local folder: the checkout's file system may not lock
+    with open(locks / "next", "a") as next_one, open(locks / "inside", "a") as inside:
         fcntl.flock(next_one, fcntl.LOCK_EX)  # in turns, so that the one that runs alone is not passed by for ever
         fcntl.flock(inside, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(next_one, fcntl.LOCK_UN)

@@ -55,7 +55,7 @@ def test_a_skip_passes_for_a_user_and_fails_where_all_is_required_but_for_a_gpu(
 
 
 LOG = """
-import os, time
+import os, tempfile, time
 from pathlib import Path
 import pytest
 def note(word):
@@ -73,20 +73,23 @@ ALONE = """
 @pytest.mark.alone
 def test_alone():
     note("alone")
+    tempfile.mkdtemp()
     time.sleep(0.5)
     note("end")
 """
 
 
 @pytest.mark.slow
-def test_what_is_marked_runs_alone(suite: Path) -> None:
+def test_what_is_marked_runs_alone_and_no_temporary_file_is_left(suite: Path) -> None:
     for path in (suite / "tests").glob("test_*.py"):
         path.unlink()
     for name, body in {"many_1": MANY, "many_2": MANY, "one": ALONE}.items():
         (suite / "tests" / f"test_{name}.py").write_text(LOG + body)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=suite, capture_output=True, text=True, timeout=60, check=False)
-    assert "13 passed" in done.stdout
+    (above := suite / "above").mkdir()
+    environment = os.environ | {"TMPDIR": str(above), "PYTEST_DEBUG_TEMPROOT": str(suite)}
+    done = subprocess.run(command, cwd=suite, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "13 passed" in done.stdout and not list(above.iterdir())
     words = (suite / "tests" / "log").read_text().split()
     running = [sum(1 if word in ("in", "alone") else -1 for word in words[: end + 1]) for end in range(len(words))]
     assert words[words.index("alone") + 1] == "end" and running[words.index("alone")] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.metrics.stats import Stats, stat
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples
 from hpcrl.rollout.types import FinishReason, Sample
+from hpcrl.spec.tables import TRAIN_ENGINES
 from hpcrl.trajectory import FIELDS, Level
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
@@ -162,7 +164,11 @@ def process_group(rank: int, size: int, rendezvous: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _rank_main(rank: int, size: int, rendezvous: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, size: int, rendezvous: str, environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environ)  # the server has what it had at its start
     with process_group(rank, size, rendezvous):
         torch.save(work(*args), f"{rendezvous}.{rank}")
     # As hpcrl.run ends a rank: a worker thread of gloo that drops a tensor while the interpreter finalizes ends the
@@ -173,8 +179,14 @@ def _rank_main(rank: int, size: int, rendezvous: str, work: Callable[..., Any], 
 
 
 def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """work(*args) on `size` new processes with a gloo group; their results by rank. `work` is a module's function."""
+    """work(*args) on `size` new processes with a gloo group; their results by rank. `work` is a module's function.
+
+    Without GPUs they are forked from a server that has imported the engines, which else is most of such a test's work.
+    """
+    method = "spawn" if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "forkserver"
+    multiprocessing.set_forkserver_preload([f"hpcrl.engines.train.{name}.engine" for name in TRAIN_ENGINES])
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"{folder}/world"
-        mp.spawn(_rank_main, (size, rendezvous, work, args), nprocs=size)
+        about = size, rendezvous, dict(os.environ), work, args
+        mp.start_processes(_rank_main, about, nprocs=size, start_method=method)
         return [torch.load(f"{rendezvous}.{rank}", weights_only=False) for rank in range(size)]
