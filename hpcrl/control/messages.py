@@ -160,6 +160,13 @@ class Peek(Message):
     whole: bool = False
 
 
+class PeekEnd(Message):
+    """Answer with what the environment showed after the last turn of held-out samples, messages as JSON; an empty text
+    for samples of other ranks."""
+
+    samples: list[int]
+
+
 # -- commands: training ------------------------------------------------------------------------------------------
 
 
@@ -363,6 +370,7 @@ Command = (
     | SaveHeld
     | LoadHeld
     | Peek
+    | PeekEnd
     | HandOver
     | LoadRows
     | LoadRollouts

@@ -15,7 +15,7 @@ import msgspec
 
 from hpcrl.clock import AwakeClock
 from hpcrl.config import EnvConfig
-from hpcrl.control.messages import EndEpisodes, Observed, ScoredSample, Turn, TurnDelta
+from hpcrl.control.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.data.rows import Messages
@@ -33,7 +33,7 @@ from hpcrl.roles.dialogue import (
     with_tools,
 )
 from hpcrl.roles.hosts import Hosts
-from hpcrl.rollout.types import FinishReason, episode_seed, split_sample_id
+from hpcrl.rollout.types import FinishReason, episode_seed, is_held_out, split_sample_id
 
 ERROR_CHARS = 2000
 
@@ -117,13 +117,14 @@ class EnvRole:
         self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
+        self._ends: dict[int, Messages] = {}  # what held-out episodes of the newest evaluation showed last, by sample
         self._waiting: deque[Turn] = deque()  # without a thread, in order
         self._playing: list[_Playing] = []
         self._lost: set[int] = set()  # generator ranks
         worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
-        return {EndEpisodes: self._end_episodes}
+        return {EndEpisodes: self._end_episodes, PeekEnd: self._peek_end}
 
     @property
     def busy(self) -> bool:
@@ -194,7 +195,10 @@ class EnvRole:
         try:
             played = playing.played.result()
             result, ended = played.result, played.ended
-            if not ended:
+            if ended and is_held_out(turn.sample):
+                with contextlib.suppress(TypeError):  # nobody needs it any more
+                    self._ends[turn.sample] = as_messages(played.observation)
+            elif not ended:
                 reply = self._reply(turn, episode, played.observation)
                 if (count := len(reply.token_ids) // 4) > turn.room:
                     what = "a prompt" if config.by_steps else "an observation"
@@ -272,6 +276,11 @@ class EnvRole:
         if type(given) is not int or not 0 <= given < MAX_SEED:
             raise ValueError(f"column {SEED_COLUMN}: {given!r} is not a whole number from 0 to {MAX_SEED - 1}")
         return given
+
+    def _peek_end(self, command: PeekEnd, seq: int) -> Done:
+        found = [self._ends.get(sample) for sample in command.samples]
+        self._ends = {}  # of the evaluation that asks
+        return Done(seq, texts=["" if messages is None else json.dumps(messages) for messages in found])
 
     def _drop(self, sample: int) -> None:
         """End an episode, if there is one, after its turn at work."""

@@ -79,6 +79,11 @@ def held_out_uid(evaluation: int, row: int) -> int:
     return HELD_OUT + (evaluation % (HELD_OUT >> ROW_BITS) << ROW_BITS) + row
 
 
+def is_held_out(sample_id: int) -> bool:
+    """Whether the sample is of an evaluation."""
+    return split_sample_id(sample_id)[0] >= HELD_OUT
+
+
 def episode_seed(seed: int, uid: int) -> int:
     """31-bit seed of the environments of a prompt, as common random generators take no more. A held-out prompt has the
     same seed in every evaluation."""

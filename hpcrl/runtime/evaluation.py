@@ -13,7 +13,7 @@ from typing import Any
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
 from hpcrl.control.controller import Controller
-from hpcrl.control.messages import Peek
+from hpcrl.control.messages import Peek, PeekEnd
 from hpcrl.data import PromptSource
 from hpcrl.episodes import Episode, write_episode
 from hpcrl.files import step_name, write_durably
@@ -42,7 +42,7 @@ class Evaluation:
         run_dir: Path,
     ):
         self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
-        self._slots = replica_capacity(config, layout)
+        self._slots, self._env_ranks = replica_capacity(config, layout), layout.ranks["env"]
         self._examples_file, self._episodes = run_dir / "examples.json", run_dir / "episodes"
         self._prompts = _held_out(config, tokenizer) if config.data.val else []
         self._domains = [prompt.domain for prompt in self._prompts]
@@ -137,11 +137,14 @@ class Evaluation:
         if not played:
             return
         chosen = {"first": played[0], "best": max(played, key=_worth), "worst": min(played, key=_worth)}
-        for name, sample in chosen.items():
+        ids = [sample.id for sample in chosen.values()]
+        ends = self._controller.call({rank: PeekEnd(ids) for rank in self._env_ranks})
+        for number, (name, sample) in enumerate(chosen.items()):
             answers = self._controller.call({sample.replica: Peek([sample.id], whole=True)})
             if not answers:  # its replica was lost
                 continue
-            messages = json.loads(answers[sample.replica].texts[0])
+            shown_last = max((done.texts[number] for done in ends.values()), default="") or "[]"
+            messages = json.loads(answers[sample.replica].texts[0]) + json.loads(shown_last)
             episode = Episode(messages, sample.turn_rewards, sample.reward, sample.score, sample.error)
             write_episode(self._episodes / step_name(step), name, episode)
 

@@ -60,6 +60,7 @@ COMMANDS: list[Any] = [
     m.EndEpisodes(2),
     m.Forget([]),
     m.Peek([2**62]),
+    m.PeekEnd([2**62]),
     m.HandOver(3, "fabric", [MOVE], ["token_ids"], {"rewards": b"\0" * 8, "scores": b"\xff" * 8}, True),
     m.LoadRows(1, [0, 1]),
     m.LoadRollouts(1, "runs/a", 3, [7 << 24]),

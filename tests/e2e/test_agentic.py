@@ -52,6 +52,8 @@ def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: P
         assert {path.stem for path in folder.iterdir()} == {"first", "best", "worst"}
         assert all((folder / f"{name}.html").is_file() for name in ("first", "best", "worst"))
         assert all(Image.open(film).n_frames > 1 for film in folder.glob("*.gif"))
+        told = (folder / "best.txt").read_text().split("\n\n[")
+        assert told[-1].startswith("user]"), "what the last action led to is shown, too"
         for path in folder.iterdir():
             assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
 

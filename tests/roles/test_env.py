@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hpcrl.control.messages import EndEpisodes, Observed, Turn, TurnDelta
+from hpcrl.control.messages import EndEpisodes, Observed, PeekEnd, Turn, TurnDelta
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import held_out_uid, make_sample_id
 from tests.roles import odd_env
@@ -359,6 +359,19 @@ def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) ->
     last = play(stage, role, turn(sample))
     assert last.ended and not last.result.error and last.result.metrics["turns"] == 2.0
     role.close()
+
+
+def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: Stage, role: EnvRole) -> None:
+    own, other = (make_sample_id(uid, 0, 0) for uid in (held_out_uid(0, 1), next(UIDS)))
+    for sample in (own, other):
+        play(stage, role, turn(sample, "plain"))
+        for ended in (False, True):
+            assert play(stage, role, turn(sample)).ended is ended
+    handler = role.handlers()[PeekEnd]
+    asked = PeekEnd([own, other, make_sample_id(held_out_uid(0, 2), 0, 0)])
+    assert handler(asked, 7).texts == ['[{"role": "user", "content": "again"}]', "", ""]
+    assert handler(asked, 8).texts == ["", "", ""], "kept for one evaluation"
+    stage.mail(2, TurnDelta)
 
 
 def test_by_steps_the_next_prompt_shows_tools_and_their_results(stage: Stage) -> None:
