@@ -30,7 +30,7 @@ def chosen(config: Config) -> Iterator[tuple[Path, str, Spec]]:
                 yield ("trainer", "optimizer"), config.trainer.optimizer, optimizer
     if config.reinforces:
         yield ("algorithm",), str(getattr(config.algorithm, "name", "")), config.algorithm_spec
-    if config.has_judge:
+    if config.asks("judge"):
         yield JUDGE_ENGINE, config.judge.engine, GEN_ENGINES[config.judge.engine]
     for domain, reward in config.reward.items():
         yield ("reward", domain, "name"), reward.name, REWARDS[reward.name]

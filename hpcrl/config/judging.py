@@ -46,9 +46,9 @@ def check_reward_model(config: Config) -> Iterator[Problem]:
 
 def check_judge(config: Config) -> Iterator[Problem]:
     """A judge without a model, or with an engine that cannot do what the run asks of it."""
-    if not config.has_judge:
+    if not (domains := config.asks("judge")):
         return
-    domain = config.asks("judge")[0]
+    domain = domains[0]
     if config.judge.path is None:
         text = f"judge.path: missing; reward.{domain} has a judge with role=judge, which needs a model folder"
         yield Problem(("judge", "path"), text, (("reward", domain),))

@@ -249,11 +249,6 @@ class Config(Section):
         return [domain for domain, reward in self.reward.items() if role in REWARDS[reward.name].asks(reward.options)]
 
     @property
-    def has_judge(self) -> bool:
-        """Whether ranks of the run judge."""
-        return bool(self.asks("judge"))
-
-    @property
     def evaluates(self) -> bool:
         """Whether the run evaluates on held-out prompts."""
         return self.data.val is not None and self.eval_every > 0

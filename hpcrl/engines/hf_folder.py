@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 TOKENIZER_FILES = (
@@ -33,6 +34,20 @@ def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
     DeepSpeed where it is installed."""
     with mock.patch("transformers.modeling_utils.unwrap_model", lambda model: model):
         model.save_pretrained(folder, **options)
+
+
+def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of every *.safetensors file of an HF folder, one in memory at a time. ValueError if there is
+    none."""
+    from safetensors import safe_open
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model folder {path} has no *.safetensors weights")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (the handle is not a mapping)
+                yield name, tensors.get_tensor(name)
 
 
 def copy_beside_weights(origin: Path, folder: Path) -> None:

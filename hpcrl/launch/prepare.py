@@ -138,7 +138,7 @@ def _check_critic(reading: Reading, config: Config) -> Config:
 
 def _check_judge(reading: Reading, config: Config) -> Config:
     """The configuration with the folder of judge.path in place of a hub name."""
-    if not config.has_judge or config.judge.path is None:
+    if not config.asks("judge") or config.judge.path is None:
         return config
     path, found, problems = _look_into("judge", config.judge.path, config.dry_run, check_chat_template)
     config = config.model_copy(update={"judge": config.judge.model_copy(update={"path": path})})

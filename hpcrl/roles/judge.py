@@ -16,7 +16,7 @@ import torch
 
 from hpcrl.data.chat import encode, render
 from hpcrl.engines.gen.base import GenEngine, Output, ReplicaRanks, Request, SamplingParams
-from hpcrl.engines.gen.native.weights import read_safetensors
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.metrics.stats import Stats
 from hpcrl.roles.base import Rank
 from hpcrl.roles.load import Load

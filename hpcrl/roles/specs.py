@@ -91,34 +91,35 @@ CRITIC = RoleSpec(
     imports=_critic_engine,
 )
 
+
+def _serving(role: str) -> dict[str, Any]:
+    """What the roles have in common whose frozen models rewards ask."""
+    return {
+        "needed": lambda config: bool(config.asks(role)),
+        "num_ranks": 1,
+        "colocate_with": None,
+        "holds_model": True,
+        "gets_mail": True,
+        "serves": True,
+        "peers": ("reward",),
+        "least_ranks": lambda config: config.layout.of(role).min_ranks,
+    }
+
+
 JUDGE = RoleSpec(
     about="Ranks that serve the model of `judge`; only with a reward whose judge has role=judge.",
     make="hpcrl.roles.judge:JudgeRole",
     plan="hpcrl.planner.judge:judge_parts",
-    needed=lambda config: config.has_judge,
-    num_ranks=1,
-    colocate_with=None,
-    holds_model=True,
-    gets_mail=True,
-    serves=True,
-    peers=("reward",),
-    least_ranks=lambda config: config.layout.judge.min_ranks,
     imports=_judge_engine,
+    **_serving("judge"),
 )
 
 REWARD_MODEL = RoleSpec(
     about="Ranks that serve the model of `reward_model`; only with a reward of this name.",
     make="hpcrl.roles.reward_model:RewardModelRole",
     plan="hpcrl.planner.reward_model:reward_model_parts",
-    needed=lambda config: bool(config.asks("reward_model")),
-    num_ranks=1,
-    colocate_with=None,
-    holds_model=True,
-    gets_mail=True,
-    serves=True,
-    peers=("reward",),
-    least_ranks=lambda config: config.layout.reward_model.min_ranks,
     imports=lambda config: "hpcrl.engines.scalar",
+    **_serving("reward_model"),
 )
 
 REWARD = RoleSpec(

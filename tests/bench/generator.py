@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.gen.native.weights import read_safetensors
+from hpcrl.engines.hf_folder import read_safetensors
 from tests.bench.machine import tell
 
 NUM_REQUESTS, MAX_NEW, VOCAB = 64, 256, 512

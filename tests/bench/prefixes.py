@@ -33,7 +33,7 @@ import torch
 from hpcrl.engines.gen.base import Request, SamplingParams
 from hpcrl.engines.gen.native.blocks import Match
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.gen.native.weights import read_safetensors
+from hpcrl.engines.hf_folder import read_safetensors
 from tests.bench.generator import VOCAB, make_model
 from tests.bench.machine import tell
 

@@ -38,7 +38,8 @@ from hpcrl.engines.gen.native.architecture import read_architecture
 from hpcrl.engines.gen.native.engine import NativeEngine
 from hpcrl.engines.gen.native.families import unsupported
 from hpcrl.engines.gen.native.transformer import Transformer
-from hpcrl.engines.gen.native.weights import FusedWeights, read_safetensors
+from hpcrl.engines.gen.native.weights import FusedWeights
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.tiny import make_tokenizer
 from hpcrl.rollout.types import FinishReason
 

@@ -12,7 +12,7 @@ import torch
 
 from hpcrl.control import messages as m
 from hpcrl.engines.gen.base import Output
-from hpcrl.engines.gen.native.weights import read_safetensors
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.held import read_held, write_held

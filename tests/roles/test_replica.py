@@ -15,7 +15,7 @@ from hpcrl.cluster.layout import RoleLayout
 from hpcrl.control import messages as m
 from hpcrl.control.world import UNCOUNTED
 from hpcrl.engines.gen.native.engine import make
-from hpcrl.engines.gen.native.weights import read_safetensors
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.rollout.types import make_sample_id
 from hpcrl.trajectory import Level, Origin, fields_of

@@ -9,7 +9,7 @@ import torch
 
 from hpcrl.config import TrainerConfig
 from hpcrl.engines.gen.native.engine import NativeEngine
-from hpcrl.engines.gen.native.weights import read_safetensors
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from tests.bench.gpu.common import Check, Row
 from tests.bench.head_dtype import differences

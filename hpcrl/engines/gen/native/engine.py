@@ -29,9 +29,10 @@ from hpcrl.engines.gen.native.slots import Queued, Slots
 from hpcrl.engines.gen.native.spec import NativeConfig
 from hpcrl.engines.gen.native.tape import Tape
 from hpcrl.engines.gen.native.transformer import Transformer
-from hpcrl.engines.gen.native.weights import FusedWeights, read_safetensors
+from hpcrl.engines.gen.native.weights import FusedWeights
 from hpcrl.engines.gen.sampling import SamplingPlan, sample, uniforms
 from hpcrl.engines.gen.stops import StopStrings
+from hpcrl.engines.hf_folder import read_safetensors
 from hpcrl.engines.routes import RouteShape, routes_of
 from hpcrl.rollout.types import FinishReason
 

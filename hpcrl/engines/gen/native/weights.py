@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -315,17 +314,3 @@ WHICH = ("gate", "up", "down")
 def _require(required: set[str], loaded: set[str]) -> None:
     if missing := sorted(required - loaded):
         raise ValueError(f"{len(missing)} of {len(required)} weights are missing, e.g. {missing[:3]}")
-
-
-def read_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of every *.safetensors file of an HF folder, one in memory at a time. ValueError if there is
-    none."""
-    from safetensors import safe_open
-
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model folder {path} has no *.safetensors weights")
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (the handle is not a mapping)
-                yield name, tensors.get_tensor(name)
