@@ -11,6 +11,7 @@ import pytest
 
 from hpcrl.data.chat import encode, render
 from hpcrl.exitcodes import ExitCode
+from hpcrl.files import committed_step
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rewards.extract import after_thinking
 from hpcrl.rewards.judge_prompt import NONE, harmless
@@ -44,9 +45,12 @@ def start(run_dir: Path, *words: str) -> Start:
     return Start(run_dir, [*WORDS, *words], {"PYTHONPATH": str(ROOT)})
 
 
-def test_a_killed_judge_is_done_without_and_the_last_ends_the_run(tmp_path: Path, judge: list[str]) -> None:
+def test_a_killed_judge_is_done_without_and_the_last_ends_the_run_which_resumes(
+    tmp_path: Path, judge: list[str]
+) -> None:
     run_dir = tmp_path / "run"
-    run = start(run_dir, *judge, "layout.judge.num_ranks=2", "max_steps=100000")
+    words = [*judge, "layout.judge.num_ranks=2", "save_every=1"]
+    run = start(run_dir, *words, "max_steps=100000")
     run.wait_until(lambda: run.step >= 2, 300.0)
     os.kill(run.ranks[2], signal.SIGKILL)
     run.wait_until(lambda: "the run goes on without it" in run.text, 200.0)
@@ -67,6 +71,13 @@ def test_a_killed_judge_is_done_without_and_the_last_ends_the_run(tmp_path: Path
     seen = [harmless(after_thinking(text), 20_000) or NONE for text in responses]
     assert batch.batch.rewards.tolist() == pytest.approx([len(text) % 10 / 10 for text in seen])
     assert len(set(batch.batch.rewards.tolist())) > 1
+
+    done = committed_step(run_dir)
+    again = start(run_dir, *words, f"max_steps={done + 2}")
+    assert again.wait(280.0) == ExitCode.DONE, again.text
+    rows = [row for row in read_metrics(run_dir) if row["step"] > done]
+    assert [row["step"] for row in rows] == [done + 1, done + 2], "the run goes on where it was saved, with both judges"
+    assert all(row["scheduler/score_errors"] == 0 and row["judge/answered"] > 0 for row in rows)
 
 
 def test_a_reward_model_scores_on_the_rank_of_another_role(tmp_path: Path) -> None:
