@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave soak tests out unless asked for; skip GPU tests where there is none."""
+    """Leave soak tests out unless asked for; skip GPU tests where there is none; files that take long come first."""
     soak = [item for item in items if item.get_closest_marker("soak")]
     if soak and "soak" not in config.option.markexpr:
         config.hook.pytest_deselected(items=soak)
@@ -71,6 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in gpu:
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    # A worker takes the next file when it has done one: at the end there are only short ones to share out.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside the time limit of the test

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -79,6 +78,8 @@ def make_engine(folder: Path, case: str, trainable: bool = True, dtype: str = "f
 
 
 def gradients_of(engine: ZeroEngine, batch: Batch) -> dict[str, Tensor]:
+    from deepspeed.utils import safe_get_full_grad  # after the engine, which spares it mlflow
+
     engine.accumulate(batch, PLAN, Weighted(TEMPERATURE, entropy=True), norms_of(batch))
     found = {name: safe_get_full_grad(p).float().clone() for name, p in engine.module.hf.named_parameters()}
     engine.discard_gradients()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from hpcrl.checkpoint.writer import SharedFile
 from hpcrl.cluster.layout import RoleLayout
@@ -68,6 +67,8 @@ def planned(folder: Path, dtype: str, stage: int, num_ranks: int) -> dict[str, i
 
 
 def test_the_constants_are_those_of_deepspeed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # after the engine, which spares it mlflow
+
     own = DeepSpeedZeroConfig(stage=3)
     assert own.reduce_bucket_size == own.allgather_bucket_size == BUCKET_NUMBERS
     assert own.max_live_parameters == own.max_reuse_distance == own.sub_group_size == memory.LIVE_NUMBERS

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from hpcrl.algorithms.base import Objective
@@ -34,6 +33,8 @@ def factory(folder: Path) -> TrainEngine:
 def gradients(
     engine: ZeroEngine, batch: Batch, micro_batches: MicroBatches, objective: Objective, norms: Norms
 ) -> dict[str, Tensor]:
+    from deepspeed.utils import safe_get_full_grad  # after the engine, which spares it mlflow
+
     engine.accumulate(batch, micro_batches, objective, norms)
     trained = {name: p for name, p in engine.module.hf.named_parameters() if p.requires_grad}
     found = {name: safe_get_full_grad(p).float().clone() for name, p in trained.items()}
