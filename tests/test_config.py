@@ -264,6 +264,15 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (["env.default.class_path=m:C"], "env.default.class_path: read with name=class only"),
         (
+            ["env=scripted", "env.default.history=3"],
+            "env.default.history: not read here, an episode by trajectory shows all turns",
+        ),
+        (
+            ["env=scripted", "env.default.episode=steps", "trainer.engine=tests.planner.models:UNPLANNED"],
+            "env.default.episode: the tests.planner.models:UNPLANNED trainer takes an episode for one sequence; use "
+            "trajectory, or trainer.engine=fsdp2 or megatron or deepspeed",
+        ),
+        (
             ["rollout.domains={a:{max_new_tokens:999}}"],
             "rollout.domains.a.max_new_tokens: 999 is above rollout.max_new_tokens, which is 256",
         ),
@@ -565,6 +574,8 @@ def test_the_longest_sequence_counts_evaluation_and_turns() -> None:
     assert parse({"data": {"max_prompt_tokens": 10}, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 15
     evaluated = {"data": {"max_prompt_tokens": 10, "val": "task:add"}, "eval": {"max_new_tokens": 30}}
     assert parse({**evaluated, "env": {"default": {"max_turns": 3}}}).max_sequence_tokens == 3 * (10 + 256)
+    stepped = parse({**evaluated, "env": {"default": {"max_turns": 3, "episode": "steps"}}})
+    assert (stepped.max_sequence_tokens, stepped.max_row_tokens) == (10 + 256, 3 * (10 + 256))
     assert parse({**evaluated, "rollout": {"max_new_tokens": 5}}).max_sequence_tokens == 10 + 30
 
 

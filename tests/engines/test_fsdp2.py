@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.config import TrainerConfig
 from hpcrl.engines import varlen
+from hpcrl.engines.train.base import check_segments
 from hpcrl.engines.train.fsdp2 import engine as fsdp2
 from hpcrl.engines.train.fsdp2 import model, probe
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
@@ -33,6 +34,7 @@ from tests.checkpoint.writing import write_files
 from tests.engines.worlds import (
     FAMILIES,
     Weighted,
+    by_steps,
     make_batch,
     make_model_folder,
     norms_of,
@@ -268,6 +270,19 @@ def test_an_objective_that_compares_rows_needs_packing(folders: dict[str, Path],
     assert "actor/logprob" in engine(folders["qwen2"]).train_step(batch, ONE, Pairs(), norms_of(batch))
     with pytest.raises(ValueError, match="Pairs compares the rows of a micro-batch, and without packing qwen2 is tr"):
         engine(folders["qwen2"], packing="off").train_step(batch, ONE, Pairs(), norms_of(batch))
+
+
+def test_episodes_by_steps_need_packing(folders: dict[str, Path], world_of_one: None) -> None:
+    batch = by_steps(make_batch(LENGTHS), (2, len(LENGTHS) - 2))
+    want, gradients = transformers_results(folders["qwen2"], batch, TEMPERATURE)
+    trainer = engine(folders["qwen2"])
+    check_segments(trainer, by_steps=True)
+    assert (trainer.logprobs(batch, [[0], [1]], TEMPERATURE) - want).abs().max() < 1e-5
+    assert worst_difference(gradients_of(trainer, batch, [[0, 1]], batch), gradients) < 1e-5
+    unpacked = engine(folders["qwen2"], packing="off", trainable=False)
+    check_segments(unpacked, by_steps=False)
+    with pytest.raises(ValueError, match=r"steps need a trainer that packs .* qwen2 model; .* trainer.fsdp2.packing="):
+        check_segments(unpacked, by_steps=True)
 
 
 def test_gemma2_without_packing_keeps_its_soft_caps(folders: dict[str, Path], world_of_one: None) -> None:
