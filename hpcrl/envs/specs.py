@@ -238,6 +238,34 @@ class WebShopOptions(GameOptions):
         return self
 
 
+class TextWorldOptions(GameOptions):
+    """Options of the environment textworld. Its texts have the field {task}, what the game asks for, instead of
+    {symbols}."""
+
+    prompt: TaskTemplate = (
+        "You play a text adventure.\n{observation}\nActions: {actions}. Give one per answer, as in {answer}."
+    )
+    """First prompt. The game's first text contains the task."""
+    turn: TaskTemplate = "{observation}\nYour actions are {actions}."
+    """Text after a valid action; without {actions} the model has to find the commands."""
+    invalid: TaskTemplate = "That is not a valid action.\n{observation}\nChoose from {actions}, as in {answer}."
+    """Text after a response without a valid action."""
+    games: list[str] = []
+    """Games of TextWorld (.z8 or .ulx, with their .json) and of ALFWorld (.tw-pddl), and folders that are searched for
+    them."""
+    val_games: list[str] = []
+    """The games of env:DOMAIN in data.val (env_seed from 2^30 on); empty: those of `games`."""
+    reward: Literal["success", "score"] = "success"
+    """success: 1 at the end of a game that is won; score: what a command adds to the game's score, as a share of its
+    maximum. ALFWorld has no score."""
+
+    @model_validator(mode="after")
+    def _has_games(self) -> Self:
+        if not self.games:
+            raise ValueError("games: give files (made by tw-make, or ALFWorld's game.tw-pddl) or folders with files")
+        return self
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.scripted:ScriptedEnv",
@@ -279,5 +307,12 @@ WEBSHOP = EnvSpec(
     section=WebShopOptions,
     has_expert=True,
     probe="hpcrl.envs.webshop.catalogue:probe",
+)
+TEXTWORLD = EnvSpec(
+    about="Games of TextWorld and ALFWorld: text adventures with known commands.",
+    make="hpcrl.envs.textworld:TextWorld",
+    section=TextWorldOptions,
+    needs={"textworld": "textworld"},
+    probe="hpcrl.envs.textworld:probe",
 )
 CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

@@ -118,6 +118,7 @@ ENVS = SpecTable(
         "gymnasium": "hpcrl.envs.specs:GYMNASIUM",
         "tools": "hpcrl.envs.tools.specs:TOOLS",
         "webshop": "hpcrl.envs.specs:WEBSHOP",
+        "textworld": "hpcrl.envs.specs:TEXTWORLD",
         "class": "hpcrl.envs.specs:CLASS",
     },
 )

@@ -32,6 +32,7 @@ RUNNABLE = {
     "agentic_sokoban",
     "agentic_frozenlake",
     "agentic_webshop",
+    "agentic_alfworld",
     "convert",
 }
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
@@ -157,7 +158,8 @@ def test_there_is_a_script_for_every_recipe() -> None:
         f"rlvr_{name}"
         for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated", "vl_7b")
     }
-    assert rlvr | {"agentic_sokoban", "agentic_frozenlake", "agentic_webshop", "convert"} == RECIPES
+    agentic = {f"agentic_{name}" for name in ("sokoban", "frozenlake", "webshop", "alfworld")}
+    assert rlvr | agentic | {"convert"} == RECIPES
 
 
 def test_the_scripts_are_what_the_renderer_makes_of_their_experiments(made: dict[str, str]) -> None:
@@ -193,6 +195,10 @@ def test_a_recipe_plans_without_weights_and_says_what_is_not_built(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["+cluster=slurm", f"+experiment={name}"]
+    if name == "agentic_alfworld":  # which needs the user's games
+        Path("game.z8").touch()
+        Path("game.json").touch()
+        words.append("env.default.options.games=[game.z8]")
     assert main([*words, "dry_run=true"]) == 0, capsys.readouterr().err
     plan = capsys.readouterr().out
     config = load(words)
