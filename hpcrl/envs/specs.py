@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, Natural, Positive, Section, Share
+from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Share
 from hpcrl.spec.kinds import EnvSpec
 
 
@@ -266,6 +266,40 @@ class TextWorldOptions(GameOptions):
         return self
 
 
+class SWEOptions(GameOptions):
+    """Options of the environment swe. Its texts have the field {task} instead of {symbols}."""
+
+    prompt: TaskTemplate = (
+        "You are in a shell in the folder of a repository, with these files:\n{observation}\nTask: {task}\n"
+        "Give one command in each answer, as in {answer}; the command submit ends the task."
+    )
+    """First prompt."""
+    turn: TaskTemplate = "{observation}"
+    """Text after a command."""
+    invalid: TaskTemplate = "{observation}\nThat was no command. Give one, as in {answer}, or submit."
+    """Text after a response without a command."""
+    tag: Annotated[str, AfterValidator(_tag)] = "bash"
+    """The command stands between the first `<tag>` and `</tag>` of the response; empty: it is the whole response."""
+    partial: bool = False
+    """The reward is the share of hidden tests that pass; false: 1 if all pass, else 0."""
+    output_chars: Annotated[int, Field(ge=100), NUMBER] = 2000
+    """Longest output that the model sees; the middle of a longer one is left out."""
+    command_timeout_s: Seconds = 10.0
+    """Timeout of a command, seconds."""
+    tests_timeout_s: Seconds = 20.0
+    """Timeout of each file of hidden tests, seconds."""
+    min_level: Literal["L0", "L1", "L2", "L3"] = "L1"
+    """Least isolation of commands and tests (docs/security.md); L0 is unsafe."""
+    memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
+    """Memory of all processes of a command, and address space of each, MiB."""
+    max_processes: Annotated[int, Field(ge=2, le=1024), NUMBER] = 16
+    """Processes and threads of a command."""
+    max_file_mib: Positive = 16
+    """Maximum size of a file, MiB; of all files of an episode four times this."""
+    max_output_kib: Positive = 1024
+    """Output, KiB, beyond which a command is stopped."""
+
+
 SCRIPTED = EnvSpec(
     about="Asks for a second answer and compares it with the gold answer; for tests and as an example.",
     make="hpcrl.envs.scripted:ScriptedEnv",
@@ -314,5 +348,12 @@ TEXTWORLD = EnvSpec(
     section=TextWorldOptions,
     needs={"textworld": "textworld"},
     probe="hpcrl.envs.textworld:probe",
+)
+SWE = EnvSpec(
+    about="Repair a small repository by commands in a sandbox; hidden tests judge.",
+    make="hpcrl.envs.swe.task:SWE",
+    section=SWEOptions,
+    has_expert=True,
+    probe="hpcrl.envs.swe.task:probe",
 )
 CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

@@ -119,6 +119,7 @@ ENVS = SpecTable(
         "tools": "hpcrl.envs.tools.specs:TOOLS",
         "webshop": "hpcrl.envs.specs:WEBSHOP",
         "textworld": "hpcrl.envs.specs:TEXTWORLD",
+        "swe": "hpcrl.envs.specs:SWE",
         "class": "hpcrl.envs.specs:CLASS",
     },
 )

@@ -97,7 +97,7 @@ def test_the_small_twin_of_the_worlds_runs(tmp_path: Path, walker_model: Path) -
     start = Start(tmp_path / "run", words)
     assert start.wait(200.0) == ExitCode.DONE, start.text
     *_, last = read_metrics(tmp_path / "run")
-    for domain in ("shop",):
-        turns, valid = last[f"env/{domain}/turns"], last[f"env/{domain}/action_is_valid"]
-        assert turns is not None and 1 < turns <= 2 and valid == 0, "the model walks, which is no action here"
+    for domain, valid in (("shop", 0), ("fix", 1)):  # the model walks, which is no action of the shop, but a command
+        turns = last[f"env/{domain}/turns"]
+        assert turns is not None and 1 < turns <= 2 and last[f"env/{domain}/action_is_valid"] == valid
         assert last[f"val/env/{domain}/success"] == 0

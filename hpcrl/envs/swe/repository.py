@@ -1,0 +1,142 @@
+"""The repository of an episode in a sandbox of its own: files in, commands, hidden tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from hpcrl.envs.specs import SWEOptions
+from hpcrl.rewards.sandbox.client import Sandbox
+from hpcrl.rewards.sandbox.jobs import ChildTask, JobOutcome, Limits
+from hpcrl.rewards.sandbox.wire import decode
+
+UNPACK = """
+import json, os, sys
+for name, text in json.load(sys.stdin).items():
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    open(name, "w", encoding="utf-8", errors="surrogateescape").write(text)
+"""
+SHELL = """exec 2>&1
+python() {{ PYTHONPATH=.:{packages} {python} "$@"; }}
+python3() {{ python "$@"; }}
+export -f python python3
+{command}"""
+
+
+class Repository:
+    """The files of an episode, in the sandbox. Commands run one after the other in its folder, and what they start ends
+    with them; hidden tests run in a process of their own, which the code cannot see (docs/security.md)."""
+
+    def __init__(self, options: SWEOptions, files: Mapping[str, str]):
+        """ValueError if the sandbox does not reach its level, or the files are too many or too large."""
+        for name in files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"the file {name!r} is outside of the repository")
+        self._options, self._tops = options, {PurePosixPath(name).parts[0].removesuffix(".py") for name in files}
+        if "solution" in self._tops:
+            raise ValueError(
+                "a repository cannot have a top-level module solution: the sandbox gives its code this name"
+            )
+        self._sandbox = sandbox_of(options)
+        unpack = ChildTask({"kind": "program", "code": UNPACK}, json.dumps(dict(files)).encode())
+        outcome = self._sandbox.run([unpack], options.tests_timeout_s)
+        if outcome.code or outcome.stopped:
+            self.close()
+            raise ValueError(f"the repository cannot be unpacked: {_said(outcome)}")
+
+    def run(self, command: str) -> JobOutcome:
+        """Run a command of bash. Its output and errors are in stdout."""
+        packages = ":".join(dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib"))))
+        text = SHELL.format(packages=packages, python=sys.executable, command=command)
+        task = ChildTask({"kind": "execute", "command": ["/bin/bash", "-c", text], "files": {}})
+        return self._sandbox.run([task], self._options.command_timeout_s, keep_files=True)
+
+    def passed(self, tests: Mapping[str, str]) -> tuple[int, int]:
+        """(passed, all) hidden tests. ValueError if the tests cannot judge."""
+        passed = total = 0
+        for name, source in tests.items():
+            imports, rest = split_imports(source, self._tops, name)
+            code = "import sys\nsys.path.insert(0, '')\n" + imports
+            what = {"kind": "tests", "style": "pytest", "source": rest, "setup": "", "entry_point": ""}
+            tasks = [ChildTask({"kind": "serve", "code": code}), ChildTask(what)]
+            outcome = self._sandbox.run(tasks, self._options.tests_timeout_s, keep_files=True)
+            if outcome.code or outcome.stopped or not outcome.result:
+                total += max(1, num_tests(rest))
+                continue
+            verdict = decode(outcome.result)  # of our own process, not that of the code
+            if verdict["problem"]:
+                raise ValueError(f"hidden tests {name} cannot judge: {verdict['problem']}")
+            passed += verdict["passed"]
+            total += max(1, verdict["total"])
+        return passed, total
+
+    def close(self) -> None:
+        """End the sandbox, which removes the files."""
+        self._sandbox.close()
+
+
+def sandbox_of(options: SWEOptions) -> Sandbox:
+    """A new sandbox. ValueError if no level from min_level on works here."""
+    limits = Limits(
+        memory_bytes=options.memory_mib << 20,
+        file_bytes=options.max_file_mib << 20,
+        processes=options.max_processes,
+        output_bytes=options.max_output_kib << 10,
+    )
+    return Sandbox(int(options.min_level[1]), limits)
+
+
+def split_imports(source: str, tops: set[str], name: str) -> tuple[str, str]:
+    """The imports of modules of the repository, for the process of the code, and the tests without them. ValueError for
+    tests that are not Python."""
+    try:
+        tree = ast.parse(source, name)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"hidden tests {name}: {error}") from error
+    imports = []
+    for place, node in enumerate(tree.body):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if any(module.split(".")[0] in tops for module in modules):
+            imports.append(ast.unparse(node))
+            tree.body[place] = ast.copy_location(ast.Pass(), node)
+    return "\n".join(imports), ast.unparse(tree)
+
+
+def num_tests(source: str) -> int:
+    """Functions of tests, without their parameters: what counts if the code never answers."""
+    return sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in ast.parse(source).body)
+
+
+def files_of(repository: str) -> dict[str, str]:
+    """The text files of a folder, or of a .tar or .zip archive. ValueError if there is none."""
+    path = Path(repository)
+    found: dict[str, bytes] = {}
+    try:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file() and ".git" not in file.parts)
+            found = {str(file.relative_to(path)): file.read_bytes() for file in files}
+        elif path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                found = {one.filename: archive.read(one) for one in archive.infolist() if not one.is_dir()}
+        else:
+            with tarfile.open(path) as packed:
+                for member in packed:
+                    if (content := packed.extractfile(member)) is not None:
+                        found[member.name.removeprefix("./")] = content.read()
+    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise ValueError(f"column repository: {repository!r} cannot be read: {error}") from error
+    if not found:
+        raise ValueError(f"column repository: {repository!r} has no files")
+    return {name: content.decode(errors="surrogateescape") for name, content in found.items()}
+
+
+def _said(outcome: JobOutcome) -> str:
+    lines = outcome.stderr.decode(errors="replace").strip().splitlines()
+    return f"limit of {outcome.stopped}" if outcome.stopped else lines[-1] if lines else f"exit code {outcome.code}"

@@ -1,0 +1,114 @@
+"""The environment of software engineering: commands until the model submits, then hidden tests."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from hpcrl.envs.game import ExpertGame, Outcome
+from hpcrl.envs.specs import SWEOptions
+from hpcrl.envs.swe.bugs import repair
+from hpcrl.envs.swe.repository import Repository, files_of, sandbox_of
+
+SUBMIT = "submit"
+LIST = "find . -type f | sort | head -100"
+MOST = 20_000
+"""Longest command, characters."""
+
+
+class SWE(ExpertGame[SWEOptions]):
+    """Each turn is a command of bash in the folder of a repository, in a sandbox that the episode keeps; `submit` ends
+    the episode. The reward is 1 if all hidden tests pass, or with options.partial the share that passes; tests enter no
+    process or folder that a command can see. A command is effective if its exit code is 0.
+
+    The row has `files` (path -> text) or `repository` (a folder or an archive), its prompt is the task, and
+    `hidden_tests` are tests (path -> text) in pytest's form. Without these columns, the seed gives a small repository
+    with a bug.
+    """
+
+    actions = ("ls", SUBMIT)
+
+    def __init__(
+        self,
+        options: SWEOptions,
+        prompt: str = "",
+        files: Mapping[str, str] | None = None,
+        repository: str | None = None,
+        hidden_tests: Mapping[str, str] | None = None,
+    ):
+        super().__init__(options)
+        given = files is not None or repository is not None
+        if given and (not hidden_tests or (files is not None and repository is not None)):
+            raise ValueError("a row needs one of the columns files and repository, and the column hidden_tests")
+        self._row = (prompt, files, repository, hidden_tests or {}) if given else None
+        self._repository: Repository | None = None
+
+    @property
+    def described_actions(self) -> str:
+        return "commands of bash, and submit"
+
+    def start(self, seed: int) -> None:
+        self.close()
+        self._change: tuple[str, str, str] | None = None
+        if self._row is None:
+            made = repair(seed)
+            self.task, files, self._tests, self._change = made.text, made.files, made.tests, made.change
+        else:
+            self.task, inline, place, tests = self._row
+            files = dict(inline) if inline is not None else files_of(place or "")
+            self._tests = dict(tests)
+        self._repository = Repository(self.options, files)
+        self._said = self._output(LIST)[0]
+
+    def show(self) -> str:
+        return self._said
+
+    def act(self, action: str) -> Outcome:
+        if action != SUBMIT:
+            self._said, ended_well = self._output(action)
+            return Outcome(0.0, effective=ended_well)
+        assert self._repository is not None, "a running episode has a repository"
+        passed, total = self._repository.passed(self._tests)
+        self._said = f"{passed} of {total} hidden tests pass."
+        whole = passed == total
+        return Outcome(passed / total if self.options.partial else float(whole), ended=True, success=whole)
+
+    def close(self) -> None:
+        if self._repository is not None:
+            self._repository.close()
+            self._repository = None
+
+    def best_action(self) -> str:
+        """Of a generated task: the change that repairs it, then submit."""
+        assert self._change is not None and self._repository is not None, "only generated tasks have an expert"
+        file, wrong, right = self._change
+        if self._repository.run(f"grep -qxF {shlex.quote(right)} {file}").code == 0:
+            return SUBMIT
+        program = f"p={file!r}; t=open(p).read(); open(p,'w').write(t.replace({wrong!r}, {right!r}))"
+        return f"python -c {shlex.quote(program)}"
+
+    def _chosen(self, response: str) -> str | None:
+        """The command; None if there is none that can be executed."""
+        given = self._given(response) or ""
+        valid = len(given) <= MOST and "\0" not in given and given.encode(errors="replace").decode() == given
+        return given if given and valid else None
+
+    def _output(self, command: str) -> tuple[str, bool]:
+        """What a command writes, cut in its middle, and whether it ends well."""
+        assert self._repository is not None, "a running episode has a repository"
+        outcome = self._repository.run(command)
+        text, most = outcome.stdout.decode(errors="replace").strip(), self.options.output_chars
+        if len(text) > most:
+            text = f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-most // 2 :]}"
+        ended = f"stopped by the limit of {outcome.stopped}" if outcome.stopped else f"exit code {outcome.code}"
+        well = not outcome.stopped and outcome.code == 0
+        return text if well and text else f"{text}\n({ended})".strip(), well
+
+
+def probe(options: SWEOptions, own_code: bool) -> None:
+    """ValueError if the sandbox does not reach its level, in env ranks (own_code)."""
+    if own_code:
+        try:
+            sandbox_of(options).close()
+        except ValueError as error:
+            raise ValueError(f"min_level: {error}") from error
