@@ -199,10 +199,15 @@ class GymnasiumOptions(GameOptions):
         return self
 
 
-class WebShopOptions(GameOptions):
-    """Options of the environment webshop. Its texts have the field {task}, the instruction, instead of {symbols}."""
+class TaskOptions(GameOptions):
+    """Options of an environment whose texts have the field {task}, what it asks for, instead of {symbols}."""
 
     fields: ClassVar[tuple[str, ...]] = ("observation", "actions", "answer", "task")
+
+
+class WebShopOptions(TaskOptions):
+    """Options of the environment webshop. {task} is the instruction."""
+
     prompt: str = (
         "You are in a web shop. Your task: {task}\nSearch for products, open one, choose its options, and buy it.\n"
         "{observation}\nYour actions are {actions}. Give one in each answer, as in {answer}."
@@ -238,17 +243,14 @@ class WebShopOptions(GameOptions):
         return self
 
 
-class TextWorldOptions(GameOptions):
-    """Options of the environment textworld. Its texts have the field {task}, what the game asks for, instead of
-    {symbols}."""
+class TextWorldOptions(TaskOptions):
+    """Options of the environment textworld. {task} is what the game asks for."""
 
-    prompt: TaskTemplate = (
-        "You play a text adventure.\n{observation}\nActions: {actions}. Give one per answer, as in {answer}."
-    )
+    prompt: str = "You play a text adventure.\n{observation}\nActions: {actions}. Give one per answer, as in {answer}."
     """First prompt. The game's first text contains the task."""
-    turn: TaskTemplate = "{observation}\nYour actions are {actions}."
+    turn: str = "{observation}\nYour actions are {actions}."
     """Text after a valid action; without {actions} the model has to find the commands."""
-    invalid: TaskTemplate = "That is not a valid action.\n{observation}\nChoose from {actions}, as in {answer}."
+    invalid: str = "That is not a valid action.\n{observation}\nChoose from {actions}, as in {answer}."
     """Text after a response without a valid action."""
     games: list[str] = []
     """Games of TextWorld (.z8 or .ulx, with their .json) and of ALFWorld (.tw-pddl), and folders that are searched for
@@ -266,17 +268,17 @@ class TextWorldOptions(GameOptions):
         return self
 
 
-class SWEOptions(GameOptions):
-    """Options of the environment swe. Its texts have the field {task} instead of {symbols}."""
+class SWEOptions(TaskOptions):
+    """Options of the environment swe. {task} is the row's text."""
 
-    prompt: TaskTemplate = (
+    prompt: str = (
         "You are in a shell in the folder of a repository, with these files:\n{observation}\nTask: {task}\n"
         "Give one command in each answer, as in {answer}; the command submit ends the task."
     )
     """First prompt."""
-    turn: TaskTemplate = "{observation}"
+    turn: str = "{observation}"
     """Text after a command."""
-    invalid: TaskTemplate = "{observation}\nThat was no command. Give one, as in {answer}, or submit."
+    invalid: str = "{observation}\nThat was no command. Give one, as in {answer}, or submit."
     """Text after a response without a command."""
     tag: Annotated[str, AfterValidator(_tag)] = "bash"
     """The command stands between the first `<tag>` and `</tag>` of the response; empty: it is the whole response."""
@@ -298,6 +300,21 @@ class SWEOptions(GameOptions):
     """Maximum size of a file, MiB; of all files of an episode four times this."""
     max_output_kib: Positive = 1024
     """Output, KiB, beyond which a command is stopped."""
+
+
+class RemoteOptions(Section):
+    """Options of the environment remote."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/]+/?$")]
+    """Address of the server (python -m hpcrl.launch.env_server), such as http://node7:8123."""
+    section: str = "default"
+    """The section of the server's configuration whose environment is played."""
+    token_env: str = ""
+    """Environment variable with the server's token; empty: none."""
+    timeout_s: Seconds = 60.0
+    """Timeout of a request, seconds."""
+    retry_s: Annotated[float, Field(ge=0), NUMBER] = 10.0
+    """For how long a request is repeated after broken connections, seconds."""
 
 
 SCRIPTED = EnvSpec(
@@ -355,5 +372,11 @@ SWE = EnvSpec(
     section=SWEOptions,
     has_expert=True,
     probe="hpcrl.envs.swe.task:probe",
+)
+REMOTE = EnvSpec(
+    about="An environment that a server elsewhere plays.",
+    make="hpcrl.envs.remote:RemoteEnv",
+    section=RemoteOptions,
+    probe="hpcrl.envs.remote:probe",
 )
 CLASS = EnvSpec(about="A user-defined class.", make="hpcrl.envs.making:env_class", imports_code="class_path")

@@ -117,6 +117,7 @@ ENVS = SpecTable(
         "tic_tac_toe": "hpcrl.envs.specs:TIC_TAC_TOE",
         "gymnasium": "hpcrl.envs.specs:GYMNASIUM",
         "tools": "hpcrl.envs.tools.specs:TOOLS",
+        "remote": "hpcrl.envs.specs:REMOTE",
         "webshop": "hpcrl.envs.specs:WEBSHOP",
         "textworld": "hpcrl.envs.specs:TEXTWORLD",
         "swe": "hpcrl.envs.specs:SWE",

@@ -1,0 +1,250 @@
+"""A server of environments, for env ranks elsewhere (env.NAME.name=remote).
+
+python -m hpcrl.launch.env_server [--host HOST] [--port PORT] [--token-env NAME] [--idle-s S] env.NAME.KEY=VALUE ...
+
+It hosts every section `env` of the configuration, prints its address, and plays each session in the thread of the
+request. Requests are JSON objects of the types below, posted to /reset, /step, /close and /sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hmac
+import http.server
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from hpcrl.config import Config, load
+from hpcrl.config.reading import ConfigError
+from hpcrl.envs.base import Env
+from hpcrl.envs.making import check_env, make_env
+from hpcrl.exitcodes import ExitCode
+
+MOST_BYTES = 64 << 20
+READ_S = 30.0
+"""Time for the next bytes of a request."""
+
+
+class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
+    """Starts a session. row: the columns of the prompt's row, with prompt, answer and messages."""
+
+    section: str
+    seed: int
+    row: dict[str, Any]
+    chat_template: str = ""
+
+
+class EnvStep(msgspec.Struct, forbid_unknown_fields=True):
+    """number: of the step in its session, from 0; a repeated request gets the same answer."""
+
+    session: str
+    number: int
+    action: str
+
+
+class EnvClose(msgspec.Struct, forbid_unknown_fields=True):
+    """Ends a session; one that has ended already is no error."""
+
+    session: str
+
+
+class EnvSections(msgspec.Struct, forbid_unknown_fields=True):
+    """Asks for the names of the sections."""
+
+
+class EnvRefused(Exception):
+    """A request with an error for its sender."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(eq=False)
+class _Session:
+    env: Env
+    used: float
+    steps: int = 0
+    last: dict[str, Any] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        if hasattr(self.env, "close"):
+            with contextlib.suppress(Exception, SystemExit):
+                self.env.close()
+
+
+class EnvServer(http.server.ThreadingHTTPServer):
+    """Listens from the constructor on; serve_forever() answers. idle_s: a session without requests for so long is
+    closed. ValueError if a section names no environment that can be made."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 1024
+
+    def __init__(self, config: Config, at: tuple[str, int], token: str = "", idle_s: float = 600.0):
+        for section, env in config.envs.items():
+            check_env(env, section)
+        self._envs, self._token, self._idle_s = config.envs, token, idle_s
+        self._sessions: dict[str, _Session] = {}
+        self._lock = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
+        super().__init__(at, _Handler)
+
+    def service_actions(self) -> None:
+        """Close sessions that nobody asks for; called several times a second."""
+        now = time.monotonic()
+        with self._lock:
+            left = [name for name, one in self._sessions.items() if now - one.used > self._idle_s]
+            over = [self._sessions.pop(name) for name in left if not self._sessions[name].lock.locked()]
+        for session in over:
+            threading.Thread(target=session.close, name="close", daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is the client's affair."""
+
+    def answer(self, path: str, token: str, body: bytes) -> dict[str, Any]:
+        """EnvRefused, with a status, for what cannot be answered."""
+        if not hmac.compare_digest(token.encode(), f"Bearer {self._token}".encode()):
+            raise EnvRefused(401, "the token is wrong")
+        if path not in _ANSWERS:
+            raise EnvRefused(404, f"nothing is served at {path[:60]!r}")
+        kind, function = _ANSWERS[path]
+        try:
+            asked = msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise EnvRefused(400, f"the request is not as expected: {error}") from error
+        given: dict[str, Any] = function(self, asked)
+        return given
+
+    def _reset(self, asked: EnvReset) -> dict[str, Any]:
+        if asked.section not in self._envs:
+            raise EnvRefused(404, f"there is no section {asked.section[:60]!r}; there are {', '.join(self._envs)}")
+        named = {name: asked.row.pop(name, None) for name in ("prompt", "answer", "messages")}
+        session = _Session(make_env(self._envs[asked.section], named | {"extra": asked.row}, asked.chat_template), 0.0)
+        try:
+            observation, info = session.env.reset(asked.seed)
+        except BaseException:
+            session.close()
+            raise
+        session.used, name = time.monotonic(), secrets.token_hex(16)
+        with self._lock:
+            self._sessions[name] = session
+        return {"session": name, "observation": observation, "info": _told(info)}
+
+    def _step(self, asked: EnvStep) -> dict[str, Any]:
+        with self._lock:
+            session = self._sessions.get(asked.session)
+        if session is None:
+            raise EnvRefused(410, "there is no such session: it was closed, left for too long, or of an earlier server")
+        with session.lock:
+            session.used = time.monotonic()
+            if asked.number == session.steps - 1:
+                return session.last
+            if asked.number != session.steps:
+                raise EnvRefused(409, f"step {asked.number} of the session after {session.steps} steps")
+            try:
+                observation, reward, terminated, truncated, info = session.env.step(asked.action)
+            except BaseException:  # a repeated request must not play the step again
+                self._close(EnvClose(asked.session))
+                raise
+            session.used, session.steps = time.monotonic(), session.steps + 1
+            ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
+            session.last = {"observation": observation, "reward": float(reward), **ends, "info": _told(info)}
+            return session.last
+
+    def _close(self, asked: EnvClose) -> dict[str, Any]:
+        with self._lock:
+            session = self._sessions.pop(asked.session, None)
+        if session is not None:
+            session.close()
+        return {}
+
+    def _list(self, asked: EnvSections) -> dict[str, Any]:
+        return {"sections": list(self._envs)}
+
+
+_ANSWERS: dict[str, tuple[type[msgspec.Struct], Any]] = {
+    "/reset": (EnvReset, EnvServer._reset),
+    "/step": (EnvStep, EnvServer._step),
+    "/close": (EnvClose, EnvServer._close),
+    "/sections": (EnvSections, EnvServer._list),
+}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = READ_S
+    server: EnvServer
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        status, content = 413, {"error": f"a request has a Content-Length of at most {MOST_BYTES} bytes"}
+        if length.isdecimal() and int(length) <= MOST_BYTES:
+            try:
+                body = self.rfile.read(int(length))
+                status, content = 200, self.server.answer(self.path, self.headers.get("Authorization", ""), body)
+                data = json.dumps(content).encode()
+            except EnvRefused as error:
+                status, content = error.status, {"error": str(error)}
+            except (Exception, SystemExit) as error:  # what an environment raises costs its own session
+                text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
+                status, content = 500, {"error": text}
+        if status != 200:
+            data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def _told(info: dict[str, Any]) -> dict[str, Any]:
+    """What an env rank reads of it, in Python's own types."""
+    metrics = {str(name): float(value) for name, value in info.get("metrics", {}).items()}
+    return {"metrics": metrics} | ({"tools": info["tools"]} if info.get("tools") else {})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m hpcrl.launch.env_server", description="A server of environments.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=0, help="port; 0: a free one")
+    parser.add_argument("--token-env", default="", help="environment variable with the token that clients need")
+    parser.add_argument("--idle-s", type=float, default=600.0, help="a session without requests for so long is closed")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="the configuration, of which env is read")
+    given = parser.parse_args(argv)
+    token = os.environ.get(given.token_env, "") if given.token_env else ""
+    if not token and (given.token_env or given.host not in ("127.0.0.1", "::1", "localhost")):
+        print("a server needs a token unless it listens on 127.0.0.1: --token-env NAME of a variable", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    try:
+        config = load(given.words)
+        if not config.envs:
+            raise ValueError("no environment is configured; give env.default.name")
+        server = EnvServer(config, (given.host, given.port), token, given.idle_s)
+    except (ConfigError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    host = f"[{given.host}]" if ":" in given.host else given.host
+    print(f"environments {', '.join(config.envs)} at http://{host}:{server.server_address[1]}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever(0.2)
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

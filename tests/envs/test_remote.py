@@ -1,0 +1,200 @@
+"""Environments behind HTTP: the episode is the one played here, and a server that goes away is an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvConfig, parse
+from hpcrl.envs.making import check_env, make_env
+from hpcrl.envs.remote import RemoteEnvError, ask
+from hpcrl.envs.specs import RemoteOptions
+from hpcrl.launch.env_server import EnvServer, main
+
+ROW = {"prompt": "?", "answer": "4", "messages": [{"role": "user", "content": "?"}], "extra": {"hint": "left"}}
+GUESS = {"name": "guess", "options": {"high": 9}}
+TOKEN = "HPCRL_TEST_ENV_TOKEN"
+PLAYED: list[str] = []
+CLOSED: list[str] = []
+GO_ON = threading.Event()
+
+
+class Noted:
+    """Notes what is played; `answer` and `hint` are of the row."""
+
+    def __init__(self, answer: str, hint: str, chat_template: str):
+        self._told = f"{answer} {hint} {chat_template}"
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return f"{self._told} {seed}", {"tools": [{"type": "function", "function": {"name": "f"}}]}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        PLAYED.append(action)
+        if action == "raise":
+            raise KeyError("no such move")
+        if action == "wait":
+            GO_ON.wait(30)
+        return [{"role": "tool", "content": action}], 0.5, action == "end", False, {"metrics": {"success": 1}}
+
+    def close(self) -> None:
+        CLOSED.append(self._told)
+
+
+@contextmanager
+def serving(token: str = "", idle_s: float = 600.0, **env: Any) -> Iterator[str]:
+    server = EnvServer(parse({"env": env}), ("127.0.0.1", 0), token, idle_s)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def remote(url: str, template: str = "", **options: Any) -> Any:
+    return make_env(EnvConfig(name="remote", options={"url": url, "retry_s": 0.0, **options}), ROW, template)
+
+
+NOTED = {"name": "class", "class_path": "tests.envs.test_remote:Noted"}
+
+
+def test_a_game_is_the_same_behind_a_server() -> None:
+    here = make_env(EnvConfig(**GUESS), ROW)
+    with serving(guessing=GUESS, default=NOTED) as url:
+        there = remote(url, section="guessing")
+        assert there.reset(5) == (here.reset(5)[0], {"metrics": {}})
+        for n in (1, 9, "x", 5):
+            assert there.step(f"<answer>{n}</answer>") == here.step(f"<answer>{n}</answer>")
+        there.close()
+
+
+def test_columns_template_and_tools_travel_and_a_session_is_closed_once() -> None:
+    CLOSED.clear()
+    with serving(default=NOTED) as url:
+        made = remote(url, "template")
+        text, info = made.reset(3)
+        assert text == "4 left template 3" and info["tools"][0]["function"] == {"name": "f"}
+        assert made.step("end") == (
+            [{"role": "tool", "content": "end"}],
+            0.5,
+            True,
+            False,
+            {"metrics": {"success": 1.0}},
+        )
+        made.close()
+        made.close()
+    assert CLOSED == ["4 left template"]
+
+
+def test_a_repeated_step_is_played_once() -> None:
+    with serving(default=NOTED) as url:
+        PLAYED.clear()
+        options = RemoteOptions(url=url)
+        asked = {"section": "default", "seed": 0, "row": {"answer": "4", "hint": ""}}
+        session = ask(options, "reset", asked)["session"]
+        first = [ask(options, "step", {"session": session, "number": 0, "action": "a"}) for _ in range(2)]
+        assert first[0] == first[1] and PLAYED == ["a"]
+        with pytest.raises(RemoteEnvError, match="step 4 of the session after 1 steps"):
+            ask(options, "step", {"session": session, "number": 4, "action": "a"})
+
+
+def test_what_an_environment_raises_and_a_slow_one_are_errors_of_their_episode() -> None:
+    with serving(default=NOTED) as url:
+        made, slow = remote(url), remote(url, timeout_s=0.2)
+        made.reset(0)
+        slow.reset(0)
+        with pytest.raises(RemoteEnvError, match="KeyError: 'no such move'"):
+            made.step("raise")
+        with pytest.raises(RemoteEnvError, match="there is no such session"):
+            made.step("on")
+        with pytest.raises(RemoteEnvError, match=r"no answer to step within 0\.2 s"):
+            slow.step("wait")
+        GO_ON.set()
+        other = remote(url)
+        other.reset(0)
+        assert other.step("on")[1] == 0.5
+
+
+def test_a_session_that_nobody_asks_for_is_closed() -> None:
+    CLOSED.clear()
+    with serving(idle_s=0.05, default=NOTED) as url:
+        made = remote(url)
+        made.reset(0)
+        for _ in range(1000):
+            if CLOSED:
+                break
+            threading.Event().wait(0.02)
+        with pytest.raises(RemoteEnvError, match="there is no such session: it was closed, left for too long"):
+            made.step("late")
+
+
+@pytest.mark.parametrize(
+    ("what", "content", "error"),
+    [
+        ("reset", {"section": "default", "seed": "x", "row": {}}, "the request is not as expected: Expected `int`"),
+        ("reset", {"section": "maze", "seed": 0, "row": {}}, "there is no section 'maze'; there are default"),
+        ("step", {"session": "x", "number": 0, "action": "a"}, "there is no such session"),
+        ("step", {"session": "x", "number": 0, "action": "a", "more": 1}, "unknown field `more`"),
+        ("play", {}, "nothing is served at '/play'"),
+    ],
+)
+def test_a_wrong_request_is_refused(what: str, content: dict[str, Any], error: str) -> None:
+    with serving(default=NOTED) as url, pytest.raises(RemoteEnvError, match=error):
+        ask(RemoteOptions(url=url), what, content)
+
+
+def test_a_server_answers_those_with_its_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving("secret", default=NOTED) as url:
+        with pytest.raises(RemoteEnvError, match="the token is wrong"):
+            remote(url).reset(0)
+        monkeypatch.setenv(TOKEN, "secret")
+        remote(url, token_env=TOKEN).reset(0)
+
+
+def test_an_env_rank_starts_only_with_a_server_that_has_its_section() -> None:
+    with serving(maze=GUESS) as url:
+        config = EnvConfig(name="remote", options={"url": url, "section": "maze", "retry_s": 0.0})
+        check_env(config, "a")
+        wrong = config.model_copy(update={"options": {**config.options, "section": "lake"}})
+        with pytest.raises(ValueError, match=r"env\.a\.options\.section: the server has no 'lake'; it has maze"):
+            check_env(wrong, "a")
+    with pytest.raises(ValueError, match=r"env\.a\.options\.url: .*the environment server does not answer"):
+        check_env(config, "a")
+
+
+def test_a_server_for_others_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--host", "0.0.0.0", "env.default.name=guess"]) != 0
+    assert main(["env.default.name=class", "env.default.class_path=no.such:thing"]) != 0
+    told = capsys.readouterr().err
+    assert "needs a token unless it listens on 127.0.0.1" in told and "'no.such:thing' leads to no class" in told
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_in_an_episode_is_an_error_of_it() -> None:
+    words = ["env.default.name=guess", "env.default.options.high=9"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "hpcrl.launch.env_server", *words], stdout=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        [url] = re.findall(r"environments default at (http://\S+)", line)
+        made = remote(url, retry_s=0.5)
+        json.dumps(made.reset(1))
+        assert made.step("<answer>0</answer>")[4]["metrics"]["action_is_valid"] == 0.0
+        server.kill()
+        server.wait()
+        with pytest.raises(RemoteEnvError, match="the environment server does not answer"):
+            made.step("<answer>5</answer>")
+    finally:
+        server.kill()
+        server.wait()
