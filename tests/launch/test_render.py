@@ -34,6 +34,7 @@ RUNNABLE = {
     "agentic_webshop",
     "agentic_alfworld",
     "agentic_swe",
+    "agentic_tool_math",
     "convert",
 }
 COMPONENTS = "cluster.components={gpu: {roles: [controller, trainer], ranks_per_node: 2, gpus_per_node: 2, %s}%s}"
@@ -159,7 +160,7 @@ def test_there_is_a_script_for_every_recipe() -> None:
         f"rlvr_{name}"
         for name in ("tiny", "tiny_megatron", "7b", "7b_async", "30b_a3b", "200b", "200b_disaggregated", "vl_7b")
     }
-    agentic = {f"agentic_{name}" for name in ("sokoban", "frozenlake", "webshop", "alfworld", "swe")}
+    agentic = {f"agentic_{name}" for name in ("sokoban", "frozenlake", "webshop", "alfworld", "swe", "tool_math")}
     assert rlvr | agentic | {"convert"} == RECIPES
 
 
