@@ -19,10 +19,10 @@ CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo test test-fast test-avx2 test-gpu gpu-check soak lint fmt type bench docs recipes slurm-up slurm-down clean
+.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-gpu gpu-check soak lint fmt type bench docs recipes slurm-up slurm-down clean
 
 help: ## list the tasks
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(CORE) ## the environment in .venv: pinned dependencies and hpcrl itself
 
@@ -35,6 +35,17 @@ demo: setup ## warm a tiny model up, train it with RL, plot (a minute or two on 
 	@echo "plot        runs/demo/plot.png"
 	@echo "checkpoint  runs/demo/hf (Hugging Face format)"
 	@echo "metrics     runs/demo/metrics.jsonl, or: $(BIN)/tensorboard --logdir runs"
+
+demo-agentic: setup ## the same with episodes: a tiny model learns FrozenLake, films before and after (some minutes)
+	@echo "== 1 of 2: supervised warm-up on a noisy expert"
+	@$(PY) -m hpcrl.launch +experiment=demo_agentic_sft
+	@echo "== 2 of 2: reinforcement learning (GRPO) over episodes from there"
+	@$(PY) -m hpcrl.launch +experiment=demo_agentic model.path=runs/demo_agentic_sft/hf
+	@echo
+	@echo "plot        runs/demo_agentic/plot.png"
+	@printf 'before      %s\n' runs/demo_agentic/episodes/step_000000/*.gif
+	@printf 'after       %s\n' "$$(ls -d runs/demo_agentic/episodes/step_* | tail -n 1)"/*.gif
+	@echo "checkpoint  runs/demo_agentic/hf (Hugging Face format)"
 
 test: $(DEV) ## every test
 	@$(PYTEST)

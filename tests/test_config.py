@@ -47,6 +47,15 @@ def test_the_run_is_named_after_its_experiment_then_its_pipeline() -> None:
     assert load(["+experiment=demo", "run_dir=elsewhere"]).run_dir == "elsewhere"
 
 
+def test_the_demonstration_of_episodes_warms_up_on_the_game_it_plays() -> None:
+    warm_up, demo = load(["+experiment=demo_agentic_sft"]), load(["+experiment=demo_agentic"])
+    game = demo.envs["default"]
+    assert game == warm_up.envs["default"]
+    (source,) = warm_up.data.train
+    assert source.path == f"expert:{game.name}"
+    assert source.options["env"] == game.options and source.options["max_turns"] == game.max_turns
+
+
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_every_form_of_an_override_sets_the_value(prefix: str) -> None:
     words = [f"{prefix}trainer.lr=2e-4", f"{prefix}data.train=[a.jsonl,b.jsonl]", f"{prefix}cluster=local"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,21 @@ def test_the_small_twin_of_the_worlds_runs(tmp_path: Path, walker_model: Path) -
         turns = last[f"env/{domain}/turns"]
         assert turns is not None and 1 < turns <= 2 and last[f"env/{domain}/action_is_valid"] == valid
         assert last[f"val/env/{domain}/success"] == 0
+
+
+def test_the_first_steps_of_the_demonstration(tmp_path: Path) -> None:
+    """The warm-up as far as the form of an action, and one step from there."""
+    both = ["layout=single", "save_every=0", "eval.num_prompts=16"]
+    warm = ["max_steps=80", "eval_every=80", "sft.batch_size=16", "trainer.lr_warmup_steps=10"]
+    start = Start(tmp_path / "warm", ["+experiment=demo_agentic_sft", *both, *warm])
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    assert (read_metrics(tmp_path / "warm")[-1]["val/env/frozen_lake/action_is_valid"] or 0.0) > 0.5
+
+    step = ["max_steps=1", "eval_every=1", "rollout.num_prompts=8", "rollout.group_size=4", "rollout.filter_std=false"]
+    words = ["+experiment=demo_agentic", f"model.path={tmp_path / 'warm' / 'hf'}", *both, *step]
+    start = Start(tmp_path / "run", words)
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    assert all([*(tmp_path / "run" / "episodes" / f"step_{number:06d}").glob("*.gif")] for number in (0, 1))
+    first = (tmp_path / "run" / "episodes" / "step_000000" / "first.txt").read_text()
+    assert re.search(r"^P\d,\d G\d,\d$", first, re.MULTILINE)
+    assert (tmp_path / "run" / "plot.png").is_file()
