@@ -93,15 +93,15 @@ def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_small_twin_of_the_worlds_runs(tmp_path: Path, walker_model: Path) -> None:
-    words = ["+experiment=agentic_worlds_tiny", "rollout.max_new_tokens=8", f"model.path={walker_model}"]
-    start = Start(tmp_path / "run", words)
+def test_the_small_twin_of_the_worlds_runs(tmp_path: Path) -> None:
+    """The shop and a repair in a sandbox, with a model that knows neither."""
+    start = Start(tmp_path / "run", ["+experiment=agentic_worlds_tiny", "max_steps=1", "eval_every=1"])
     assert start.wait(200.0) == ExitCode.DONE, start.text
     *_, last = read_metrics(tmp_path / "run")
-    for domain, valid in (("shop", 0), ("fix", 1)):  # the model walks, which is no action of the shop, but a command
+    for domain in ("shop", "fix"):
         turns = last[f"env/{domain}/turns"]
-        assert turns is not None and 1 < turns <= 2 and last[f"env/{domain}/action_is_valid"] == valid
-        assert last[f"val/env/{domain}/success"] == 0
+        assert turns is not None and turns >= 1
+        assert last[f"env/{domain}/success"] == last[f"val/env/{domain}/success"] == 0
 
 
 def test_the_first_steps_of_the_demonstration(tmp_path: Path) -> None:
