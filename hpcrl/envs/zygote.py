@@ -93,8 +93,8 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
         returned(env.close())
 
 
-def _kept(info: dict[str, Any]) -> dict[str, Any]:
-    return {key: info[key] for key in KEPT if key in info}
+def _kept(info: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: info[key] for key in KEPT if key in info} if info else {}
 
 
 def _plain(value: Any) -> Any:

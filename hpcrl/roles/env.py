@@ -248,7 +248,7 @@ class EnvRole:
             episode.row = json.loads(turn.meta)
             episode.env = self._hosts.make(section, config, episode.row)
             observation, info = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
-            if tools := info.get("tools"):
+            if tools := (info or {}).get("tools"):
                 episode.row["tools"], episode.adds_tools = with_tools(episode.row["tools"], tools), True
             return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
         assert episode.env is not None, "an episode begins with its first turn"
