@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import os
 import shutil
 import tempfile
@@ -52,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     above = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", above)  # tmp_path stays where pytest keeps it after a failure
+    # A cache stays where torch has it by default: what is compiled serves the next session.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{above}/torchinductor_{getpass.getuser()}")
     os.environ[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcrl-tests-")
     os.chmod(tempfile.tempdir, 0o711)  # where root runs the tests, sandboxes work as another user below it
     # After multiprocessing, which removes a folder of its own in it with priority -100.
