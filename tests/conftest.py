@@ -98,7 +98,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """A skipped test fails where everything is required."""
     report = yield
-    if not item.get_closest_marker("gpu"):
+    if not (item.get_closest_marker("gpu") or item.get_closest_marker("outside")):
         _require(report)
     return report
 

@@ -29,25 +29,25 @@ CLOSE_S = 5
 """Seconds for the close() of an environment, which is then killed."""
 
 
-class Make(msgspec.Struct, tag="make"):
+class MakeEnv(msgspec.Struct, tag="make"):
     """The first message to a process: the row of its prompt, and the template of make_env()."""
 
     row: dict[str, Any]
     chat_template: str = ""
 
 
-class Reset(msgspec.Struct, tag="reset"):
+class ResetEnv(msgspec.Struct, tag="reset"):
     seed: int
 
 
-class Step(msgspec.Struct, tag="step"):
+class StepEnv(msgspec.Struct, tag="step"):
     action: str
 
 
-Call = Make | Reset | Step
+EnvCall = MakeEnv | ResetEnv | StepEnv
 
 
-class Returned(msgspec.Struct):
+class EnvReturned(msgspec.Struct):
     """What a call returned, in terms of JSON; `error`: what it raised."""
 
     value: Any = None
@@ -95,7 +95,7 @@ class EnvProcesses:
             except (OSError, EOFError) as error:
                 ours.close()
                 raise EnvProcessError(f"no process for the environment: {error}") from error
-        return EnvProcess(ours, pid, Make(row, chat_template))
+        return EnvProcess(ours, pid, MakeEnv(row, chat_template))
 
     def close(self) -> None:
         """End all processes (idempotent): those of closed environments have CLOSE_S seconds."""
@@ -111,18 +111,18 @@ class EnvProcess:
     """An environment in another process, with the protocol of Env. close() may be called in another thread than the one
     that waits for a call, which then raises EnvProcessError."""
 
-    def __init__(self, connection: socket.socket, pid: int, make: Make):
+    def __init__(self, connection: socket.socket, pid: int, make: MakeEnv):
         self._connection, self._pid, self._make = connection, pid, make
         self._at_work, self._closed = False, False
 
     def reset(self, seed: int) -> Any:
         """See Env."""
         self._call(self._make)
-        return self._call(Reset(seed))
+        return self._call(ResetEnv(seed))
 
     def step(self, action: str) -> Any:
         """See Env."""
-        return self._call(Step(action))
+        return self._call(StepEnv(action))
 
     def close(self) -> None:
         """Let the environment close itself, and end its process with all that it started (idempotent); at once if it is
@@ -137,12 +137,12 @@ class EnvProcess:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _call(self, message: Call) -> Any:
+    def _call(self, message: EnvCall) -> Any:
         """What comes back. EnvProcessError if it raises, or its process is gone."""
         self._at_work = True  # stays if the process has ended, so that close() kills what it has left
         try:
             write(self._connection, msgspec.msgpack.encode(message))
-            returned = msgspec.msgpack.decode(read(self._connection), type=Returned)
+            returned = msgspec.msgpack.decode(read(self._connection), type=EnvReturned)
         except (OSError, EOFError):
             raise EnvProcessError("the environment's process has ended") from None
         self._at_work = False

@@ -19,7 +19,7 @@ import msgspec
 
 from hpcrl.config import EnvConfig
 from hpcrl.envs.making import env_class, make_env
-from hpcrl.envs.processes import CLOSE_S, PID, Call, Make, Reset, Returned, read, write
+from hpcrl.envs.processes import CLOSE_S, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
 from hpcrl.signals import die_with, let_signals_pass
 
 KEPT = ("metrics", "tools")
@@ -70,22 +70,22 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
 
     while True:
         try:
-            call = msgspec.msgpack.decode(read(connection), type=Call)
+            call = msgspec.msgpack.decode(read(connection), type=EnvCall)
         except (EOFError, OSError):
             break
         try:
-            if isinstance(call, Make):
+            if isinstance(call, MakeEnv):
                 env, value = make_env(config, call.row, call.chat_template), None
-            elif isinstance(call, Reset):
+            elif isinstance(call, ResetEnv):
                 observation, info = returned(env.reset(call.seed))
                 value = [observation, _kept(info)]
             else:
                 observation, reward, terminated, truncated, info = returned(env.step(call.action))
                 value = [observation, float(reward), bool(terminated), bool(truncated), _kept(info)]
-            body = msgspec.msgpack.encode(Returned(value), enc_hook=_plain)
+            body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
         except BaseException as error:  # user code may call sys.exit
             text = f"{type(error).__name__}: {error}"
-            body = msgspec.msgpack.encode(Returned(error=text.encode(errors="replace").decode()[:2000]))
+            body = msgspec.msgpack.encode(EnvReturned(error=text.encode(errors="replace").decode()[:2000]))
         write(connection, body)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.alarm(CLOSE_S)

@@ -133,6 +133,7 @@ def test_without_the_process_that_forks_an_episode_does_not_begin(tmp_path: Path
     several = EnvProcesses(EnvConfig.model_validate(ROUGH))
     env: Any = make(several, "plain", tmp_path)
     several._zygote.kill()
+    until(lambda: not runs(env._pid))
     with pytest.raises(EnvProcessError, match="no process for the environment"):
         make(several, "plain", tmp_path)
     with pytest.raises(EnvProcessError, match="has ended"):

@@ -173,7 +173,7 @@ def test_nemo_rl_environments():
         make("RayActor")
 
 
-@pytest.mark.parametrize("name", ["Recorded", "rubric"])
+@pytest.mark.parametrize("name", ["Recorded", pytest.param("rubric", marks=pytest.mark.outside)])
 def test_rubrics_of_verifiers(name: str):
     """Recorded: its interface; rubric: the package itself, where it is installed."""
     if name == "rubric":
@@ -191,6 +191,7 @@ def test_rubrics_of_verifiers(name: str):
     assert [score.reward for score in asyncio.run(reward.score([played]))] == [1.0]
 
 
+@pytest.mark.outside
 def test_rubrics_of_verifiers_that_compare_siblings():
     pytest.importorskip("verifiers.rubrics.rubric")
     reward = make("rubric_of_groups")
