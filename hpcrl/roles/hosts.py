@@ -7,17 +7,18 @@ import asyncio
 import contextlib
 import inspect
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hpcrl.config import Config, EnvConfig
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import check_env, make_env, runs_in
-from hpcrl.envs.processes import EnvProcesses
+from hpcrl.envs.processes import EnvProcess, EnvProcesses
 
 NO_LIMIT = 1 << 30
 CLOSE_S = 5.0
-"""Seconds for environments that close themselves in the event loop."""
+"""Seconds for environments that still close themselves at the end of the rank."""
 
 
 class Hosts:
@@ -29,6 +30,8 @@ class Hosts:
         self._processes: dict[str, EnvProcesses] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._where: dict[str, str] = {}
+        self._closing: set[threading.Thread] = set()
+        self._lock = threading.Lock()
         try:
             for section, env in config.envs.items():
                 check_env(env, section, chat_template)
@@ -67,14 +70,27 @@ class Hosts:
         return await value
 
     def end(self, env: Env) -> None:
-        """Close an environment; what it raises is ignored, since its sample has its result."""
+        """Close an environment, in a thread of its own because close() may wait; what it raises is ignored, since its
+        sample has its result."""
+        if isinstance(env, EnvProcess):
+            env.close()  # waits for nothing
+            return
+        thread = threading.Thread(target=self._close, args=(env,), name="close", daemon=True)
+        self._closing.add(thread)
+        thread.start()
+
+    def _close(self, env: Env) -> None:
         with contextlib.suppress(Exception, SystemExit):
             closing = env.close() if hasattr(env, "close") else None
             if inspect.iscoroutine(closing):
                 asyncio.run_coroutine_threadsafe(closing, self._running_loop())
+        self._closing.discard(threading.current_thread())
 
     def close(self) -> None:
         """End the processes and the event loop, after the close() of environments."""
+        end = time.monotonic() + CLOSE_S
+        for thread in list(self._closing):
+            thread.join(max(0.0, end - time.monotonic()))
         for processes in self._processes.values():
             processes.close()
         if self._loop is not None:
@@ -84,10 +100,11 @@ class Hosts:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-        return self._loop
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+            return self._loop
 
 
 async def _others() -> None:

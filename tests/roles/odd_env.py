@@ -38,6 +38,8 @@ class OddEnv:
         return "", {}
 
     def close(self) -> None:
+        if self._how == "closes slowly":
+            RELEASE.wait(60)
         OPEN.remove(id(self))
         if self._how == "is made slowly":
             MADE_LATE.append("closed")

@@ -49,10 +49,10 @@ def role(stage: Stage) -> Iterator[EnvRole]:
 
 
 def settle(role: EnvRole) -> None:
-    """Until it has nothing to do."""
+    """Until it has nothing to do, and what it has ended is closed."""
     role.look_after()
     deadline = time.monotonic() + 20
-    while role.busy:
+    while role.busy or any(thread.name == "close" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         role.look_after()
         time.sleep(0.001)
@@ -175,6 +175,24 @@ def test_episodes_of_a_lost_generator_are_closed_and_its_late_turns_are_not_play
     stage.send(1, 1, [turn(third, "plain")])
     settle(role)
     assert len(odd_env.OPEN) == 1 and not stage.heard()
+
+
+def test_a_close_that_hangs_stops_no_other_episode(stage: Stage) -> None:
+    role, odd_env.RELEASE = EnvRole(stage.worker(1, SETTINGS)), threading.Event()
+    hangs, other = make_sample_id(next(UIDS), 0, 0), make_sample_id(next(UIDS), 0, 0)
+    stage.send(1, 1, [turn(hangs, "closes slowly"), turn(other, "plain")])
+    settle(role)
+    stage.send(1, 1, [turn(hangs, reason="abort"), turn(other)])
+    role.look_after()
+    deadline = time.monotonic() + 20
+    while role.busy:
+        assert time.monotonic() < deadline
+        role.look_after()
+    assert len(stage.heard()) == 3 and len(odd_env.OPEN) == 2
+    odd_env.RELEASE.set()
+    role.close()
+    stage.mail(2, TurnDelta)
+    assert not odd_env.OPEN
 
 
 def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sample(stage: Stage) -> None:
