@@ -243,6 +243,16 @@ def test_python_runs_in_the_sandbox() -> None:
     assert ended == "Error: The program was ended at its limit of time of 0.3 s."
 
 
+def test_arguments_that_cannot_be_shown_are_an_invalid_call() -> None:
+    made = env("calculator")
+    made.reset(0)
+    for depth in range(980, 1000):
+        nested = "[" * depth + "]" * depth
+        call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": {nested}}}}}</tool_call>'
+        [told] = heard(made, call)
+        assert told.startswith("Error: wrong arguments") or told.endswith("nested too deeply")
+
+
 def test_the_number_is_found_by_its_answers() -> None:
     made = env("guess", highest=10, prompt="Find it. {prompt}", messages=[{"role": "user", "content": "Now."}])
     assert made.reset(5)[0] == "Find it. Now."

@@ -99,6 +99,8 @@ class ToolEnv:
         except jsonschema.ValidationError as error:
             at = ".".join(map(str, error.path))
             return f"wrong arguments of {call.name}: {f'{at}: ' if at else ''}{error.message[:300]}"
+        except RecursionError:  # from jsonschema's own messages, which show the value
+            return f"wrong arguments of {call.name}: they are nested too deeply"
         if unknown := [name for name in call.arguments if name not in wanted["properties"]]:
             return f"wrong arguments of {call.name}: there is no {unknown[0][:60]!r}"
         return ""
