@@ -24,6 +24,7 @@ from hpcrl.signals import held_back
 
 LENGTH = struct.Struct("<I")
 PID = struct.Struct("<i")
+"""Of a new process, or minus the error number of the fork that failed."""
 START_TIMEOUT_S = 120.0
 CLOSE_S = 5
 """Seconds for the close() of an environment, which is then killed."""
@@ -64,7 +65,7 @@ class EnvProcesses:
 
     def __init__(self, config: EnvConfig):
         """ValueError if the environment cannot be loaded in a process."""
-        self._lock = threading.Lock()
+        self._lock, self._name = threading.Lock(), config.name
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_TIMEOUT_S)
         with held_back(), theirs:
@@ -83,6 +84,12 @@ class EnvProcesses:
         except (OSError, EOFError) as error:
             self.close()
             raise ValueError(f"the process that loads environment {config.name} does not start: {error}") from error
+        self._control.settimeout(None)  # an answer that comes late must not be taken for the next one
+
+    def check(self) -> None:
+        """RuntimeError if there can be no more processes, which is no fault of a sample."""
+        if (code := self._zygote.poll()) is not None:
+            raise RuntimeError(f"the process that forks those of environment {self._name} has ended with code {code}")
 
     def make(self, row: dict[str, Any], chat_template: str = "") -> EnvProcess:
         """An environment for a row, in a new process, which makes it in its first call. EnvProcessError if there can be
@@ -95,6 +102,9 @@ class EnvProcesses:
             except (OSError, EOFError) as error:
                 ours.close()
                 raise EnvProcessError(f"no process for the environment: {error}") from error
+        if pid < 0:
+            ours.close()
+            raise EnvProcessError(f"no process for the environment: {os.strerror(-pid)}")
         return EnvProcess(ours, pid, MakeEnv(row, chat_template))
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import os
 import signal
@@ -44,7 +45,10 @@ def main() -> None:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not word:
             break
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory or too many processes, for now
+            pid = -(error.errno or errno.EAGAIN)
         if not pid:
             control.close()
             os.setsid()

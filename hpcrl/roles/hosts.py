@@ -52,7 +52,10 @@ class Hosts:
         return NO_LIMIT if self._where[section] == "task" else config.num_threads
 
     def start(self, section: str, work: Coroutine[Any, Any, None]) -> Callable[[], object]:
-        """Begin the work, which catches what it raises. Returns what stops it: only a task can be."""
+        """Begin the work, which catches what it raises. Returns what stops it: only a task can be. RuntimeError if the
+        section's processes can no longer be forked."""
+        if (processes := self._processes.get(section)) is not None:
+            processes.check()
         if self._where[section] == "task":
             return asyncio.run_coroutine_threadsafe(work, self._running_loop()).cancel
         # A daemon thread per turn: an environment that hangs keeps its thread, for which no other may wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,15 @@ from hpcrl.config import EnvConfig
 from hpcrl.envs import processes
 from hpcrl.envs.processes import EnvProcess, EnvProcessError, EnvProcesses
 
+SCARCE = """
+import os
+from tests.envs.rough_env import RoughEnv as Env
+fork = os.fork
+def once():
+    os.fork = fork
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+os.fork = once
+"""
 ROUGH = {"name": "class", "class_path": "tests.envs.rough_env:RoughEnv"}
 
 
@@ -134,8 +144,22 @@ def test_without_the_process_that_forks_an_episode_does_not_begin(tmp_path: Path
     env: Any = make(several, "plain", tmp_path)
     several._zygote.kill()
     until(lambda: not runs(env._pid))
+    several._zygote.wait()  # its children are killed after its sockets are closed
     with pytest.raises(EnvProcessError, match="no process for the environment"):
         make(several, "plain", tmp_path)
     with pytest.raises(EnvProcessError, match="has ended"):
         env.step("x")
+    with pytest.raises(RuntimeError, match="that forks those of environment class has ended with code -9"):
+        several.check()
+    several.close()
+
+
+def test_a_fork_that_fails_costs_one_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scarce.py").write_text(SCARCE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    several = EnvProcesses(EnvConfig.model_validate(ROUGH | {"class_path": "scarce:Env"}))
+    with pytest.raises(EnvProcessError, match="no process for the environment: Resource temporarily unavailable"):
+        make(several, "plain", tmp_path)
+    several.check()
+    assert make(several, "plain", tmp_path).reset(3)[0] == "start 3"
     several.close()
