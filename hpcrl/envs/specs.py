@@ -228,7 +228,7 @@ class WebShopOptions(TaskOptions):
     seed: Natural = 0
     """Of the generated catalogue."""
     held_out: Natural = 500
-    """The first goals, which only episodes of env:DOMAIN in data.val get (env_seed from 2^30 on), and no others."""
+    """The first goals, which only episodes of data.val get (seeds from 2^30 on), and no others."""
     page_chars: Annotated[int, Field(ge=100), NUMBER] = 4000
     """Longest text of a page; the rest is cut off."""
     show_attributes: bool = False
@@ -256,7 +256,7 @@ class TextWorldOptions(TaskOptions):
     """Games of TextWorld (.z8 or .ulx, with their .json) and of ALFWorld (.tw-pddl), and folders that are searched for
     them."""
     val_games: list[str] = []
-    """The games of env:DOMAIN in data.val (env_seed from 2^30 on); empty: those of `games`."""
+    """The games of data.val (seeds from 2^30 on); empty: those of `games`."""
     reward: Literal["success", "score"] = "success"
     """success: 1 at the end of a game that is won; score: what a command adds to the game's score, as a share of its
     maximum. ALFWorld has no score."""

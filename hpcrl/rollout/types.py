@@ -85,11 +85,12 @@ def is_held_out(sample_id: int) -> bool:
 
 
 def episode_seed(seed: int, uid: int) -> int:
-    """31-bit seed of the environments of a prompt, as common random generators take no more. A held-out prompt has the
-    same seed in every evaluation."""
-    origin = HELD_OUT + uid % MAX_HELD_OUT if uid >= HELD_OUT else uid
+    """31-bit seed of the environments of a prompt, as common random generators take no more: below 2**30 in training,
+    from there on for a held-out prompt, which has the same one in every evaluation."""
+    held_out = uid >= HELD_OUT
+    origin = HELD_OUT + uid % MAX_HELD_OUT if held_out else uid
     digest = hashlib.blake2b(f"{seed}/{origin}/episode".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return (int.from_bytes(digest, "little") >> 2) | (held_out << 30)
 
 
 def sampling_seed(seed: int, sample_id: int) -> int:

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from hpcrl.control.messages import EndEpisodes, Observed, PeekEnd, Turn, TurnDelta
+from hpcrl.data.env_sources import HALF, MAX_SEED
 from hpcrl.roles.env import EnvRole
-from hpcrl.rollout.types import held_out_uid, make_sample_id
+from hpcrl.rollout.types import episode_seed, held_out_uid, make_sample_id
 from tests.roles import odd_env
 from tests.roles.conftest import Stage
 
@@ -85,6 +86,14 @@ def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: S
     assert odd_env.SEEDS[1::2] == [one, other, held_out, later, next_row], "siblings share theirs"
     assert held_out == later and len({one, other, held_out, next_row}) == 4
     assert len(stage.mail(2, TurnDelta)) == 10
+
+
+def test_seeds_of_training_and_of_held_out_prompts_are_of_different_halves() -> None:
+    """As those of env:DOMAIN, by which environments choose held-out goals and games."""
+    uids = range(100)
+    assert max(episode_seed(0, uid) for uid in uids) < HALF
+    assert min(episode_seed(0, held_out_uid(1, uid)) for uid in uids) >= HALF
+    assert max(episode_seed(0, held_out_uid(1, uid)) for uid in uids) < MAX_SEED
 
 
 def test_a_row_can_give_the_seed_of_its_episodes(stage: Stage, role: EnvRole) -> None:
@@ -389,6 +398,10 @@ def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: St
     asked = PeekEnd([own, other, make_sample_id(held_out_uid(0, 2), 0, 0)])
     assert handler(asked, 7).texts == ['[{"role": "user", "content": "again"}]', "", ""]
     assert handler(asked, 8).texts == ["", "", ""], "kept for one evaluation"
+    play(stage, role, turn(own, "an object at the end"))
+    play(stage, role, turn(own))
+    assert not play(stage, role, turn(own)).result.error
+    assert handler(asked, 9).texts == ["", "", ""], "what is no JSON is not kept"
     stage.mail(2, TurnDelta)
 
 
