@@ -117,7 +117,7 @@ class EnvRole:
         self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
-        self._ends: dict[int, Messages] = {}  # what held-out episodes of the newest evaluation showed last, by sample
+        self._ends: dict[int, str] = {}  # what held-out episodes of the newest evaluation showed last, by sample
         self._waiting: deque[Turn] = deque()  # without a thread, in order
         self._playing: list[_Playing] = []
         self._lost: set[int] = set()  # generator ranks
@@ -196,8 +196,8 @@ class EnvRole:
             played = playing.played.result()
             result, ended = played.result, played.ended
             if ended and is_held_out(turn.sample):
-                with contextlib.suppress(TypeError):  # nobody needs it any more
-                    self._ends[turn.sample] = as_messages(played.observation)
+                with contextlib.suppress(TypeError, ValueError):  # nobody needs it any more
+                    self._ends[turn.sample] = json.dumps(as_messages(played.observation))
             elif not ended:
                 reply = self._reply(turn, episode, played.observation)
                 if (count := len(reply.token_ids) // 4) > turn.room:
@@ -278,9 +278,9 @@ class EnvRole:
         return given
 
     def _peek_end(self, command: PeekEnd, seq: int) -> Done:
-        found = [self._ends.get(sample) for sample in command.samples]
+        found = [self._ends.get(sample, "") for sample in command.samples]
         self._ends = {}  # of the evaluation that asks
-        return Done(seq, texts=["" if messages is None else json.dumps(messages) for messages in found])
+        return Done(seq, texts=found)
 
     def _drop(self, sample: int) -> None:
         """End an episode, if there is one, after its turn at work."""

@@ -66,6 +66,8 @@ class OddEnv:
                 return "", 0.5, True, False, {"metrics": {"success": float("inf")}}
             case "lone surrogate":
                 return "\udcff", 0.5, False, False, {}
+            case "an object at the end" if over:
+                return [{"role": "user", "content": "again", "board": object()}], 0.5, True, False, {}
             case "no number":
                 return "again", "much", False, False, {}
             case "long":
