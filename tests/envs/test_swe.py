@@ -131,10 +131,16 @@ def test_repositories_are_folders_and_archives(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "repo.zip", "w") as archive:
         for name in FILES:
             archive.write(folder / name, name)
+        archive.writestr(".git/packed-refs", "history")
     for place in (folder, tmp_path / "repo.tar.gz", tmp_path / "repo.zip"):
         assert files_of(str(place)) == FILES
     (tmp_path / "empty").mkdir()
-    for place, problem in ((tmp_path / "none.tar", "cannot be read"), (tmp_path / "empty", "has no files")):
+    with tarfile.open(tmp_path / "link.tar", "w") as packed:
+        link = tarfile.TarInfo("a.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "b.py"
+        packed.addfile(link)
+    wrong = {"none.tar": "cannot be read", "empty": "has no files", "link.tar": "cannot be read.*not found"}
+    for place, problem in ((tmp_path / name, problem) for name, problem in wrong.items()):
         with pytest.raises(ValueError, match=problem):
             files_of(str(place))
 
@@ -153,6 +159,7 @@ def test_imports_of_the_repository_are_the_codes() -> None:
         ({"files": FILES}, "the column hidden_tests"),
         ({"files": FILES, "repository": "a", "hidden_tests": TESTS}, "one of the columns files and repository"),
         ({"files": {"../x.py": ""}, "hidden_tests": TESTS}, "x.py' is outside"),
+        ({"files": {".": ""}, "hidden_tests": TESTS}, "'.' is outside"),
         ({"files": {"solution.py": ""}, "hidden_tests": TESTS}, "top-level module solution"),
     ],
 )

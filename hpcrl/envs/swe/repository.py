@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from hpcrl.envs.specs import SWEOptions
 from hpcrl.rewards.sandbox.client import Sandbox
-from hpcrl.rewards.sandbox.jobs import ChildTask, JobOutcome, Limits
+from hpcrl.rewards.sandbox.jobs import ChildTask, JobOutcome, Limits, SandboxError
 from hpcrl.rewards.sandbox.wire import decode
 
 UNPACK = """
@@ -36,7 +36,8 @@ class Repository:
     def __init__(self, options: SWEOptions, files: Mapping[str, str]):
         """ValueError if the sandbox does not reach its level, or the files are too many or too large."""
         for name in files:
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            parts = PurePosixPath(name).parts
+            if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
                 raise ValueError(f"the file {name!r} is outside of the repository")
         self._options, self._tops = options, {PurePosixPath(name).parts[0].removesuffix(".py") for name in files}
         if "solution" in self._tops:
@@ -45,7 +46,11 @@ class Repository:
             )
         self._sandbox = sandbox_of(options)
         unpack = ChildTask({"kind": "program", "code": UNPACK}, json.dumps(dict(files)).encode())
-        outcome = self._sandbox.run([unpack], options.tests_timeout_s)
+        try:
+            outcome = self._sandbox.run([unpack], options.tests_timeout_s)
+        except SandboxError:
+            self.close()
+            raise
         if outcome.code or outcome.stopped:
             self.close()
             raise ValueError(f"the repository cannot be unpacked: {_said(outcome)}")
@@ -115,12 +120,14 @@ def num_tests(source: str) -> int:
 
 
 def files_of(repository: str) -> dict[str, str]:
-    """The text files of a folder, or of a .tar or .zip archive. ValueError if there is none."""
+    """The text files of a folder, or of a .tar or .zip archive, without those of git, whose history may tell the
+    repair. ValueError if there is none."""
     path = Path(repository)
     found: dict[str, bytes] = {}
     try:
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and ".git" not in file.parts)
+            places = (place for place in path.rglob("*") if ".git" not in place.relative_to(path).parts)
+            files = sorted(file for file in places if file.is_file())
             found = {str(file.relative_to(path)): file.read_bytes() for file in files}
         elif path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
@@ -130,8 +137,10 @@ def files_of(repository: str) -> dict[str, str]:
                 for member in packed:
                     if (content := packed.extractfile(member)) is not None:
                         found[member.name.removeprefix("./")] = content.read()
-    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+    # KeyError: a link to a file that the archive lacks; RuntimeError: an encrypted or unknown kind of zip
+    except (OSError, EOFError, KeyError, RuntimeError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise ValueError(f"column repository: {repository!r} cannot be read: {error}") from error
+    found = {name: content for name, content in found.items() if ".git" not in PurePosixPath(name).parts}
     if not found:
         raise ValueError(f"column repository: {repository!r} has no files")
     return {name: content.decode(errors="surrogateescape") for name, content in found.items()}
