@@ -316,8 +316,8 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "allows 20 x num_prompts = 160; use at most 152, or rollout.max_generated_groups=408",
         ),
         (
-            ["deterministic=true", "rollout.restart_errors=true"],
-            "rollout.restart_errors: true, but with deterministic=true what is generated does not depend on",
+            ["deterministic=true", "rollout.restart_failed_episodes=true"],
+            "rollout.restart_failed_episodes: true, but with deterministic=true what is generated does not depend on",
         ),
         (
             ["deterministic=true", "rollout.extra_members=2"],

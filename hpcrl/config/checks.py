@@ -279,12 +279,12 @@ def _redundancy(config: Config) -> Iterator[Problem]:
     if not config.generates:
         return
     rollout, members = config.rollout, ("rollout", "extra_members")
-    if config.deterministic and rollout.restart_errors:
-        at = ("rollout", "restart_errors")
+    if config.deterministic and rollout.restart_failed_episodes:
+        at = ("rollout", "restart_failed_episodes")
         text = (
             "true, but with deterministic=true what is generated does not depend on when an error is noticed; use false"
         )
-        yield Problem(at, f"rollout.restart_errors: {text}", (("deterministic",),))
+        yield Problem(at, f"rollout.restart_failed_episodes: {text}", (("deterministic",),))
     if config.deterministic and rollout.extra_members:
         text = (
             f"rollout.extra_members: {rollout.extra_members}, but deterministic=true waits for all members of a group, "

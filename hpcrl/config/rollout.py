@@ -72,9 +72,9 @@ class RolloutConfig(Section):
     """Generator replicas that must remain for the run to continue after losses."""
     max_attempts: Annotated[int, Field(ge=1, le=200), NUMBER] = 3
     """Attempts after which a prompt counts as failed."""
-    restart_errors: bool = False
-    """Begin a response anew whose environment or reward ended with an error, up to max_attempts times; false: it counts
-    with reward 0 (scheduler/score_errors), as it does after the last attempt."""
+    restart_failed_episodes: bool = False
+    """Begin an episode anew whose environment raised or exceeded its timeout, up to max_attempts times; false: the
+    episode counts with reward 0 (scheduler/score_errors), as it does after the last attempt."""
     filter_mean_low: Float | None = None
     """Keep only groups with a mean score above this value."""
     filter_mean_high: Float | None = None

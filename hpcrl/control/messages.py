@@ -490,13 +490,15 @@ class AwaitSiblings(Message):
 class Observed(Message):
     """An environment answered the turn of a sample; the tokens went to its generator rank.
 
-    `ended`: the episode is over, reward and score in `result`; add_reward: a reward rank scores it too.
+    `ended`: the episode is over, reward and score in `result`; add_reward: a reward rank scores it too. failed: the
+    environment raised or did not answer.
     """
 
     sample: int
     ended: bool
     result: ScoredSample
     add_reward: bool = False
+    failed: bool = False
 
 
 class Lost(Message):

@@ -191,7 +191,7 @@ class EnvRole:
         """Report the result of a turn: the observation to the generator rank, the state of the sample to the
         controller."""
         worker, turn, episode = self._worker, playing.turn, playing.episode
-        config, reply = self._env(turn), TurnDelta(turn.sample, b"")
+        config, reply, failed = self._env(turn), TurnDelta(turn.sample, b""), False
         try:
             played = playing.played.result()
             result, ended = played.result, played.ended
@@ -207,7 +207,7 @@ class EnvRole:
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
             kind = "" if isinstance(failure, EnvProcessError) else f"{type(failure).__name__}: "
             error = _text(config.name, f"{kind}{failure}")
-            result, ended = ScoredSample(turn.sample, 0.0, 0.0, error), True
+            result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error), True, True
         episode.at_work = False
         if isinstance(playing.played.exception(), _TooLate):
             del self._episodes[turn.sample]  # its thread closes the environment if the call ever returns
@@ -220,7 +220,7 @@ class EnvRole:
             # The generator is gone: the controller learns it from the agent and restarts the sample.
             with contextlib.suppress(StoreLost):
                 worker.world.mailbox.send(turn.reply_to, [reply])
-        worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error))
+        worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
         """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own

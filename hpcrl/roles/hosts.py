@@ -77,15 +77,14 @@ class Hosts:
         sample has its result."""
         if isinstance(env, EnvProcess):
             env.close()  # waits for nothing
-            return
-        thread = threading.Thread(target=self._close, args=(env,), name="close", daemon=True)
-        self._closing.add(thread)
-        thread.start()
+        elif close := getattr(env, "close", None):
+            thread = threading.Thread(target=self._close, args=(close,), name="close", daemon=True)
+            self._closing.add(thread)
+            thread.start()
 
-    def _close(self, env: Env) -> None:
+    def _close(self, close: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception, SystemExit):
-            closing = env.close() if hasattr(env, "close") else None
-            if inspect.iscoroutine(closing):
+            if inspect.iscoroutine(closing := close()):
                 asyncio.run_coroutine_threadsafe(closing, self._running_loop())
         self._closing.discard(threading.current_thread())
 

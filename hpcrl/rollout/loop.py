@@ -343,7 +343,7 @@ class RolloutLoop:
                     self._note(event.result)
                     yield events.Played(event.sample, event.result.reward, tuple(event.result.turn_rewards))
                 elif event.ended:
-                    yield self._scored(event.result)
+                    yield self._scored(event.result, event.failed)
                 else:
                     self._answered(event.sample)
                     yield events.Answered((event.sample,))
@@ -396,11 +396,11 @@ class RolloutLoop:
         if scoring:
             yield events.ScorerLost(scoring)
 
-    def _scored(self, result: messages.ScoredSample) -> events.SchedulerEvent:
+    def _scored(self, result: messages.ScoredSample, failed: bool = False) -> events.SchedulerEvent:
         self._answered(result.sample)
         self._note(result, scored=True)
         parts = tuple(result.turn_rewards), result.token_rewards
-        return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts)
+        return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts, failed)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Record the statistics of a result, except for a greedy sibling: they are of sampled responses."""

@@ -125,7 +125,8 @@ class World:
         for name in self.rng.sample(list(self.running), self.rng.randint(0, len(self.running))):
             if burst := self.burst(name):
                 events.append(burst)
-        events += [Rewarded(i, self.score(i), self.score(i), self.error(i)) for i in self.some(self.scoring)]
+        for i in self.some(self.scoring):
+            events.append(Rewarded(i, self.score(i), self.score(i), self.error(i), failed=bool(self.error(i))))
         if answered := self.some(self.acting):
             events.append(Answered(tuple(answered)))
         self.rng.shuffle(events)
@@ -223,7 +224,7 @@ def check_accounting(scheduler, batches, ends, offered):
             "prompt_affinity": st.booleans(),
             "routing": st.sampled_from(["count", "expected_length"]),
             "greedy_sibling": st.booleans(),
-            "restart_errors": st.booleans(),
+            "restart_failed_episodes": st.booleans(),
         }
     ),
     chaos=st.booleans(),
@@ -277,7 +278,7 @@ def test_accounting_budget_and_termination_under_random_events(
             assert len(set(members)) == group_size and max(members) < group_size + policies["extra_members"]
             assert (group.baseline is not None) == policies["greedy_sibling"]
             restarts = policies["on_new_weights"] == "restart" and max_lag > 0
-            assert len(set(attempts)) == 1 or restarts or policies["restart_errors"]
+            assert len(set(attempts)) == 1 or restarts or policies["restart_failed_episodes"]
     if policies["on_stale"] == "wait" and extra_prompts == 0:
         assert scheduler.metrics()["scheduler/cancelled"][0] == 0
     if max_lag == 0 or deterministic:
@@ -616,20 +617,29 @@ def test_a_group_of_errors_counts_where_errors_are_accepted():
     assert scheduler.metrics()["scheduler/score_errors"][0] == 1
 
 
-def test_a_response_that_ended_with_an_error_begins_anew_where_asked_as_often_as_allowed():
-    scheduler, _ = started(SchedulerConfig(2, max_attempts=2, restart_errors=True), 1, {0: 4}, 1)
+def test_an_episode_whose_environment_failed_begins_anew_where_asked_as_often_as_allowed():
+    scheduler, _ = started(SchedulerConfig(2, max_attempts=2, restart_failed_episodes=True), 1, {0: 4}, 1)
     a, b = ids_of(0, 2)
-    commands = scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)])
+    lost = Rewarded(a, 0.0, 0.0, "timeout", failed=True)
+    commands = scheduler.plan([finish(b), *score(b), Decoded(0, (), ((a, 3),)), lost])
     again = make_sample_id(0, 1, 0)
     assert commands == [Drop(0, (a,)), Generate(0, (again,))] and not scheduler.finished(), "the sibling waits"
     last = make_sample_id(0, 2, 0)
-    commands = scheduler.plan([finish(again), Rewarded(again, 0.0, 0.0, "crash")])
+    commands = scheduler.plan([Decoded(0, (), ((again, 3),)), Rewarded(again, 0.0, 0.0, "crash", failed=True)])
     assert commands == [Drop(0, (again,)), Generate(0, (last,))]
-    scheduler.plan([finish(last), Rewarded(last, 0.0, 0.0, "crash")])
+    scheduler.plan([Decoded(0, (), ((last, 3),)), Rewarded(last, 0.0, 0.0, "crash", failed=True)])
     (group,) = scheduler.take()
     assert [(s.id, s.reward, s.error) for s in group.samples] == [(last, 0.0, "crash"), (b, 1.0, "")]
     metrics = scheduler.metrics()
     assert metrics["scheduler/score_errors"][0] == 3 and metrics["scheduler/restarted"][0] == 2
+
+
+def test_an_error_of_a_reward_restarts_no_response():
+    """Its siblings may have been scored with it."""
+    scheduler, _ = started(SchedulerConfig(2, restart_failed_episodes=True), 1, {0: 4}, 1)
+    a, b = ids_of(0, 2)
+    assert scheduler.plan([finish(a, b), Rewarded(a, 0.0, 0.0, "timeout"), *score(b)]) == []
+    assert [sample.error for sample in scheduler.take()[0].samples] == ["timeout", ""]
 
 
 def test_answers_about_samples_of_another_scheduler_are_stale():

@@ -51,7 +51,9 @@ class ToolEnv:
         calls = list(self._calls(after_thinking(action)))
         self._turn += 1
         before, reward, ended, messages = self._counts["invalid_calls"], 0.0, not calls, []
-        for number, call in enumerate(calls):
+        told = calls[: self._options.max_calls + 1]  # one answer to all that are too many
+        self._counts.update(tool_calls=len(calls) - len(told), invalid_calls=len(calls) - len(told))
+        for number, call in enumerate(told):
             result = self._answer(call, number)
             reward += result.reward
             ended = ended or result.ended

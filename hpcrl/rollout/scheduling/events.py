@@ -29,7 +29,7 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class Rewarded:
     """A sample's reward and score; `error` says why there is none. It ends the episode of an ACTING sample. The reward
-    of the environment (Played) is added."""
+    of the environment (Played) is added. failed: the error is of the environment's code."""
 
     sample_id: int
     reward: float
@@ -37,6 +37,7 @@ class Rewarded:
     error: str = ""
     turn_rewards: tuple[float, ...] = ()
     token_rewards: bytes = b""
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

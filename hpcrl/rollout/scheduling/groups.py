@@ -28,11 +28,12 @@ class State(Enum):
 class LiveSample:
     """A sample of the scheduler; `replica` is -1 before its first replica."""
 
-    __slots__ = ("done", "early", "group", "id", "replica", "state", "weight")
+    __slots__ = ("done", "early", "failed", "group", "id", "replica", "state", "weight")
 
     def __init__(self, sample_id: int, group: LiveGroup):
         self.id, self.group, self.state, self.replica = sample_id, group, State.WAITING, -1
         self.weight = 1.0  # of its expected length, in units of the mean
+        self.failed = False  # its environment's code has
         self.early: Rewarded | Answered | Played | None = None  # arrived before the Decoded it belongs to
         self.done = DoneSample(sample_id, -1, 0, FinishReason.STOP, 0.0, 0.0)
 

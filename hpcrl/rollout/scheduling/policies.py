@@ -21,7 +21,7 @@ class SchedulerConfig:
     extra_prompts: int = 0
     extra_members: int = 0
     max_attempts: int = 3
-    restart_errors: bool = False
+    restart_failed_episodes: bool = False
     max_lag: float = 0.0
     on_stale: Literal["wait", "cancel"] = "wait"
     on_new_weights: Literal["continue", "recompute", "restart"] = "continue"

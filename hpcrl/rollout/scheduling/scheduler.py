@@ -298,7 +298,7 @@ class RolloutScheduler:
 
     def _done(self, sample: LiveSample) -> None:
         group = sample.group
-        if sample.done.error and self.config.restart_errors and self._may_restart(sample):
+        if sample.failed and self.config.restart_failed_episodes and self._may_restart(sample):
             group.num_done -= sample is not group.greedy
             self._replace(sample)
             return

@@ -241,6 +241,8 @@ class FSDP2Engine:
             prefixes = batch.prefix_lengths().tolist() or [0]
             shared = shared_prefixes(token_ids.cpu(), lengths, prefixes)
             layout = PackedLayout(lengths, self.device, shared, self.own.attention, self.grid.tokens)
+        elif len(lengths) > 1:
+            raise ValueError("a row of several sequences (an episode by steps) needs a model that can be packed")
         if self.replay is not None:
             self.replay.replay_of(batch, None if layout is None else layout.kept)
         return Inputs(token_ids, positions, layout, before), places
