@@ -57,11 +57,11 @@ class EnvConfig(Section):
     are tasks of one event loop. process: each episode has a process of its own, which is killed with all that it has
     started when a turn exceeds timeout_s. null: what the environment's class declares as `runs_in`, else thread."""
     num_threads: Count = 1
-    """Turns that are played concurrently on an env rank, of tasks all; more than 1 helps environments that wait (for a
-    network or a process), whose code must be thread-safe unless they run in processes."""
+    """Turns that are played concurrently on an env rank; with runs_in=task there is no limit. More than 1 helps
+    environments that wait (for a network or a process); with runs_in=thread their code must be thread-safe."""
     timeout_s: Seconds | None = None
-    """Timeout for one turn, seconds; then its sample ends with reward 0: its thread is abandoned, its task cancelled,
-    its process killed; null: half of timeouts.command_s."""
+    """Timeout for one turn, seconds; null: half of timeouts.command_s. A sample whose turn exceeds it ends with reward
+    0; the turn's thread is abandoned, its task cancelled or its process killed."""
     options: dict[str, Any] = {}
     """Arguments of the environment."""
 

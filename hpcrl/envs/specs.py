@@ -226,9 +226,9 @@ class WebShopOptions(TaskOptions):
     num_products: Positive | None = None
     """Products; null: all of the file, or 1000 generated ones."""
     seed: Natural = 0
-    """Of the generated catalogue."""
+    """Seed of the generated catalogue."""
     held_out: Natural = 500
-    """The first goals, which only episodes of data.val get (seeds from 2^30 on), and no others."""
+    """How many of the first goals belong to data.val (seeds from 2^30 on), which gets no others."""
     page_chars: Annotated[int, Field(ge=100), NUMBER] = 4000
     """Longest text of a page; the rest is cut off."""
     show_attributes: bool = False
@@ -299,7 +299,7 @@ class SWEOptions(TaskOptions):
     max_file_mib: Positive = 16
     """Maximum size of a file, MiB; of all files of an episode four times this."""
     max_output_kib: Positive = 1024
-    """Output, KiB, beyond which a command is stopped."""
+    """Maximum output of a command, KiB; one that writes more is stopped."""
 
 
 class RemoteOptions(Section):
@@ -314,7 +314,7 @@ class RemoteOptions(Section):
     timeout_s: Seconds = 60.0
     """Timeout of a request, seconds."""
     retry_s: Annotated[float, Field(ge=0), NUMBER] = 10.0
-    """For how long a request is repeated after broken connections, seconds."""
+    """Time for which a request is repeated after broken connections, seconds."""
 
 
 SCRIPTED = EnvSpec(
@@ -374,7 +374,7 @@ SWE = EnvSpec(
     probe="hpcrl.envs.swe.task:probe",
 )
 REMOTE = EnvSpec(
-    about="An environment that a server elsewhere plays.",
+    about="An environment on another machine, which a server plays (python -m hpcrl.launch.env_server).",
     make="hpcrl.envs.remote:RemoteEnv",
     section=RemoteOptions,
     probe="hpcrl.envs.remote:probe",

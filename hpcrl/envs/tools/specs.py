@@ -34,9 +34,9 @@ class ToolOptions(Section):
     prompt: str = "{prompt}"
     """First prompt; {prompt} is the last message of the row."""
     tool_timeout_s: Seconds = 5.0
-    """Timeout of a call, seconds; the model is told."""
+    """Timeout of a call, seconds; the model is told of a call that exceeds it."""
     max_calls: Annotated[int, Field(ge=1, le=64), NUMBER] = 8
-    """Calls of a turn that are carried out; the model is told of the others."""
+    """Maximum calls of a turn that are carried out; the model is told that the others are not."""
     max_result_chars: Annotated[int, Field(ge=64), NUMBER] = 4096
     """Longest result; of a longer one the middle is left out."""
     invalid_reward: Penalty = 0.0
