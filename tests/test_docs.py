@@ -63,6 +63,15 @@ def test_every_launch_command_in_the_readme_is_a_valid_configuration() -> None:
         assert load(shlex.split(command)).max_steps > 0
 
 
+def test_every_launch_command_about_environments_is_a_valid_configuration() -> None:
+    text = (ROOT / "docs" / "environments.md").read_text().replace("\\\n", " ")
+    launch = re.findall(r"^\S*python -m hpcrl\.launch (.+)$", text, re.M)
+    keys = re.findall(r"^env\.default\.name=.+$", text, re.M)
+    assert len(launch) >= 5 and len(keys) >= 5
+    for command in [*launch, *(f"+experiment=agentic_tiny ~env.default.options {line}" for line in keys)]:
+        assert load(shlex.split(command)).envs, command
+
+
 @pytest.mark.slow
 def test_the_plan_that_is_shown_is_the_output_of_its_command(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "planner.md").read_text()
