@@ -11,7 +11,6 @@ Where training waits for the save, its tensors need no copy: a thread of the ran
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import mmap
 import os
@@ -31,12 +30,11 @@ import msgspec
 
 from hpcrl.checkpoint.commit import FileEntry
 from hpcrl.files import fsync_path
-from hpcrl.signals import held_back, ignore_signals
+from hpcrl.signals import die_with, held_back, ignore_signals
 
 CHUNK_BYTES = 64 << 20  # one unit of progress, counted once it is on disk
 MAX_FILES = 250  # the kernel's limit of descriptors per message
 COUNTER_BYTES = 8
-PR_SET_PDEATHSIG = 1
 
 
 class SharedFile:
@@ -214,9 +212,7 @@ class Writer:
 def main() -> None:
     """Write the requests from the socket until its other end is closed."""
     channel, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the line above
-        return
+    die_with(parent)
     ignore_signals()
     while True:
         news, fds, _, _ = socket.recv_fds(channel, 1, MAX_FILES + 1)  # contents and two more

@@ -29,3 +29,12 @@ class Env(Protocol):
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """(observation, reward of this turn, terminated, truncated, info)."""
+
+
+def shortened(text: str, most_chars: int) -> str:
+    """The text; of a longer one the beginning and the end, together most_chars, around a line that says what is left
+    out."""
+    if len(text) <= most_chars:
+        return text
+    half = most_chars // 2
+    return f"{text[:half]}\n[{len(text) - most_chars} characters left out]\n{text[half - most_chars :]}"

@@ -17,10 +17,11 @@ import urllib.request
 from typing import Any
 
 from hpcrl.envs.specs import RemoteOptions
+from hpcrl.rewards.endpoint import NoRedirects
 
 PAUSE_S = 0.2
 MOST_BYTES = 64 << 20
-"""Longest answer that is read."""
+"""Longest request, and longest answer."""
 
 
 class RemoteEnvError(RuntimeError):
@@ -55,12 +56,7 @@ class RemoteEnv:
             ask(self._options, "close", {"session": session})
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+_OPENER = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))
 
 
 def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, Natural, Positive, Seconds, Section, Share
+from hpcrl.spec.fields import NUMBER, Natural, Positive, SandboxLevel, Seconds, Section, Share
 from hpcrl.spec.kinds import EnvSpec
 
 
@@ -290,7 +290,7 @@ class SWEOptions(TaskOptions):
     """Timeout of a command, seconds."""
     tests_timeout_s: Seconds = 20.0
     """Timeout of each file of hidden tests, seconds."""
-    min_level: Literal["L0", "L1", "L2", "L3"] = "L1"
+    min_level: SandboxLevel = "L1"
     """Least isolation of commands and tests (docs/security.md); L0 is unsafe."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
     """Memory of all processes of a command, and address space of each, MiB."""

@@ -29,9 +29,9 @@ from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import check_env, make_env
+from hpcrl.envs.remote import MOST_BYTES
 from hpcrl.exitcodes import ExitCode
 
-MOST_BYTES = 64 << 20
 READ_S = 30.0
 """Time for the next bytes of a request."""
 

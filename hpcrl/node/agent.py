@@ -27,7 +27,7 @@ from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import VISIBLE
 from hpcrl.node.memory import OutOfMemoryKills
 from hpcrl.rundir import AGENT, OUTCOME, VERDICT
-from hpcrl.signals import held_back
+from hpcrl.signals import PR_SET_PDEATHSIG, held_back
 
 if TYPE_CHECKING:
     from hpcrl.control.queues import Sender
@@ -37,7 +37,6 @@ CHECK_EVERY_S = 1.0
 LISTENS_S = 3.0  # a controller with a heartbeat since then accepts messages
 STUCK = 4  # multiple of silent_s that the controller may spend on one operation
 KILL_S = 10.0  # a process blocked in the kernel (a dead file system) may not die
-PR_SET_PDEATHSIG = 1
 SIGN_EVERY_S = 10.0  # maximum interval between two updates for the batch script
 SIGNS = 8  # at least this many updates in silent_s
 LOG_LINES, LINE_CHARS, LOG_BYTES = 3, 200, 4096  # of the end of a log that is shown

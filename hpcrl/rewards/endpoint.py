@@ -37,7 +37,9 @@ class EndpointError(RuntimeError):
     """The endpoint refused, or did not answer before the deadline."""
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for an error, since a token would go with the request."""
+
     def redirect_request(self, *args: Any) -> None:
         return None
 
@@ -64,7 +66,7 @@ class Endpoint:
         self._key_env, self._token, self._timeout_s, self._backoff_s = key_env, token, timeout_s, backoff_s
         self._interval_s = 1.0 / max_requests_per_s if max_requests_per_s else 0.0
         proxies = [urllib.request.ProxyHandler({})] if token else []
-        self._opener = urllib.request.build_opener(_NoRedirects, *proxies)
+        self._opener = urllib.request.build_opener(NoRedirects, *proxies)
         self._lock = threading.Lock()
         self._free_at = 0.0  # monotonic time from which the next request may start
 

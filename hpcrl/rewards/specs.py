@@ -9,7 +9,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, Count, Float, NonNegative, Positive, PositiveFloat, Seconds, Section, Share
+from hpcrl.spec.fields import (
+    NUMBER,
+    Count,
+    Float,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    SandboxLevel,
+    Seconds,
+    Section,
+    Share,
+)
 from hpcrl.spec.kinds import RewardSpec
 from hpcrl.spec.table import SpecError
 from hpcrl.spec.tables import REWARDS
@@ -176,7 +187,7 @@ class CodeOptions(Section):
     """The reward is the share of the cases that pass; false: 1 for all of them, else 0."""
     case_timeout_s: Seconds = 4.0
     """Timeout of a case, seconds; all cases of a response together have 0.8 x reward.*.timeout_s."""
-    min_level: Literal["L0", "L1", "L2", "L3"] = "L1"
+    min_level: SandboxLevel = "L1"
     """Least isolation with which code is run (docs/security.md); L0 is unsafe."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
     """Memory of all processes of a case, and address space of each, MiB."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
@@ -26,6 +26,8 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63), NUMBER]
 Seconds = Annotated[float, Field(ge=0.01, le=1e7), NUMBER]
 """A deadline: nothing answers sooner, and system calls accept no more."""
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
+SandboxLevel = Literal["L0", "L1", "L2", "L3"]
+"""Isolation of code in the sandbox (docs/security.md)."""
 
 
 class Section(BaseModel):

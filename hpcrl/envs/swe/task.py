@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from hpcrl.envs.base import shortened
 from hpcrl.envs.game import ExpertGame, Outcome
 from hpcrl.envs.specs import SWEOptions
 from hpcrl.envs.swe.bugs import repair
@@ -97,9 +98,7 @@ class SWE(ExpertGame[SWEOptions]):
         """What a command writes, cut in its middle, and whether it ends well."""
         assert self._repository is not None, "a running episode has a repository"
         outcome = self._repository.run(command)
-        text, most = outcome.stdout.decode(errors="replace").strip(), self.options.output_chars
-        if len(text) > most:
-            text = f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-most // 2 :]}"
+        text = shortened(outcome.stdout.decode(errors="replace").strip(), self.options.output_chars)
         ended = f"stopped by the limit of {outcome.stopped}" if outcome.stopped else f"exit code {outcome.code}"
         well = not outcome.stopped and outcome.code == 0
         return text if well and text else f"{text}\n({ended})".strip(), well

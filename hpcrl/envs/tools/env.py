@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 
+from hpcrl.envs.base import shortened
 from hpcrl.envs.tools.base import Result, Tool
 from hpcrl.envs.tools.builtin import BUILTIN
 from hpcrl.envs.tools.calls import FORMATS, ToolCall, format_of
@@ -113,10 +114,7 @@ class ToolEnv:
 
     def _cut(self, text: str) -> str:
         text = text.encode(errors="replace").decode()  # a lone surrogate cannot be sent
-        most = self._options.max_result_chars
-        if len(text) <= most:
-            return text
-        return f"{text[: most // 2]}\n[{len(text) - most} characters are left out]\n{text[-(most - most // 2) :]}"
+        return shortened(text, self._options.max_result_chars)
 
 
 def probe(options: ToolOptions, own_code: bool) -> None:

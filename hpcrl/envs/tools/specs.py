@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from hpcrl.envs.specs import Penalty
-from hpcrl.spec.fields import NUMBER, Positive, Seconds, Section
+from hpcrl.spec.fields import NUMBER, Positive, SandboxLevel, Seconds, Section
 from hpcrl.spec.kinds import EnvSpec
 
 NAMES = ("python", "calculator", "guess")
@@ -41,7 +41,7 @@ class ToolOptions(Section):
     """Longest result; of a longer one the middle is left out."""
     invalid_reward: Penalty = 0.0
     """Reward of a turn with an invalid call: no JSON, an unknown tool or wrong arguments."""
-    min_level: Literal["L0", "L1", "L2", "L3"] = "L1"
+    min_level: SandboxLevel = "L1"
     """python: least isolation with which programs are run (docs/security.md); L0 is unsafe."""
     memory_mib: Annotated[int, Field(ge=64), NUMBER] = 1024
     """python: memory of a program, MiB."""

@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hpcrl.signals import held_back
+from hpcrl.signals import die_with, held_back
 
-PR_SET_PDEATHSIG = 1
 PR_SET_PTRACER = 0x59616D61
 LAST_LINES = 12
 STARTING = "starting"
@@ -97,9 +96,7 @@ class Child:
 
 
 def _serve(channel: Connection, arguments: dict[str, Any], environment: dict[str, str], log: str, parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the rank ended before the line above
-        return
+    die_with(parent)
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
