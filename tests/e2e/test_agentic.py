@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ from tests.e2e.program import Start
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORDS = ["+experiment=agentic_tiny", "deterministic=true", "rollout.max_new_tokens=8"]
+BY_STEPS = [  # in half of the episodes
+    "data.train=[env:default, env:steps]",
+    "+env.steps={name: frozen_lake, max_turns: 4, episode: steps, history: 1}",
+    "+env.steps.options={size: 3, tag: '', prompt: '{observation}', invalid: '{observation}'}",
+    "algorithm=gigpo",
+]
 KEPT = ("val/", "env/", "critic/", "actor/")
 
 
@@ -25,7 +32,7 @@ def numbers(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: Path, walker_model: Path) -> None:
-    words = [*WORDS, f"model.path={walker_model}"]
+    words = [*WORDS, *BY_STEPS, f"model.path={walker_model}"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start = Start(whole, words)
     assert start.wait(200.0) == ExitCode.DONE, start.text
@@ -42,11 +49,19 @@ def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: P
         assert {f"{prefix}/{name}" for name in ("success", "return", "turns", "action_is_valid")} <= {
             name.removesuffix("/mean") for name in row
         }
-    batch = RolloutReader(whole).read(5)
-    dialogues = [batch.messages(row) for row in range(32)]
-    assert max(len(messages) for messages in dialogues) > 3, "some episode has several turns"
-    starts = {json.dumps(messages[0]) for messages in dialogues}
-    assert 1 < len(starts) <= 8, "the members of a group start alike"
+    assert last["actor/train_infer_diff_token_mean"] < 1e-5, "the trainer sees the prompts that the generator saw"
+    shapes = Counter()
+    for step in range(1, 6):
+        read = RolloutReader(whole).read(step)
+        dialogues = [read.messages(row) for row in range(32)]
+        starts = {json.dumps(messages[0]) for messages in dialogues}
+        assert 1 < len(starts) <= 8, "the members of a group start alike"
+        for row, messages in enumerate(dialogues):
+            turns = sum(message["role"] == "assistant" for message in messages)
+            segments = int((read.batch.select([row]).position_ids == 0).sum())
+            assert segments in (1, turns), "a sequence for the episode or for each turn"
+            shapes[turns > 1, segments > 1] += 1
+    assert shapes[True, True] and shapes[True, False], "episodes of several turns, by steps and by trajectory"
 
     for step in (0, 5):
         folder = whole / "episodes" / f"step_{step:06d}"
