@@ -79,8 +79,9 @@ class Hosts:
             env.close()  # waits for nothing
         elif close := getattr(env, "close", None):
             thread = threading.Thread(target=self._close, args=(close,), name="close", daemon=True)
-            self._closing.add(thread)
-            thread.start()
+            with self._lock:  # close() joins no thread that has not begun
+                self._closing.add(thread)
+                thread.start()
 
     def _close(self, close: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception, SystemExit):
@@ -91,7 +92,9 @@ class Hosts:
     def close(self) -> None:
         """End the processes and the event loop, after the close() of environments."""
         end = time.monotonic() + CLOSE_S
-        for thread in list(self._closing):
+        with self._lock:
+            closing = list(self._closing)
+        for thread in closing:
             thread.join(max(0.0, end - time.monotonic()))
         for processes in self._processes.values():
             processes.close()

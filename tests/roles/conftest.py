@@ -53,6 +53,16 @@ class Stage:
             items = self._threads.worlds[rank].mailbox.receive(kind, 0.1)
         return items
 
+    def deltas(self) -> list[TurnDelta]:
+        """What rank 1 has sent to rank 2 until now."""
+        self.send(1, 2, [TurnDelta(-1, b"")])  # comes after all of that
+        items: list[TurnDelta] = []
+        while not items or items[-1].sample != -1:
+            arrived = self._threads.worlds[2].mailbox.receive(TurnDelta, 10)
+            assert arrived, "the mailbox got nothing more"
+            items += arrived
+        return items[:-1]
+
     def empty(self, rank: int) -> None:
         """Forget what rank 2 has sent to the mailbox of a rank until now."""
         self.send(2, rank, [TurnDelta(-1, b"")])  # comes after all of that

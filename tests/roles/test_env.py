@@ -72,7 +72,7 @@ def first_turn(stage: Stage, role: EnvRole, how: str, room: int = 100, reason: s
     sample = make_sample_id(next(UIDS), 0, 0)
     begun = play(stage, role, turn(sample, how))
     assert not begun.ended and not begun.result.error
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     return play(stage, role, turn(sample, room=room, reason=reason))
 
 
@@ -85,7 +85,7 @@ def test_a_held_out_environment_is_the_same_episode_in_every_evaluation(stage: S
     one, other, held_out, later, next_row = odd_env.SEEDS[::2]
     assert odd_env.SEEDS[1::2] == [one, other, held_out, later, next_row], "siblings share theirs"
     assert held_out == later and len({one, other, held_out, next_row}) == 4
-    assert len(stage.mail(2, TurnDelta)) == 10
+    assert len(stage.deltas()) == 10
 
 
 def test_seeds_of_training_and_of_held_out_prompts_are_of_different_halves() -> None:
@@ -110,10 +110,10 @@ def test_a_row_can_give_the_seed_of_its_episodes(stage: Stage, role: EnvRole) ->
 def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     sample = make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "plain"))
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     first = play(stage, role, turn(sample))
     assert (first.ended, first.result.reward, first.result.error) == (False, 0.25, "")
-    [delta] = stage.mail(2, TurnDelta)
+    [delta] = stage.deltas()
     assert delta.sample == sample and len(delta.token_ids) > 4
     second = play(stage, role, turn(sample))
     assert (second.ended, second.result.reward, second.result.score) == (True, 0.5, 1.0)
@@ -200,7 +200,7 @@ def test_a_close_that_hangs_stops_no_other_episode(stage: Stage) -> None:
     assert len(stage.heard()) == 3 and len(odd_env.OPEN) == 2
     odd_env.RELEASE.set()
     role.close()
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     assert not odd_env.OPEN
 
 
@@ -226,7 +226,7 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
     assert len(odd_env.OPEN) == 2, "an environment is not closed while it is at work"
     odd_env.RELEASE.set()
     role.close()
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     deadline = time.monotonic() + 20
     while odd_env.OPEN:  # the one that hung is closed by its thread
         assert time.monotonic() < deadline
@@ -246,7 +246,7 @@ def test_coroutines_all_play_at_once_and_one_that_hangs_is_cancelled(stage: Stag
     assert not any(heard[sample].ended or heard[sample].result.error for sample in together)
     assert "step() did not return within 1 s" in heard[hangs].result.error
     role.close()
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     assert not odd_env.OPEN, "the cancelled one is closed, too"
 
 
@@ -277,7 +277,7 @@ def test_an_episode_in_a_process_that_hangs_is_killed(stage: Stage, tmp_path: Pa
         assert time.monotonic() < deadline
         time.sleep(0.01)
     role.close()
-    stage.mail(2, TurnDelta)
+    stage.deltas()
 
 
 def test_an_environment_that_gives_up_by_itself_is_closed_and_one_that_is_made_too_late_too(stage: Stage) -> None:
@@ -310,15 +310,15 @@ def test_the_timeout_of_a_turn_does_not_count_a_pause_of_the_job(stage: Stage) -
     [played] = stage.heard()
     assert not played.result.error and not played.ended
     role.close()
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     assert not odd_env.OPEN
 
 
 def test_observations_are_tokens_of_the_template(stage: Stage, role: EnvRole) -> None:
     tokenizer = stage.worker(1, SETTINGS).tokenizer
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     first_turn(stage, role, "plain")
-    [delta] = stage.mail(2, TurnDelta)
+    [delta] = stage.deltas()
     text = tokenizer.decode(np.frombuffer(delta.token_ids, dtype=np.int32))
     assert text == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
 
@@ -329,7 +329,7 @@ def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_en
     sample = make_sample_id(next(UIDS), 0, 0)
     begun = play(stage, role, turn(sample, "board"))
     assert not begun.ended and not begun.result.error
-    [delta] = stage.mail(2, TurnDelta)
+    [delta] = stage.deltas()
     assert json.loads(delta.messages) == [{"role": "user", "content": "go left"}]
     tokenizer = stage.worker(1, SETTINGS).tokenizer
     text = tokenizer.decode(np.frombuffer(delta.token_ids, dtype=np.int32))
@@ -361,7 +361,7 @@ def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> Non
     assert (third.sample, third.ended) == (waits, False)
     odd_env.RELEASE.set()
     role.close()
-    stage.mail(2, TurnDelta)
+    stage.deltas()
     deadline = time.monotonic() + 20
     while odd_env.OPEN:
         assert time.monotonic() < deadline
@@ -374,13 +374,13 @@ def test_tools_reach_the_prompt_and_their_results_the_next_turn(stage: Stage) ->
     tokenizer, sample = role._worker.tokenizer, make_sample_id(next(UIDS), 0, 0)
     begun = play(stage, role, turn(sample, "plain", room=1000))
     assert not begun.ended and not begun.result.error
-    [delta] = stage.mail(2, TurnDelta)
+    [delta] = stage.deltas()
     prompt = tokenizer.decode(np.frombuffer(delta.token_ids, np.int32))
     assert '"name": "calculator"' in prompt and prompt.endswith("user\n?<|im_end|>\n<|im_start|>assistant\n")
     called = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
     first = play(stage, role, msgspec.structs.replace(turn(sample), text=called))
     assert not first.ended and first.result.metrics["tool_calls"] == 1.0
-    [delta] = stage.mail(2, TurnDelta)
+    [delta] = stage.deltas()
     said = tokenizer.decode(np.frombuffer(delta.token_ids, np.int32))
     assert said == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
     last = play(stage, role, turn(sample))
@@ -402,17 +402,17 @@ def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: St
     play(stage, role, turn(own))
     assert not play(stage, role, turn(own)).result.error
     assert handler(asked, 9).texts == ["", "", ""], "what is no JSON is not kept"
-    stage.mail(2, TurnDelta)
+    stage.deltas()
 
 
 def test_by_steps_the_next_prompt_shows_tools_and_their_results(stage: Stage) -> None:
     env = {"name": "tools", "options": {"tools": ["calculator"]}, "max_turns": 3, "episode": "steps", "history": 1}
     role, sample = EnvRole(stage.worker(1, {"env": {"default": env}})), make_sample_id(next(UIDS), 0, 0)
     play(stage, role, turn(sample, "plain", room=1000))
-    [first] = stage.mail(2, TurnDelta)
+    [first] = stage.deltas()
     called = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
     assert not play(stage, role, msgspec.structs.replace(turn(sample, room=1000), text=called)).result.error
-    [second] = stage.mail(2, TurnDelta)
+    [second] = stage.deltas()
     before, after = (role._worker.tokenizer.decode(np.frombuffer(d.token_ids, np.int32)) for d in (first, second))
     said = "<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
     assert '"name": "calculator"' in before and after == before + called + said
@@ -426,7 +426,7 @@ def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, 
     decode, texts, said = role._worker.tokenizer.decode, [], ""
     for sent in (turn(sample, "board"), turn(sample)):
         assert not play(stage, role, sent).result.error
-        [delta] = stage.mail(2, TurnDelta)
+        [delta] = stage.deltas()
         texts.append(decode(np.frombuffer(delta.token_ids, dtype=np.int32)))
         said = json.loads(delta.messages)[-1]["content"]
     middle = "<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n" if history else "\n\n"
@@ -437,4 +437,4 @@ def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, 
     assert tight.ended and " tokens is too long, there is room for 3" in tight.result.error
     assert tight.result.error.startswith("environment class: a prompt of ")
     role.close()
-    stage.mail(2, TurnDelta)
+    stage.deltas()
