@@ -26,7 +26,8 @@ from hpcrl.control.bootstrap import Place, find_place
 from hpcrl.exitcodes import ASKED, SIGNAL_CODES, ExitCode
 from hpcrl.files import is_storage_error, shield_output, write_durably
 from hpcrl.node.agent import Agent, Verdict
-from hpcrl.node.devices import VISIBLE, bind_gpus, visible_gpus
+from hpcrl.node.devices import HIDDEN, VISIBLE, bind_gpus, visible_gpus
+from hpcrl.node.forks import FORKS, Parent
 from hpcrl.node.preflight import meeting_folder, preflight, see_run
 from hpcrl.rundir import OUTCOME, VERDICT, SupersededError, close_run, open_run, stored_config, world_folder
 from hpcrl.signals import STOPPING, held_back, ignore_signals, noted
@@ -62,6 +63,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
     ranks = ranks_of_node(config, layout, node, num_nodes)
     environ = {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_rank),
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's, which would start threads when it is imported
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -92,6 +94,7 @@ def run_node(run_dir: Path, attempt: int, node: int, num_nodes: int, signals: Se
         silent_s=timeouts.command_s / 2,
         start_s=timeouts.start_s,
         impatient=config.cluster.name == "local",
+        parent=[sys.executable, "-m", "hpcrl.run", str(run_dir)],
     )
     try:
         verdict = agent.run()
@@ -134,17 +137,39 @@ def ranks_of_node(config: Config, layout: RoleLayout, node: int, num_nodes: int)
     return [rank for rank in range(layout.world_size) if rank * num_nodes // layout.world_size == node]
 
 
+def fork_ranks_of_node(run_dir: Path) -> None:
+    """Import what the ranks that the agent asks for need, and fork them; returns in each of these."""
+    parent, config = Parent(), stored_config(run_dir)
+    without_gpu = [rank for rank, gpus in parent.gpus.items() if gpus == HIDDEN]
+    import_for(config, RoleLayout.from_config(config), without_gpu)
+    if len(without_gpu) < len(parent.gpus):  # importing their engines may open GPUs, which no fork may share
+        from transformers import AutoTokenizer  # noqa: F401
+    gc.freeze()  # a collection in a rank would copy the pages of all these objects
+    parent.fork()
+
+
+def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None:
+    """Import the code of these ranks."""
+    gc.disable()  # objects of imports are permanent; collecting them repeatedly takes a sixth of a rank's start
+    from hpcrl.roles.worker import import_engines
+
+    import_engines(config, {role for rank in ranks for role in layout.roles_of(rank)})
+    if 0 in ranks:
+        from hpcrl import rank0  # noqa: F401
+
+
 def run_rank(run_dir: Path, place: Place) -> int:
     """One rank, from joining the world to leaving it; returns its exit code."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"hpcrl rank {place.index}")  # the name in ps and top
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
-    gc.disable()  # objects of imports are permanent; collecting them repeatedly takes a sixth of a rank's start
+    import_for(config, layout, [place.index])
     from hpcrl.control.network import NoInterfaceError
     from hpcrl.control.queues import ControlError
     from hpcrl.control.world import join, pin_threads, seed_generators
-    from hpcrl.roles.worker import Reported, Worker, import_engines, leave_default_group
+    from hpcrl.roles.worker import Reported, Worker, leave_default_group
 
-    import_engines(config, layout.roles_of(place.index))
     if place.launcher not in ("agent", "local"):  # otherwise chosen by the agent
         os.environ[VISIBLE] = gpus_of_node(config, layout, place.node, place.num_nodes)[place.index]
     if place.index == 0:
@@ -239,6 +264,8 @@ def main() -> int:
         print(in_shell(__doc__))
         return ExitCode.DONE if sys.argv[1:] in (["-h"], ["--help"]) else ExitCode.BAD_INPUT
     run_dir = Path(sys.argv[1])
+    if FORKS in os.environ:
+        fork_ranks_of_node(run_dir)
     with contextlib.ExitStack() as stack:
         with held_back():  # an agent loses no signal; a rank is ended by signals until it can handle them
             if unseen := see_run(run_dir):

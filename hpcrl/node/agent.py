@@ -7,7 +7,6 @@ or env rank must be survived. It imports torch, which takes seconds, only to rep
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -18,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,10 @@ from hpcrl.clock import AwakeClock
 from hpcrl.control.bootstrap import ENDPOINT
 from hpcrl.control.trace import DESCRIPTOR, LEAVING, new_page, read_trace
 from hpcrl.node.devices import VISIBLE
+from hpcrl.node.forks import AdoptedProcess, RankStart, fork_ranks
 from hpcrl.node.memory import OutOfMemoryKills
 from hpcrl.rundir import AGENT, OUTCOME, VERDICT
-from hpcrl.signals import PR_SET_PDEATHSIG, held_back
+from hpcrl.signals import die_with, held_back
 
 if TYPE_CHECKING:
     from hpcrl.control.queues import Sender
@@ -40,6 +41,8 @@ KILL_S = 10.0  # a process blocked in the kernel (a dead file system) may not di
 SIGN_EVERY_S = 10.0  # maximum interval between two updates for the batch script
 SIGNS = 8  # at least this many updates in silent_s
 LOG_LINES, LINE_CHARS, LOG_BYTES = 3, 200, 4096  # of the end of a log that is shown
+
+RankProcess = subprocess.Popen[bytes] | AdoptedProcess
 
 
 @dataclass
@@ -55,8 +58,9 @@ class Verdict:
 
 class Agent:
     """One per node. `argv(rank)` is the command of a rank, `gpus[rank]` its CUDA_VISIBLE_DEVICES; its output goes to
-    logs/rank_NNNN.log. `signals`: receives this process's signals (see signals.noted). `impatient`: the same signal a
-    second time ends everything."""
+    logs/rank_NNNN.log. `parent`: the command of a process that forks the ranks (hpcrl.node.forks), each of which then
+    does what its command does; empty for none. `signals`: receives this process's signals (see signals.noted).
+    `impatient`: the same signal a second time ends everything."""
 
     def __init__(
         self,
@@ -72,11 +76,13 @@ class Agent:
         silent_s: float,
         start_s: float,
         impatient: bool = True,
+        parent: Sequence[str] = (),
     ):
+        self._parent = parent
         self._argv, self._ranks, self._environ, self._gpus = argv, ranks, environ, gpus
         self._folder, self._logs, self._grace_s = world_folder, logs, grace_s
         self._silent_s, self._start_s, self._impatient = silent_s, start_s, impatient
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, RankProcess] = {}
         self._log_starts: dict[int, int] = {}  # bytes of earlier starts
         self._signals = signals
         self._sender: Sender | None = None
@@ -98,8 +104,7 @@ class Agent:
         self._earlier_outcome = self._outcome()
         verdict = Verdict(None)
         try:
-            for rank in self._ranks:
-                self._start(rank)
+            self._start_all()
             self._watch(verdict)
         finally:
             self._end_all(verdict)
@@ -119,27 +124,36 @@ class Agent:
         except FileNotFoundError:
             return None
 
-    def _start(self, rank: int) -> None:
-        log = open(self._logs / f"rank_{rank:04d}.log", "ab")  # noqa: SIM115
-        self._log_starts[rank] = os.fstat(log.fileno()).st_size
+    def _start_all(self) -> None:
+        for rank in self._ranks:
+            log = self._logs / f"rank_{rank:04d}.log"
+            self._log_starts[rank] = log.stat().st_size if log.exists() else 0
+        starts = [self._about(rank) for rank in self._ranks]
+        if self._parent and len(starts) > 1:
+            end = self._clock.now() + self._start_s
+            go_on = lambda: not self._signals and self._clock.now() < end  # noqa: E731
+            self._processes |= fork_ranks(self._parent, self._environ, starts, go_on)
+        for start in starts if not self._processes else ():
+            self._processes[start.rank] = self._start(start)
+
+    def _about(self, rank: int) -> RankStart:
+        page = self._pages[rank]
+        environ = {VISIBLE: self._gpus[rank], "HPCRL_RANK": str(rank), DESCRIPTOR: str(page)}
         # Rank 0 writes to the user; all other output goes to the logs.
-        with contextlib.nullcontext() if rank == 0 else held_back():
-            self._processes[rank] = subprocess.Popen(
-                list(self._argv(rank)),
-                env={
-                    **self._environ,
-                    VISIBLE: self._gpus[rank],
-                    "HPCRL_RANK": str(rank),
-                    DESCRIPTOR: str(self._pages[rank]),
-                },
-                pass_fds=[self._pages[rank]],
+        return RankStart(rank, environ, str(self._logs / f"rank_{rank:04d}.log"), rank != 0, [page])
+
+    def _start(self, start: RankStart) -> subprocess.Popen[bytes]:
+        with held_back() if start.quiet else contextlib.nullcontext(), open(start.log, "ab") as log:
+            return subprocess.Popen(
+                list(self._argv(start.rank)),
+                env={**self._environ, **start.environ},
+                pass_fds=start.inherited,
                 stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else log,
+                stdout=log if start.quiet else None,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_dying_with(os.getpid()),  # noqa: PLW1509 - no thread runs yet that could hold a lock
+                preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - no thread runs yet that could hold a lock
             )
-        log.close()
 
     def _watch(self, verdict: Verdict) -> None:
         alive = dict(self._processes)
@@ -191,7 +205,7 @@ class Agent:
             time.sleep(POLL_S)
 
     def _check_beats(
-        self, alive: Mapping[int, subprocess.Popen[bytes]], now: float, started: float, silent: dict[int, str]
+        self, alive: Mapping[int, RankProcess], now: float, started: float, silent: dict[int, str]
     ) -> None:
         """End a process that does not start or sends no heartbeat: it is stopped or stuck in native code.
 
@@ -283,19 +297,7 @@ def _last_words(log: Path, start: int) -> str:
     return f"; its log ends: {' | '.join(shown)}" if shown else ""
 
 
-def _dying_with(parent: int) -> Callable[[], None]:
-    """For a new child: ask the kernel to kill it when its parent ends in any way."""
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the line above
-            os._exit(1)
-
-    return ask
-
-
-def _reap(process: subprocess.Popen[bytes]) -> int | None:
+def _reap(process: RankProcess) -> int | None:
     """Exit code of a rank that has ended, after killing all processes it started; None while it runs."""
     # Until the rank is reaped, its pid cannot be reused, so the process group still belongs to it.
     if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

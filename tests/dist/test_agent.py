@@ -21,12 +21,24 @@ from pathlib import Path
 from hpcrl.node.agent import Agent
 from hpcrl.signals import noted
 folder, programs, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+parent = [sys.executable, "-c", sys.argv[4], sys.argv[2]] if sys.argv[4] else []
 argv = lambda rank: [sys.executable, "-c", programs[rank]] if programs[rank] else [str(folder / "missing")]
 with noted() as signals:
     agent = Agent(argv, range(len(programs)), environ={**os.environ, "FOLDER": str(folder)},
         gpus={rank: str(rank) for rank in range(len(programs))}, signals=signals, world_folder=folder / "world",
-        logs=folder / "logs", **{"grace_s": 1.0, "silent_s": 60.0, "start_s": 60.0, **options})
+        logs=folder / "logs", parent=parent, **{"grace_s": 1.0, "silent_s": 60.0, "start_s": 60.0, **options})
     print(json.dumps(dataclasses.asdict(agent.run())))
+"""
+
+# What forks the ranks, and then does what their programs do.
+FORK = """
+import json, os, sys
+from pathlib import Path
+from hpcrl.node.forks import Parent
+parent = Parent()
+Path(os.environ["FOLDER"], "parent").write_text(str(os.getpid()))
+parent.fork()
+exec(json.loads(sys.argv[1])[int(os.environ["HPCRL_RANK"])])
 """
 
 # What the ranks' programs begin with: up() tells the test the process id, wait() waits for the test.
@@ -71,13 +83,13 @@ def is_alive(pid: int) -> bool:
 class Node:
     """An agent in a process of its own, and what its ranks have told."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, parent: str = ""):
+        self.folder, self.parent = folder, parent
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *programs: str, **options: float) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", AGENT, str(self.folder), json.dumps(programs), json.dumps(options)],
+            [sys.executable, "-c", AGENT, str(self.folder), json.dumps(programs), json.dumps(options), self.parent],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -111,9 +123,10 @@ class Node:
         return (self.folder / "logs" / f"rank_{rank:04d}.log").read_text()
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path)
+@pytest.fixture(params=["", FORK], ids=["programs", "forks"])
+def node(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
+    """With ranks started as programs, or forked from one process."""
+    node = Node(tmp_path, request.param)
     yield node
     if node.process is not None and node.process.poll() is None:
         node.process.kill()
@@ -134,6 +147,7 @@ def test_exit_codes_and_logs(node: Node) -> None:
     assert (verdict["controller_code"], verdict["signal_number"], list(verdict["lost"])) == (0, 0, ["2"])
     assert verdict["lost"]["2"].endswith("exited with code 3; its log ends: two")
     assert (node.log(0), node.log(1), node.log(2)) == ("to the log\n", "one\n", "two\n")
+    assert (node.folder / "parent").exists() is bool(node.parent)
     node.start(controller, HEAD + "print('again')")
     assert node.verdict()["lost"] == {}
     assert node.log(1) == "one\nagain\n"
@@ -273,6 +287,7 @@ def test_a_rank_that_does_not_come_up_is_ended(node: Node) -> None:
     node.verdict(10)  # as has the controller, which makes none here either
 
 
+@pytest.mark.parametrize("node", [""], indirect=True, ids=["programs"])
 def test_a_rank_that_cannot_be_started_leaves_no_others(node: Node) -> None:
     node.start(CONTROLLER, "")
     assert node.process is not None
@@ -326,3 +341,60 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     assert lost.cause.endswith("exited with code 3")
     node.release()
     node.verdict()
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        (FORK.replace("parent.fork()", "import threading; threading.Timer(9, print).start(); parent.fork()"), "2 threads"),
+        (FORK.replace("parent.fork()", "raise ImportError('no engine')"), "ImportError: no engine"),
+        (FORK.replace("parent.fork()", "os.kill(os.getpid(), 9)"), ""),
+    ],
+    indirect=["node"],
+    ids=["threads", "raises", "killed"],
+)
+def test_ranks_that_cannot_be_forked_are_started_as_programs(node: Node, told: str) -> None:
+    node.start(CONTROLLER, STAY)
+    assert node.pid(0) != node.pid(1)
+    assert told in node.log(0) and "environment variable" not in node.log(0)
+    assert Path(f"/proc/{node.pid(1)}/cmdline").read_bytes().count(b"Parent()") == 0
+    node.release()
+    assert node.verdict()["lost"] == {}
+
+
+@pytest.mark.parametrize("node", [FORK.replace("parent.fork()", "import time; time.sleep(100)")], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_to_the_agent_while_its_ranks_are_imported(node: Node, number: int) -> None:
+    """The controller's program gets the first one at once."""
+    node.start(HEAD + "wait('never')", STAY)
+    path = node.folder / "parent"
+    until(lambda: path.exists() and bool(path.read_text()), "the parent imports")
+    node.signal(number)
+    until(lambda: not is_alive(int(path.read_text())), "the parent has ended")
+    if number == signal.SIGTERM:
+        verdict = node.verdict(8)
+        assert (verdict["signal_number"], verdict["controller_code"]) == (number, -number)
+    assert not list(node.folder.glob("pid_0"))
+
+
+@pytest.mark.parametrize("node", [FORK.replace("parent.fork", "print('once'); parent.fork")], indirect=True)
+def test_forked_ranks_have_a_session_an_environment_and_descriptors_of_their_own(node: Node) -> None:
+    tell = """
+import json
+numbers = [int(number) for number in os.listdir("/proc/self/fd")]
+told = {"session": os.getsid(0) == os.getpid(), "gpu": os.environ["CUDA_VISIBLE_DEVICES"],
+        "fds": len(numbers), "stdin": os.readlink("/proc/self/fd/0"), "forks": "HPCRL_FORKS" in os.environ,
+        "held": signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+(folder / f"told_{rank}").write_text(json.dumps(told))
+print(rank)
+"""
+    node.start(HEAD + tell, HEAD + tell)
+    assert node.process is not None
+    out, _ = node.process.communicate(timeout=20)
+    assert out.splitlines()[:-1] == ["0"]
+    assert (node.log(0), node.log(1)) == ("once\n", "1\n")
+    told = [json.loads((node.folder / f"told_{rank}").read_text()) for rank in range(2)]
+    # Beside the three standard ones: the page of the trace, and the folder that is listed.
+    same = {"session": True, "fds": 5, "stdin": "/dev/null", "forks": False}
+    # Rank 0 is asked to stop by a signal; the others hold signals back until they can handle them.
+    assert told == [{**same, "gpu": "0", "held": False}, {**same, "gpu": "1", "held": True}]

@@ -62,7 +62,7 @@ class Start:
     @property
     def ranks(self) -> dict[int, int]:
         """Rank -> process id of the ranks that run."""
-        return {int(environ["HPCRL_RANK"]): process.pid for process, environ in self._running("hpcrl.run")}
+        return {rank: process.pid for process in self._running() if (rank := rank_of(process)) is not None}
 
     def wait(self, timeout_s: float = 100.0) -> int:
         """Its exit code."""
@@ -86,14 +86,14 @@ class Start:
 
     def processes(self) -> list[psutil.Process]:
         """Launcher, ranks and whatever they have started that still runs, wherever it hangs in the process tree."""
-        return [process for process, _ in self._running()]
+        return [*self._running()]
 
     def processes_of(self, module: str) -> list[psutil.Process]:
         """Those of its processes that run this module."""
-        return [process for process, _ in self._running(module)]
+        return [*self._running(module)]
 
-    def _running(self, module: str = "") -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-        """Its processes that run this module, or all, and their environment."""
+    def _running(self, module: str = "") -> Iterator[psutil.Process]:
+        """Its processes that run this module, or all."""
         for process in psutil.process_iter():
             try:
                 environ, words = process.environ(), process.cmdline()
@@ -101,7 +101,7 @@ class Start:
             except psutil.Error:  # ended meanwhile, or of another user
                 continue
             if environ.get(MARK) == self.mark and running and (not module or module in words):
-                yield process, environ
+                yield process
 
     def kill(self, rng: random.Random | None = None) -> None:
         """SIGKILL to every process, in random order."""
@@ -120,3 +120,12 @@ class Start:
         while left := self.processes():
             assert time.monotonic() < deadline, f"{left} still run {within_s} s after their launcher was killed"
             time.sleep(0.05)
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """The rank that a process is; its environment does not tell, for it is the one of the process that forked it."""
+    try:
+        name = re.fullmatch(r"hpcrl rank (\d+)", process.name())
+    except psutil.Error:  # ended meanwhile
+        return None
+    return int(name[1]) if name else None

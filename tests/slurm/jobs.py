@@ -17,6 +17,7 @@ from hpcrl.metrics.log import read_metrics
 from hpcrl.status import main as status_main
 from tests import in_process
 from tests.conftest import ROOT
+from tests.e2e.program import rank_of
 
 RUNNING, PENDING, COMPLETED, FAILED, CANCELLED = "RUNNING", "PENDING", "COMPLETED", "FAILED", "CANCELLED"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
@@ -131,14 +132,7 @@ def processes(cluster: Any, job: int | None = None) -> dict[psutil.Process, dict
 
 def ranks(cluster: Any, job: int) -> dict[int, psutil.Process]:
     """Rank -> its process, of those that run."""
-    found = {}
-    for process, environ in processes(cluster, job).items():
-        try:
-            if "HPCRL_RANK" in environ and "hpcrl.run" in process.cmdline():
-                found[int(environ["HPCRL_RANK"])] = process
-        except psutil.Error:
-            continue
-    return found
+    return {rank: process for process in processes(cluster, job) if (rank := rank_of(process)) is not None}
 
 
 def wait_gone(cluster: Any, job: int, timeout_s: float = 20.0) -> None:

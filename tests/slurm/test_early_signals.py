@@ -22,13 +22,13 @@ pytestmark = pytest.mark.slow
 HOLD = """
 import os, pathlib, sys, time
 folder = pathlib.Path(__file__).parent
-who = "rank " + os.environ["HPCRL_RANK"] if "HPCRL_RANK" in os.environ else os.environ.get("SLURMD_NODENAME")
+who = "ranks" if "HPCRL_FORKS" in os.environ else os.environ.get("SLURMD_NODENAME")
 hold = folder / "hold"
 if "hpcrl.run" in sys.orig_argv and hold.exists() and hold.read_text() == who:
     (folder / "held").write_text(who)
     while hold.exists(): time.sleep(.05)
 """
-"""A sitecustomize: the process that the file `hold` names, a node's agent or a rank, stays before its imports."""
+"""A sitecustomize: the process that the file `hold` names, an agent or what forks ranks, stays before its imports."""
 
 
 @pytest.mark.parametrize(("name", "code"), [("USR1", ExitCode.REQUEUE), ("TERM", ExitCode.TERMINATED)])
@@ -50,17 +50,17 @@ def test_agents_in_the_preflight_end(cluster: Any, tmp_path: Path, name: str, co
 
 @pytest.mark.timeout(300)
 def test_a_job_goes_on_after_signals_that_came_early(cluster: Any, tmp_path: Path, tiny: list[str]) -> None:
-    """First an agent on its way in takes one, then rank 0 on its way in."""
+    """First an agent on its way in takes one, then the ranks of the first node on their way in."""
     (tmp_path / "sitecustomize.py").write_text(HOLD)
     words = [word for word in tiny if not word.startswith("layout")] + ["max_steps=4", "cluster.max_restarts=0"]
     words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1"]
     words += ["cluster.components={first: {roles: [controller, trainer, generator]}, rest: {roles: [reward]}}"]
     words += [f"cluster.prologue='export PYTHONPATH={tmp_path}'", "timeouts.start_s=40"]
     run = Run(cluster, tmp_path, *words, pace=0, hold="n2")
-    for number, who, said in ((1, "n2", "the ranks were started"), (2, "rank 0", "a step boundary")):
+    for number, who, said in ((1, "n2", "the ranks were started"), (2, "ranks", "a step boundary")):
         meeting = world_folder(run.dir, number) / "preflight"
         wait_until(partial(_is_held, tmp_path, who, meeting), lambda: run.log)
-        run.tell(hold="rank 0" if number == 1 else "nobody")
+        run.tell(hold="ranks" if number == 1 else "nobody")
         cluster.run("scancel", "--signal=USR1", str(run.job))
         began = time.monotonic()
         run.wait_said(f"attempt {number} ended (requeue)")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hpcrl.files import committed_step
-from tests.slurm.jobs import Run, processes, show, wait_until
+from tests.slurm.jobs import Run, processes, ranks, show, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,7 +33,7 @@ def test_what_a_lost_node_still_trains_is_never_committed(cluster: Any, tmp_path
     with ended(cluster, run.job):
         run.wait_step(3)
         node = show(cluster, run.job)["BatchHost"]
-        old = {process for process, environ in processes(cluster, run.job).items() if "HPCRL_RANK" in environ}
+        old = ranks(cluster, run.job).values()
         assert old
         cluster.kill_node(node)
         run.wait_restart(1)

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 
-def before(command: str, act: Callable[[int], None]) -> None:
-    """act(k) before the k-th command of this kind."""
+def before(rank: str, command: str, act: Callable[[int], None]) -> None:
+    """On a rank, act(k) before the k-th command of this kind."""
     from hpcrl.roles.worker import Worker
 
     carry_out, heard = Worker._reporting, []
 
     def reporting(self, seq, what):
         heard.append(what)
-        if what == command:
+        if what == command and rank == os.environ["HPCRL_RANK"]:
             act(heard.count(command))
         return carry_out(self, seq, what)
 
@@ -26,11 +26,10 @@ def die(count: int, number: int) -> Callable[[int], None]:
     return lambda k: os.kill(os.getpid(), number) if k == count else None
 
 
-for wish in os.environ.get("HPCRL_TEST_DIES", "").split():
-    rank, command, count, number = wish.split(":")
-    if rank == os.environ.get("HPCRL_RANK"):
-        before(command, die(int(count), getattr(signal, number)))
-for wish in os.environ.get("HPCRL_TEST_SLOW", "").split():
-    rank, command, seconds = wish.split(":")
-    if rank == os.environ.get("HPCRL_RANK"):
-        before(command, lambda k, seconds=float(seconds): time.sleep(seconds))
+if "HPCRL_RANK" in os.environ or "HPCRL_FORKS" in os.environ:
+    for wish in os.environ.get("HPCRL_TEST_DIES", "").split():
+        rank, command, count, number = wish.split(":")
+        before(rank, command, die(int(count), getattr(signal, number)))
+    for wish in os.environ.get("HPCRL_TEST_SLOW", "").split():
+        rank, command, seconds = wish.split(":")
+        before(rank, command, lambda k, seconds=float(seconds): time.sleep(seconds))
