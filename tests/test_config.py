@@ -320,6 +320,10 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "rollout.restart_failed_episodes: true, but with deterministic=true what is generated does not depend on",
         ),
         (
+            ["deterministic=true", "+env.default.max_seconds=30"],
+            "env.default.max_seconds: 30, but with deterministic=true no episode ends by the clock",
+        ),
+        (
             ["deterministic=true", "rollout.extra_members=2"],
             "rollout.extra_members: 2, but deterministic=true waits for",
         ),

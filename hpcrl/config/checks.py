@@ -285,6 +285,11 @@ def _redundancy(config: Config) -> Iterator[Problem]:
             "true, but with deterministic=true what is generated does not depend on when an error is noticed; use false"
         )
         yield Problem(at, f"rollout.restart_failed_episodes: {text}", (("deterministic",),))
+    for domain, env in config.envs.items() if config.deterministic else ():
+        if env.max_seconds is not None:
+            key = f"env.{domain}.max_seconds"
+            text = f"{key}: {env.max_seconds:g}, but with deterministic=true no episode ends by the clock; use null"
+            yield Problem(("env", domain, "max_seconds"), text, (("deterministic",),))
     if config.deterministic and rollout.extra_members:
         text = (
             f"rollout.extra_members: {rollout.extra_members}, but deterministic=true waits for all members of a group, "

@@ -44,6 +44,14 @@ class EnvConfig(Section):
     """package.module:Class, used with name=class."""
     max_turns: Positive = 2
     """Maximum model turns per episode."""
+    max_tokens: Positive | None = None
+    """Maximum tokens that the model writes in an episode, over all turns; the turn that reaches it is the last."""
+    max_seconds: Seconds | None = None
+    """Maximum seconds of an episode, with those in which the model generates; the turn that ends after it is the
+    last."""
+    long_observation: Literal["end", "shorten"] = "end"
+    """What becomes of an observation that leaves no room for another turn. end: the episode ends with the reward so far
+    and an error. shorten: the middle of its longest message is left out, so that it fits."""
     episode: Literal["trajectory", "steps"] = "trajectory"
     """trajectory: an episode is one sequence, which grows with every turn. steps: every turn is a sequence of its own,
     after a prompt that shows the latest turns only; it learns from the credit of its episode."""

@@ -532,7 +532,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     """Request to the environment of a sample: answer a turn of the model or, with `begins`, start the episode.
 
     meta: the prompt's JSON. reply_to: the generator rank. last_token: of the turn. room: maximum tokens of the
-    observation, so that another turn fits. Reason "abort": the sample was dropped, no answer is needed.
+    observation, so that another turn fits. written: tokens of all turns until now. Reason "abort": the sample was
+    dropped, no answer is needed.
     """
 
     sample: int
@@ -544,6 +545,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknow
     last_token: int = -1
     room: int = 0
     begins: bool = False
+    written: int = 0
 
 
 class TurnDelta(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -37,4 +37,4 @@ def shortened(text: str, most_chars: int) -> str:
     if len(text) <= most_chars:
         return text
     half = most_chars // 2
-    return f"{text[:half]}\n[{len(text) - most_chars} characters left out]\n{text[half - most_chars :]}"
+    return f"{text[:half]}\n[{len(text) - most_chars} characters left out]\n{text[len(text) - most_chars + half :]}"

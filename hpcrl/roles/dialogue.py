@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from hpcrl.data.chat import encode, render
 from hpcrl.data.rows import Messages
+from hpcrl.envs.base import Observation, shortened
 
 CONTENT = "0CONTENT0"
 """Placeholder for the model's text; letters and digits, which no template trims or escapes."""
@@ -78,6 +79,32 @@ def first_prompt(
     if added and render(tokenizer, messages, tools) == render(tokenizer, messages, None):
         messages, tools = _described(messages, tools), None
     return messages, prompt_ids(tokenizer, messages, tools)
+
+
+def fitting(
+    observation: Observation, room: int, tokens: Callable[[Observation], tuple[Messages, np.ndarray]]
+) -> tuple[Messages, np.ndarray]:
+    """What `tokens` gives for the observation with as much of the beginning and the end of its longest message as
+    leaves at most `room` tokens; with nothing of it if that is still too much."""
+    texts = [observation] if isinstance(observation, str) else [message["content"] for message in observation]
+    if not any(texts):
+        return tokens(observation)
+    place = max(range(len(texts)), key=lambda number: len(texts[number]))
+
+    def with_chars(count: int) -> tuple[Messages, np.ndarray]:
+        text = shortened(texts[place], count)
+        if isinstance(observation, str):
+            return tokens(text)
+        return tokens([*observation[:place], {**observation[place], "content": text}, *observation[place + 1 :]])
+
+    fits, too_many = 0, len(texts[place])
+    while too_many - fits > 1:
+        count = (fits + too_many) // 2
+        if len(with_chars(count)[1]) > room:
+            too_many = count
+        else:
+            fits = count
+    return with_chars(fits)
 
 
 def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Messages:

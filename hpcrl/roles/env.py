@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections import Counter, deque
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hpcrl.clock import AwakeClock
 from hpcrl.config import EnvConfig
@@ -26,6 +28,7 @@ from hpcrl.roles.dialogue import (
     as_messages,
     chat_template,
     first_prompt,
+    fitting,
     heard,
     observation_ids,
     prompt_ids,
@@ -40,13 +43,14 @@ ERROR_CHARS = 2000
 
 @dataclass(eq=False)
 class _Episode:
-    """The episode of a sample. generator: the rank that generates its turns. env: None until a thread has made it.
-    row: with the tools of the environment, if it adds any. rewards: of its turns. shown, said: messages of the first
-    prompt and of all observations, as the chat template shows them, and the turns of the model between them. at_work:
-    one of its turns waits or is played. dropped: the sample is no longer wanted, so the episode ends after the turn at
-    work."""
+    """The episode of a sample. generator: the rank that generates its turns. began: by the role's clock. env: None
+    until a thread has made it. row: with the tools of the environment, if it adds any. rewards: of its turns. shown,
+    said: messages of the first prompt and of all observations, as the chat template shows them, and the turns of the
+    model between them. at_work: one of its turns waits or is played. dropped: the sample is no longer wanted, so the
+    episode ends after the turn at work."""
 
     generator: int
+    began: float
     env: Env | None = None
     row: dict[str, Any] = field(default_factory=dict)
     adds_tools: bool = False
@@ -116,6 +120,8 @@ class EnvRole:
         """ValueError if a section names no valid environment."""
         self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
+        limits = [env.max_seconds for env in worker.config.envs.values() if env.max_seconds is not None]
+        self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
         self._ends: dict[int, str] = {}  # what held-out episodes of the newest evaluation showed last, by sample
         self._waiting: deque[Turn] = deque()  # without a thread, in order
@@ -131,13 +137,13 @@ class EnvRole:
         return bool(self._playing)
 
     def look_after(self) -> bool:
-        arrived = self._worker.world.mailbox.receive(Turn)
+        arrived, self._now = self._worker.world.mailbox.receive(Turn), self._clock.now()
         for turn in arrived:
             if turn.reason == FinishReason.ABORT:
                 self._drop(turn.sample)
             elif turn.reply_to not in self._lost:
                 self._waiting.append(turn)
-                self._episodes.setdefault(turn.sample, _Episode(turn.reply_to)).at_work = True
+                self._episodes.setdefault(turn.sample, _Episode(turn.reply_to, self._now)).at_work = True
         over = [playing for playing in self._playing if playing.is_over()]
         for playing in over:
             self._playing.remove(playing)
@@ -225,21 +231,24 @@ class EnvRole:
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
         """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own
         prompt. TypeError for an observation that is neither text nor messages."""
-        tokenizer = self._worker.tokenizer
-        if turn.begins:
-            messages, token_ids = first_prompt(tokenizer, episode.row, observation, episode.adds_tools)
-        else:
-            messages = as_messages(observation)
-        tools = episode.row["tools"]
-        episode.shown.append(heard(tokenizer, messages, tools))
+        tokens = functools.partial(self._tokens, turn, episode)
+        messages, token_ids = tokens(observation)
+        if len(token_ids) > turn.room and self._env(turn).long_observation == "shorten":
+            messages, token_ids = fitting(observation, turn.room, tokens)
+        episode.shown.append(heard(self._worker.tokenizer, messages, episode.row["tools"]))
         if not turn.begins:
             episode.said.append(turn.text)
-            if (config := self._env(turn)).by_steps:
-                prompt = window(episode.shown, episode.said, config.history)
-                token_ids = prompt_ids(tokenizer, prompt, tools)
-            else:
-                token_ids = observation_ids(tokenizer, messages, turn.last_token, tools)
         return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
+
+    def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> tuple[Messages, np.ndarray]:
+        tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)
+        if turn.begins:
+            return first_prompt(tokenizer, episode.row, observation, episode.adds_tools)
+        messages = as_messages(observation)
+        if not config.by_steps:
+            return messages, observation_ids(tokenizer, messages, turn.last_token, tools)
+        shown, said = [*episode.shown, heard(tokenizer, messages, tools)], [*episode.said, turn.text]
+        return messages, prompt_ids(tokenizer, window(shown, said, config.history), tools)
 
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:
         """Waits only for coroutines of the environment. Raises whatever the environment raises."""
@@ -264,9 +273,19 @@ class EnvRole:
         total = sum(episode.rewards)
         score = metrics.get("success", total)
         metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics
-        result = ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards))
-        over = bool(terminated or truncated) or len(episode.rewards) >= config.max_turns
-        return _Played(observation, result, over or turn.reason == FinishReason.LENGTH)
+        over = bool(terminated or truncated) or turn.reason == FinishReason.LENGTH or self._is_spent(turn, episode)
+        if over:
+            metrics = {"truncated": float(not terminated)} | metrics
+        return _Played(observation, ScoredSample(turn.sample, total, score, "", metrics, list(episode.rewards)), over)
+
+    def _is_spent(self, turn: Turn, episode: _Episode) -> bool:
+        """Whether the episode has no turns, tokens or seconds left."""
+        config = self._env(turn)
+        return (
+            len(episode.rewards) >= config.max_turns
+            or (config.max_tokens is not None and turn.written >= config.max_tokens)
+            or (config.max_seconds is not None and self._now - episode.began > config.max_seconds)
+        )
 
     def _seed(self, turn: Turn, row: dict[str, Any]) -> int:
         """The seed of the row, else one of the prompt. ValueError if the row has no valid one."""

@@ -115,6 +115,8 @@ class GeneratorRole:
             sample = self.samples[sample_id]
             own = rollout.domains.get(sample.prompt.domain)
             limit = min(s.max_new_tokens, (own.max_new_tokens if own is not None else None) or s.max_new_tokens)
+            if (budget := sample.prompt.max_tokens) is not None:
+                limit = min(limit, budget - sample.num_model_tokens)
             sample.max_new_tokens, turn = limit, 0
             if sample.rollout is not None:
                 ids, turn = sample.context.tolist(), sample.next_turn
@@ -232,6 +234,7 @@ class GeneratorRole:
                     int(held.token_ids[-1]),
                     room,
                     begins,
+                    sample.num_model_tokens,
                 )
             )
         self._mail(posts)

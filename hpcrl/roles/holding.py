@@ -17,12 +17,13 @@ from hpcrl.trajectory import Field, Level, Origin, fields_of, generated_fields
 
 
 class HeldPrompt:
-    """A prompt that siblings share. played: its domain has an environment; by_steps: whose turns are sequences of their
-    own; has_states: some environment of the run is such."""
+    """A prompt that siblings share. played: its domain has an environment; max_tokens: of its episodes; by_steps: whose
+    turns are sequences of their own; has_states: some environment of the run is such."""
 
     def __init__(self, payload: PromptPayload, config: Config):
         env = config.env_of(payload.domain)
         self.domain, self.meta, self.played = payload.domain, payload.meta, env is not None
+        self.max_tokens = env.max_tokens if env is not None else None
         self.by_steps, self.has_states = env is not None and env.by_steps, config.by_steps
         self.token_ids = np.frombuffer(payload.token_ids, dtype=np.int32)
         self.messages: list[dict[str, Any]] = json.loads(payload.meta)["messages"]

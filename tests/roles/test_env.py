@@ -117,7 +117,7 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     assert delta.sample == sample and len(delta.token_ids) > 4
     second = play(stage, role, turn(sample))
     assert (second.ended, second.result.reward, second.result.score) == (True, 0.5, 1.0)
-    assert second.result.metrics == {"return": 0.5, "turns": 2.0, "success": 1.0, "n": 1.0}
+    assert second.result.metrics == {"return": 0.5, "turns": 2.0, "success": 1.0, "n": 1.0, "truncated": 0.0}
     assert second.result.turn_rewards == [0.25, 0.25]
 
 
@@ -148,9 +148,49 @@ def test_an_observation_without_room_ends_the_episode_with_the_reward_so_far(sta
     assert not roomy.ended and not roomy.result.error
 
 
+@pytest.mark.parametrize("episode", ["trajectory", "steps"])
+def test_an_observation_without_room_is_shortened_where_asked(stage: Stage, episode: str) -> None:
+    """The first one too, in which the row's other messages stay."""
+    env = {**ODD, "long_observation": "shorten", "episode": episode, "history": 0}
+    role = EnvRole(stage.worker(1, {"env": {"default": env}}))
+    tokenizer, _ = role._worker.tokenizer, stage.deltas()
+    for how, turns in (("long board", 1), ("long", 2)):
+        sample = make_sample_id(next(UIDS), 0, 0)
+        for sent in (turn(sample, how), turn(sample))[:turns]:
+            observed = play(stage, role, sent)
+            assert not observed.ended and not observed.result.error
+            [delta] = stage.deltas()
+        ids, [told] = np.frombuffer(delta.token_ids, np.int32), json.loads(delta.messages)
+        assert 90 < len(ids) <= 100, "as much as there is room for"
+        assert tokenizer.decode(ids).endswith(f"\n{told['content']}<|im_end|>\n<|im_start|>assistant\n")
+        before, after = told["content"].split(" characters left out]\n")
+        assert before.startswith("again again ") and after.endswith("again again ")
+    role.close()
+    stage.heard()
+
+
 def test_a_response_cut_by_its_length_ends_the_episode(stage: Stage, role: EnvRole) -> None:
     observed = first_turn(stage, role, "plain", reason="length")
-    assert observed.ended and not observed.result.error
+    assert observed.ended and not observed.result.error and observed.result.metrics["truncated"] == 1.0
+
+
+def test_an_episode_ends_with_its_budgets_of_tokens_and_seconds(stage: Stage) -> None:
+    envs = {"tokens": {**ODD, "max_tokens": 10}, "seconds": {**ODD, "max_seconds": 1.0}, "default": None}
+    role = EnvRole(stage.worker(1, {"env": envs}))
+    for domain in ("tokens", "seconds"):
+        sample = make_sample_id(next(UIDS), 0, 0)
+        play(stage, role, turn(sample, "plain", domain=domain))
+        first = play(stage, role, msgspec.structs.replace(turn(sample, domain=domain), written=9))
+        assert not first.ended and "truncated" not in first.result.metrics
+        end = time.monotonic() + 1.2 * (domain == "seconds")
+        while time.monotonic() < end:  # as a rank that waits for mail does
+            role.look_after()
+            time.sleep(0.05)
+        last = play(stage, role, msgspec.structs.replace(turn(sample, domain=domain), written=10))
+        assert last.ended and not last.result.error
+        assert last.result.reward == 0.5 and last.result.metrics["turns"] == 2.0
+    stage.deltas()
+    role.close()
 
 
 @pytest.mark.parametrize("how", ["plain", "close"])

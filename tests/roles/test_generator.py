@@ -20,7 +20,12 @@ from hpcrl.rollout.types import make_sample_id
 from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin
 from tests.roles.conftest import Stage
 
-ENVS = {"default": {"max_turns": 2}, "steps": {"max_turns": 2, "episode": "steps"}, "plain": None}
+ENVS = {
+    "default": {"max_turns": 2},
+    "short": {"max_turns": 2, "max_tokens": 6},
+    "steps": {"max_turns": 2, "episode": "steps"},
+    "plain": None,
+}
 SETTINGS = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 4}, "env": ENVS}
 LENGTH = 2 * (8 + 4)
 SAMPLING = m.Sampling(4, 1.0, 1.0, 0, 0.0, [])
@@ -220,6 +225,22 @@ def test_the_first_observation_takes_the_place_of_the_prompt(stage: Stage, role:
     assert [(e.sample, e.model_tokens, e.reason) for e in aborted.finished] == [(other, 0, "abort")]
     assert not carry_out(role, m.Burst(8, [2], [1])).turns and other not in role.samples
     stage.mail(1, m.Turn)
+
+
+def test_the_turns_of_an_episode_share_its_tokens(stage: Stage, role: GeneratorRole) -> None:
+    """A turn may have 4, the episode 6."""
+    carry_out(role, m.AbortSamples(SAMPLES))
+    sample, written = make_sample_id(9, 0, 0), [0]
+    admit(role, {9: ("short", [5, 6])}, [sample])
+    while written[-1] < 6:
+        stage.empty(1)
+        carry_out(role, m.Burst(8, [2], [1]))
+        [turn] = stage.mail(1, m.Turn)
+        written.append(turn.written)
+        assert turn.begins or 0 < turn.written - written[-2] <= min(4, 6 - written[-2])
+        stage.send(1, 2, [m.TurnDelta(sample, np.array([7], np.int32).tobytes(), json.dumps(QUESTION).encode())])
+        carry_out(role, m.Admit([], [(sample, 3)], SAMPLING)) if written[-1] < 6 else None
+    assert role.samples[sample].num_model_tokens == 6
 
 
 def test_a_turn_by_steps_follows_its_own_prompt(
