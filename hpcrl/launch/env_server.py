@@ -1,6 +1,7 @@
 """A server of environments, for env ranks elsewhere (env.NAME.name=remote).
 
-python -m hpcrl.launch.env_server [--host HOST] [--port PORT] [--token-env NAME] [--idle-s S] env.NAME.KEY=VALUE ...
+python -m hpcrl.launch.env_server [--host HOST] [--port PORT] [--token-env NAME] [--idle-s S] [--max-sessions N]
+    env.NAME.KEY=VALUE ...
 
 It hosts every section `env` of the configuration, prints its address, and plays each session in the thread of the
 request. Requests are JSON objects of the types below, posted to /reset, /step, /close and /sections.
@@ -32,6 +33,7 @@ from hpcrl.envs.making import check_env, make_env
 from hpcrl.envs.remote import MOST_BYTES
 from hpcrl.exitcodes import ExitCode
 
+MOST_SESSIONS = 4096
 READ_S = 30.0
 """Time for the next bytes of a request."""
 
@@ -87,16 +89,23 @@ class _Session:
 
 class EnvServer(http.server.ThreadingHTTPServer):
     """Listens from the constructor on; serve_forever() answers. idle_s: a session without requests for so long is
-    closed. ValueError if a section names no environment that can be made."""
+    closed. max_sessions: at a time. ValueError if a section names no environment that can be made."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(self, config: Config, at: tuple[str, int], token: str = "", idle_s: float = 600.0):
+    def __init__(
+        self,
+        config: Config,
+        at: tuple[str, int],
+        token: str = "",
+        idle_s: float = 600.0,
+        max_sessions: int = MOST_SESSIONS,
+    ):
         for section, env in config.envs.items():
             check_env(env, section)
-        self._envs, self._token, self._idle_s = config.envs, token, idle_s
+        self._envs, self._token, self._idle_s, self._max_sessions = config.envs, token, idle_s, max_sessions
         self._sessions: dict[str, _Session] = {}
         self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
@@ -114,12 +123,18 @@ class EnvServer(http.server.ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that breaks is the client's affair."""
 
-    def answer(self, path: str, token: str, body: bytes) -> dict[str, Any]:
-        """EnvRefused, with a status, for what cannot be answered."""
+    def admit(self, path: str, token: str, length: str) -> int:
+        """The bytes of a request's body, from its Content-Length; EnvRefused, with a status, if none is read."""
         if not hmac.compare_digest(token.encode(), f"Bearer {self._token}".encode()):
             raise EnvRefused(401, "the token is wrong")
         if path not in _ANSWERS:
             raise EnvRefused(404, f"nothing is served at {path[:60]!r}")
+        if not length.isdecimal() or int(length) > MOST_BYTES:
+            raise EnvRefused(413, f"a request has a Content-Length of at most {MOST_BYTES} bytes")
+        return int(length)
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        """EnvRefused, with a status, for what cannot be answered."""
         kind, function = _ANSWERS[path]
         try:
             asked = msgspec.json.decode(body, type=kind)
@@ -131,6 +146,8 @@ class EnvServer(http.server.ThreadingHTTPServer):
     def _reset(self, asked: EnvReset) -> dict[str, Any]:
         if asked.section not in self._envs:
             raise EnvRefused(404, f"there is no section {asked.section[:60]!r}; there are {', '.join(self._envs)}")
+        if len(self._sessions) >= self._max_sessions:
+            raise EnvRefused(503, f"the server has {self._max_sessions} sessions, as many as --max-sessions allows")
         named = {name: asked.row.pop(name, None) for name in ("prompt", "answer", "messages")}
         session = _Session(make_env(self._envs[asked.section], named | {"extra": asked.row}, asked.chat_template), 0.0)
         try:
@@ -188,18 +205,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: EnvServer
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        status, content = 413, {"error": f"a request has a Content-Length of at most {MOST_BYTES} bytes"}
-        if length.isdecimal() and int(length) <= MOST_BYTES:
-            try:
-                body = self.rfile.read(int(length))
-                status, content = 200, self.server.answer(self.path, self.headers.get("Authorization", ""), body)
-                data = json.dumps(content).encode()
-            except EnvRefused as error:
-                status, content = error.status, {"error": str(error)}
-            except (Exception, SystemExit) as error:  # what an environment raises costs its own session
-                text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
-                status, content = 500, {"error": text}
+        try:
+            asked = (self.headers.get(name, "") for name in ("Authorization", "Content-Length"))
+            body = self.rfile.read(self.server.admit(self.path, *asked))
+            status, content = 200, self.server.answer(self.path, body)
+            data = json.dumps(content).encode()
+        except EnvRefused as error:
+            status, content = error.status, {"error": str(error)}
+        except (Exception, SystemExit) as error:  # what an environment raises costs its own session
+            text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
+            status, content = 500, {"error": text}
         if status != 200:
             data = json.dumps(content).encode()
         self.send_response(status)
@@ -225,6 +240,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=0, help="port; 0: a free one")
     parser.add_argument("--token-env", default="", help="environment variable with the token that clients need")
     parser.add_argument("--idle-s", type=float, default=600.0, help="a session without requests for so long is closed")
+    parser.add_argument("--max-sessions", type=int, default=MOST_SESSIONS, help="sessions at a time")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="the configuration, of which env is read")
     given = parser.parse_args(argv)
     token = os.environ.get(given.token_env, "") if given.token_env else ""
@@ -235,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
         config = load(given.words)
         if not config.envs:
             raise ValueError("no environment is configured; give env.default.name")
-        server = EnvServer(config, (given.host, given.port), token, given.idle_s)
+        server = EnvServer(config, (given.host, given.port), token, given.idle_s, given.max_sessions)
     except (ConfigError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return ExitCode.BAD_INPUT

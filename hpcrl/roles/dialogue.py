@@ -109,7 +109,8 @@ def fitting(
 
 def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Messages:
     """The messages of the prompt of a turn by steps: the first prompt, the latest `history` turns before it (the
-    observation, and what the model said), and the current observation.
+    observation, and what the model said), and the current observation. What a tool has answered never stands without
+    the turn that called it.
 
     shown: the first prompt and all observations since; said: the turns, one less. Where turns are left out, messages of
     one role that meet are joined to one, two lines apart, because not every chat template takes two.
@@ -117,7 +118,8 @@ def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Mess
     first = max(0, len(said) - history)
     messages = list(shown[0])
     for number, observation in enumerate(shown[1:], 1):
-        if number > first:
+        answers = bool(observation) and observation[0]["role"] == "tool"
+        if number > first or (number == first and answers):
             messages.append({"role": "assistant", "content": said[number - 1]})
         elif number < first or not observation:
             continue
@@ -204,8 +206,8 @@ def _shows_results(tokenizer: Any, keys: set[str], tools: list[dict[str, Any]] |
 
 
 def _described(messages: Messages, tools: list[dict[str, Any]]) -> Messages:
-    """The messages with the tools before the text of the first user message."""
+    """The messages with the tools before the text of the first user message, or of the first message at all."""
     lines = "\n".join(json.dumps(tool) for tool in tools)
-    place = next(n for n, message in enumerate(messages) if message["role"] == "user")
+    place = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
     told = {**messages[place], "content": f"{TOOLS.replace('{tools}', lines)}\n\n{messages[place]['content']}"}
     return [*messages[:place], told, *messages[place + 1 :]]

@@ -265,7 +265,8 @@ class EnvRole:
             section, episode.env.step(turn.text)
         )
         # float and str, since msgpack has no numbers of numpy and torch
-        reward, metrics = float(gained), {str(name): float(value) for name, value in info.get("metrics", {}).items()}
+        told = (info or {}).get("metrics", {})
+        reward, metrics = float(gained), {str(name): float(value) for name, value in told.items()}
         for name, value in {"reward": reward, **metrics}.items():
             if not math.isfinite(value):
                 raise ValueError(f"step() returned {name}={value}, which is not a number")

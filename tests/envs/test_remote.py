@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -50,8 +51,8 @@ class Noted:
 
 
 @contextmanager
-def serving(token: str = "", idle_s: float = 600.0, **env: Any) -> Iterator[str]:
-    server = EnvServer(parse({"env": env}), ("127.0.0.1", 0), token, idle_s)
+def serving(token: str = "", idle_s: float = 600.0, max_sessions: int = 9, **env: Any) -> Iterator[str]:
+    server = EnvServer(parse({"env": env}), ("127.0.0.1", 0), token, idle_s, max_sessions)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -158,6 +159,30 @@ def test_a_server_answers_those_with_its_token_alone(monkeypatch: pytest.MonkeyP
             remote(url).reset(0)
         monkeypatch.setenv(TOKEN, "secret")
         remote(url, token_env=TOKEN).reset(0)
+
+
+def test_a_body_is_read_only_of_a_request_that_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are answered before it comes."""
+    with serving("secret", default=NOTED) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for headers, status in (
+            ("Content-Length: 999\r\n", 401),
+            ("Authorization: Bearer secret\r\nContent-Length: 99999999999\r\n", 413),
+            ("Authorization: Bearer secret\r\n", 413),
+        ):
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(f"POST /reset HTTP/1.0\r\n{headers}\r\n".encode())
+                assert connection.recv(99).startswith(f"HTTP/1.0 {status} ".encode())
+
+
+def test_a_server_has_no_more_sessions_than_it_may() -> None:
+    with serving(max_sessions=1, default=NOTED) as url:
+        first, second = remote(url), remote(url)
+        first.reset(0)
+        with pytest.raises(RemoteEnvError, match="the server has 1 sessions, as many as --max-sessions allows"):
+            second.reset(0)
+        first.close()
+        second.reset(0)
 
 
 def test_an_env_rank_starts_only_with_a_server_that_has_its_section() -> None:

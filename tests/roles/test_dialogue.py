@@ -151,7 +151,9 @@ def test_the_prompt_of_a_turn_by_steps_is_the_first_and_a_window(tokenizer: Any,
 
 def test_messages_that_meet_in_a_window_are_joined_if_one_role_wrote_them() -> None:
     tool = [{"role": "tool", "content": "42"}, {"role": "user", "content": "go on", "images": ["b.png"]}]
-    assert window([[BOARD], tool], ["up"], 0) == [BOARD, *tool]
+    call = {"role": "assistant", "content": "up"}
+    assert window([[BOARD], tool], ["up"], 0) == [BOARD, call, *tool], "no answer without the call"
+    assert window([[BOARD], tool, tool], ["on", "up"], 0) == [BOARD, call, *tool]
     pictured = {**BOARD, "images": ["a.png"]}
     joined = {"role": "user", "content": "P _ G\n\ngo on", "images": ["a.png", "b.png"]}
     assert window([[pictured], tool[1:]], ["up"], 0) == [joined]
