@@ -161,7 +161,8 @@ def import_for(config: Config, layout: RoleLayout, ranks: Sequence[int]) -> None
 def run_rank(run_dir: Path, place: Place) -> int:
     """One rank, from joining the world to leaving it; returns its exit code."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(f"hpcrl rank {place.index}")  # the name in ps and top
+        # The name in ps and top. Slurm's proctrack/linuxproc takes what follows a blank for something else.
+        Path("/proc/self/comm").write_text(f"hpcrl-rank-{place.index}")
     config = stored_config(run_dir)
     layout = RoleLayout.from_config(config)
     import_for(config, layout, [place.index])

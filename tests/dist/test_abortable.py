@@ -58,7 +58,7 @@ def test_what_is_sent_arrives_and_errors_of_the_library_are_raised(threads: Thre
         return tensor
 
     assert all(torch.equal(tensor, torch.ones(1000)) for tensor in threads.every(publish))
-    with pytest.raises((RuntimeError, ValueError), match="root|rank"):
+    with pytest.raises((RuntimeError, ValueError), match=r"root|rank"):
         made[0].recv([torch.zeros(1)], 7, 0).wait()
 
 

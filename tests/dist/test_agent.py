@@ -61,9 +61,7 @@ POLITE = HEAD + (
     "signal.signal(signal.SIGTERM, lambda *_: (folder / 'asked').touch()); up(); wait('asked'); wait('end')\n"
     "sys.exit(5)"
 )
-BEATING = (
-    HEAD + "from hpcrl.control.trace import Trace; Trace.of_process().enter('Burst', 3); up()\n"
-)
+BEATING = HEAD + "from hpcrl.control.trace import Trace; Trace.of_process().enter('Burst', 3); up()\n"
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
@@ -346,7 +344,10 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
 @pytest.mark.parametrize(
     ("node", "told"),
     [
-        (FORK.replace("parent.fork()", "import threading; threading.Timer(9, print).start(); parent.fork()"), "2 threads"),
+        (
+            FORK.replace("parent.fork()", "import threading; threading.Timer(9, print).start(); parent.fork()"),
+            "2 threads",
+        ),
         (FORK.replace("parent.fork()", "raise ImportError('no engine')"), "ImportError: no engine"),
         (FORK.replace("parent.fork()", "os.kill(os.getpid(), 9)"), ""),
     ],

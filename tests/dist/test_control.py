@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import QueueEmptyError, TCPStore
 
-from hpcrl.control import queues
 from hpcrl.control import messages as m
+from hpcrl.control import queues
 from hpcrl.control.queues import PART_BYTES, ControlError, Inbox, Sender, StoreLost
 from hpcrl.exitcodes import ExitCode
 
@@ -461,4 +461,9 @@ def test_noise_on_the_port_does_not_end_the_store(server: TCPStore, store: TCPSt
 
 def test_the_key_is_in_no_message(store: TCPStore) -> None:
     assert KEY not in raw_of(store, m.Export("hf"))
-    assert msgspec.msgpack.decode(raw_of(store, m.Export("hf"))[queues.MAC_BYTES :]) == [0, 1, msgspec.msgpack.encode(["Export", "hf"]), False]
+    assert msgspec.msgpack.decode(raw_of(store, m.Export("hf"))[queues.MAC_BYTES :]) == [
+        0,
+        1,
+        msgspec.msgpack.encode(["Export", "hf"]),
+        False,
+    ]

@@ -112,9 +112,7 @@ def test_a_deadline_does_not_count_a_pause_of_the_job(threads: Any) -> None:
     assert controller.finish(started) == {1: Done(started[0][1])}
 
 
-def test_the_deadline_of_the_start_does_not_count_a_pause_either(
-    threads: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_deadline_of_the_start_does_not_count_a_pause_either(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     controller = make_controller(threads, start_s=1.0)
     take = controller._take
 

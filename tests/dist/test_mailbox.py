@@ -7,9 +7,9 @@ import time
 import pytest
 
 from hpcrl.control import queues
-from hpcrl.control.queues import StoreLost
 from hpcrl.control.mailbox import CHUNK_BYTES, Mailbox
 from hpcrl.control.messages import Response, TurnDelta
+from hpcrl.control.queues import StoreLost
 from hpcrl.control.world import World
 from tests.dist.conftest import Threads
 
@@ -37,7 +37,14 @@ def receive(world: World, kind: type, count: int) -> list:
 
 
 def test_items_arrive_in_order_and_by_kind(worlds: list[World]) -> None:
-    texts = ["", "é\0\n", "x" * (CHUNK_BYTES // 2), "y" * CHUNK_BYTES, "w" * 4 * CHUNK_BYTES, "z"]  # several messages, one in parts
+    texts = [
+        "",
+        "é\0\n",
+        "x" * (CHUNK_BYTES // 2),
+        "y" * CHUNK_BYTES,
+        "w" * 4 * CHUNK_BYTES,
+        "z",
+    ]  # several messages, one in parts
     sent = [response(i, text) for i, text in enumerate(texts)]
     delta = TurnDelta(7, b"\1\0\0\0")
     worlds[1].mailbox.send(2, [*sent, delta])

@@ -1,4 +1,4 @@
-"""Limits of memory and kills for lack of it, in the kernel's words: on trees like /proc and /sys, and in a real cgroup."""
+"""Limits of memory and kills for lack of it, in the kernel's words: on trees like /proc and /sys, and in a cgroup."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("groups", "file"),
-    [(V2, "sys/fs/cgroup/slurm/job_7/step_0/memory.events"), (V1, "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control")],
+    [
+        (V2, "sys/fs/cgroup/slurm/job_7/step_0/memory.events"),
+        (V1, "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control"),
+    ],
 )
 def test_kills_are_counted(groups: str, file: str, tmp_path: Path) -> None:
     def now(in_cgroup: int, on_machine: int) -> OutOfMemoryKills:
@@ -85,9 +88,12 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_said_to_be_that(cgroup: Pat
     greedy = HEAD + "up(); time.sleep(.2); x = bytearray(600 << 20)"
     other = HEAD + "up(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"  # afterwards, and not for memory
     programs = [HEAD + "up(); time.sleep(2)", greedy, other]
-    enter = f"echo $$ > {cgroup}/cgroup.procs; exec {sys.executable} -c \"$0\" \"$@\""
+    enter = f'echo $$ > {cgroup}/cgroup.procs; exec {sys.executable} -c "$0" "$@"'
     done = subprocess.run(
-        ["sh", "-c", enter, AGENT, str(tmp_path), json.dumps(programs), "{}"], capture_output=True, text=True, check=False
+        ["sh", "-c", enter, AGENT, str(tmp_path), json.dumps(programs), "{}", ""],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lost = json.loads(done.stdout.splitlines()[-1])["lost"]
     assert lost["1"].endswith(

@@ -47,7 +47,7 @@ def test_a_host_without_a_network_has_loopback(resolved: list[str]) -> None:
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert own_network("lo") == own_network("lo,lo") == ("lo", "127.0.0.1")
-    with pytest.raises(NoInterfaceError, match="has no interface ib9 that .*; it has .*lo"):
+    with pytest.raises(NoInterfaceError, match=r"has no interface ib9 that .*; it has .*lo"):
         own_network("lo,ib9")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib8")  # of the site or the user's shell
     with pytest.raises(NoInterfaceError, match="no interface ib8"):

@@ -58,9 +58,7 @@ def test_a_rank_without_an_agent_writes_no_file(tmp_path: Path, monkeypatch: pyt
 def test_a_reading_is_never_half_written() -> None:
     # Numbers that another process can see half written, or cleared before they are written, look as old as the host.
     page, began = new_page(), time.monotonic()
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(page)], stdout=subprocess.PIPE, pass_fds=[page]
-    )
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(page)], stdout=subprocess.PIPE, pass_fds=[page])
     try:
         assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
         seen: list[Activity] = []

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcrl.control.messages import Move
 from hpcrl.comm.transfer import Fabric
+from hpcrl.control.messages import Move
 from tests.dist.conftest import SIZE, Threads
 
 TOKEN_FIELDS = [

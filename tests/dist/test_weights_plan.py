@@ -14,7 +14,15 @@ from hpcrl.spec.weights import Box, Held, Need, count, everything
 SHAPES = [(12, 7), (1,), (9, 4, 3), (0, 4), (), (40,), (64, 64)]
 ALL = [Need("bfloat16", (everything(shape),)) for shape in SHAPES]
 HALVES = [
-    [Need("", (((0, s[0]), (i * s[1] // 2, (i + 1) * s[1] // 2), *everything(s[2:])),) if len(s) > 1 else (everything(s),)) for s in SHAPES]
+    [
+        Need(
+            "",
+            (((0, s[0]), (i * s[1] // 2, (i + 1) * s[1] // 2), *everything(s[2:])),)
+            if len(s) > 1
+            else (everything(s),),
+        )
+        for s in SHAPES
+    ]
     for i in (0, 1)
 ]
 
@@ -33,7 +41,9 @@ def at(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*bounds) for bounds in box)
 
 
-@pytest.mark.parametrize("layout", [rows([4]), rows([4, 5, 6]), copies([4]), copies([5, 6])],
+@pytest.mark.parametrize(
+    "layout",
+    [rows([4]), rows([4, 5, 6]), copies([4]), copies([5, 6])],
     ids=["one", "rows", "copy", "copies"],
 )
 @pytest.mark.parametrize("needs", [{1: ALL}, {1: ALL, 2: ALL}, {1: HALVES[0], 2: HALVES[1]}, {5: ALL}], ids=list)
@@ -100,7 +110,9 @@ def test_what_replicas_get_alike_is_packed_once(layout: list[Held]) -> None:
 
 def test_a_number_that_nobody_holds_is_an_error() -> None:
     layout = [Held("w", "float32", (4, 4), ((((0, 3), (0, 4)), (0,)),))]
-    with pytest.raises(ValueError, match="generator rank 1 needs 16 numbers of weight w, and the trainer ranks hold 12"):
+    with pytest.raises(
+        ValueError, match="generator rank 1 needs 16 numbers of weight w, and the trainer ranks hold 12"
+    ):
         plan_pieces(layout, {1: [Need("", (everything((4, 4)),))]})
 
 

@@ -125,7 +125,7 @@ class Start:
 def rank_of(process: psutil.Process) -> int | None:
     """The rank that a process is; its environment does not tell, for it is the one of the process that forked it."""
     try:
-        name = re.fullmatch(r"hpcrl rank (\d+)", process.name())
+        name = re.fullmatch(r"hpcrl-rank-(\d+)", process.name())
     except psutil.Error:  # ended meanwhile
         return None
     return int(name[1]) if name else None
