@@ -5,6 +5,7 @@ The receiving rank hosts the queue, so the load is spread over the ranks that do
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar, cast
@@ -66,6 +67,12 @@ class Mailbox:
 
     def _connect(self, rank: int) -> queues.Sender:
         host, port = self._store.get(f"mailbox/{rank}").decode().rsplit(":", 1)
+        # A receiver listens before its address is known. Where nothing listens any more, torch would try again for
+        # twice the timeout, in which the sender itself would seem lost.
+        try:
+            socket.create_connection((host, int(port)), self._timeout_s).close()
+        except OSError as error:
+            raise queues.StoreLost(f"nothing listens at {host}:{port}") from error
         return queues.Sender(queues.connect(host, int(port), self._timeout_s), self._key, self._rank)
 
     def receive(self, kind: type[Kind], timeout_s: float = 0.0) -> list[Kind]:
