@@ -341,7 +341,8 @@ class RolloutLoop:
                 if event.ended and event.add_reward:
                     self._answered(event.sample)
                     self._note(event.result)
-                    yield events.Played(event.sample, event.result.reward, tuple(event.result.turn_rewards))
+                    result = event.result
+                    yield events.Played(event.sample, result.reward, tuple(result.turn_rewards), result.metrics)
                 elif event.ended:
                     yield self._scored(event.result, event.failed)
                 else:
@@ -400,7 +401,7 @@ class RolloutLoop:
         self._answered(result.sample)
         self._note(result, scored=True)
         parts = tuple(result.turn_rewards), result.token_rewards
-        return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts, failed)
+        return events.Rewarded(result.sample, result.reward, result.score, result.error, *parts, failed, result.metrics)
 
     def _note(self, result: messages.ScoredSample, scored: bool = False) -> None:
         """Record the statistics of a result, except for a greedy sibling: they are of sampled responses."""

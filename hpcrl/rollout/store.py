@@ -28,8 +28,8 @@ from hpcrl.rollout.types import Disposition, split_sample_id
 from hpcrl.trajectory import FIELDS, TEXT, Field, Level, Origin, declare
 
 T = TypeVar("T")
-SCHEMA_VERSIONS = {"rollouts": 2, "dispositions": 1}
-"""Versions of written files. Version 1 of rollouts, whose fields have no descriptions, can be read too."""
+SCHEMA_VERSIONS = {"rollouts": 2, "dispositions": 2}
+"""Versions of written files. Version 1 can be read too: fields without descriptions, dispositions without metrics."""
 CHUNK = 65536
 DISPOSITIONS = "dispositions.h5"
 STORED = {"bool": "uint8"}
@@ -38,7 +38,8 @@ STORED = {"bool": "uint8"}
 
 @dataclass(frozen=True, slots=True)
 class DispositionRecord:
-    """How one prompt ended in a step. rewards: in order of sample ids, empty without samples."""
+    """How one prompt ended in a step. rewards and metrics (name -> value) of its samples: in order of member, empty
+    without samples."""
 
     uid: int
     attempt: int
@@ -46,15 +47,18 @@ class DispositionRecord:
     reason: str = ""
     domain: str = ""
     rewards: tuple[float, ...] = ()
+    metrics: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """Rollouts of a step of all ranks, sorted by sample id. facts: the stored facts of the step."""
+    """Rollouts of a step of all ranks, sorted by sample id. facts: the stored facts of the step. metrics: of each row,
+    name -> value, such as the parts of a composed reward and the metrics of an environment."""
 
     step: int
     batch: Batch
     facts: dict[str, Any] = field(default_factory=dict)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
 
     def messages(self, row: int) -> list[dict[str, Any]]:
         """The messages of a row in chat form: its prompt, then per turn the model's answer and the message of the
@@ -112,6 +116,7 @@ def write_dispositions(folder: Path, records: Iterable[DispositionRecord]) -> Pa
         _put(file, "rewards/offsets", _offsets([len(r.rewards) for r in records]))
         _put_texts(file, "reason", [r.reason for r in records])
         _put_texts(file, "domain", [r.domain for r in records])
+        _put_texts(file, "metrics", [json.dumps(r.metrics, sort_keys=True) if any(r.metrics) else "" for r in records])
     return folder / DISPOSITIONS
 
 
@@ -138,8 +143,24 @@ class RolloutReader:
             raise ValueError(f"{folder} holds files of {len(paths)} ranks, they say there are {sorted(ranks)}")
         rollouts = [part for part, _ in parts if part.batch.num_sequences] or [parts[0][0]]
         joined = concat([part.batch for part in rollouts])
-        order = torch.argsort(joined.sample_ids, stable=True).tolist()
-        return StepRollouts(step, joined.select(order), parts[0][0].facts)
+        batch = joined.select(torch.argsort(joined.sample_ids, stable=True).tolist())
+        return StepRollouts(step, batch, parts[0][0].facts, self._metrics(folder, batch))
+
+    @staticmethod
+    def _metrics(folder: Path, batch: Batch) -> list[Mapping[str, float]]:
+        """The metrics of each row, from the prompts' dispositions."""
+        path = folder / DISPOSITIONS
+        stored = {record.uid: record.metrics for record in _read_dispositions(path)} if path.exists() else {}
+        ids = batch.sample_ids.tolist()
+        siblings: dict[int, list[int]] = {}
+        for sample in sorted(ids, key=lambda sample: split_sample_id(sample)[2]):  # attempts of siblings may differ
+            siblings.setdefault(split_sample_id(sample)[0], []).append(sample)
+        found = {
+            sample: metrics
+            for uid, samples in siblings.items()
+            for sample, metrics in zip(samples, stored.get(uid, ()), strict=False)
+        }
+        return [found.get(sample, {}) for sample in ids]
 
     def batch(self, step: int) -> Batch:
         return self.read(step).batch
@@ -268,6 +289,7 @@ def _read_dispositions(path: Path) -> list[DispositionRecord]:
     def read(file: h5py.File) -> list[DispositionRecord]:
         kinds = [Disposition(name) for name in file["disposition"].attrs["meaning"].split(",")]
         values, ends = file["rewards/values"][()].tolist(), file["rewards/offsets"][()].tolist()
+        metrics = _get_texts(file["metrics"]) if "metrics" in file else [""] * len(file["uid"])
         columns = zip(
             file["uid"][()].tolist(),
             file["attempt"][()].tolist(),
@@ -275,6 +297,7 @@ def _read_dispositions(path: Path) -> list[DispositionRecord]:
             _get_texts(file["reason"]),
             _get_texts(file["domain"]),
             (tuple(values[start:end]) for start, end in pairwise(ends)),
+            (tuple(json.loads(text)) if text else () for text in metrics),
             strict=True,
         )
         return [DispositionRecord(*column) for column in columns]
@@ -319,7 +342,10 @@ def describe(rollouts: StepRollouts, row: int, decode: Callable[[list[int]], str
     elif "response" not in rollouts.texts:
         lines += [f"  prompt:   {ids[:num_prompt].tolist()}", f"  response: {ids[num_prompt:].tolist()}"]
     others = {name: strings[row] for name, strings in rollouts.texts.items() if strings[row] and name != "messages"}
-    return "\n".join(lines + [f"  {name}: {text!r}" for name, text in others.items()])
+    lines += [f"  {name}: {text!r}" for name, text in others.items()]
+    if metrics := rollouts.metrics[row]:
+        lines += ["  metrics:  " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,8 +128,8 @@ class Rollouts:
         for end in self.scheduler.settled():
             domain = self.source.dispositions.settle(end.uid, end.disposition, end.reason).domain
             del self._prompts[end.uid]
-            record = DispositionRecord(end.uid, end.attempt, end.disposition, end.reason, domain, end.rewards)
-            self._records.append(record)
+            ended = end.uid, end.attempt, end.disposition, end.reason
+            self._records.append(DispositionRecord(*ended, domain, end.rewards, end.metrics))
         for long in self.source.take_dropped():
             self._records.append(DispositionRecord(long.uid, 0, long.disposition, long.reason, long.domain))
 

@@ -54,12 +54,15 @@ def test_a_preempted_run_of_four_domains_keeps_its_shares_and_accounts(tmp_path:
     reader = RolloutReader(run_dir)
     assert list(reader.steps()) == list(range(1, NUM_STEPS + 1))
     for step in reader.steps():
-        domains, batch = reader.domains(step), reader.batch(step)
+        domains, rollouts = reader.domains(step), reader.read(step)
+        batch = rollouts.batch
         assert {name: len(uids) for name, uids in domains.items()} == SHARES
         lengths = [int(part.sum()) for part in batch.loss_mask.split(batch.lengths.tolist())]
         limits = [7 if uid in domains["gym"] else 32 for uid in batch.group_ids.tolist()]
         assert all(length <= limit for length, limit in zip(lengths, limits, strict=True))
         assert max(lengths) > 7
+        parts = {uid: row for uid, row in zip(batch.group_ids.tolist(), rollouts.metrics, strict=True)}
+        assert all(parts[uid]["judge"] == 1.0 for uid in domains["instructions"]), "each part's value is stored"
     uids = [record.uid for record in reader.dispositions()]
     assert sorted(uids) == list(range(NUM_STEPS * 10)), "each prompt ended once"
     rows = read_metrics(run_dir)

@@ -88,6 +88,27 @@ def test_ranks_are_merged_and_sorted_by_sample_id(tmp_path: Path) -> None:
     assert rollouts.texts["response"][0] == f"é{make_sample_id(3, 0, 0)}"
 
 
+def test_metrics_belong_to_rows_also_of_a_sibling_that_began_anew(tmp_path: Path) -> None:
+    """Records have members in order; the row of a later attempt comes after its siblings'."""
+    batch = make_batch([3, 7, 8])
+    batch.sample_ids[0] = make_sample_id(3, 1, 0)
+    write(tmp_path, 1, 0, 1, batch)
+    reader = RolloutReader(tmp_path, provisional=True)
+    assert reader.read(1).metrics == [{}] * 6, "without dispositions"
+    records = [
+        DispositionRecord(7, 0, Disposition.TRAINED, rewards=(1.0, 0.0), metrics=({"length": -0.5}, {})),
+        DispositionRecord(3, 1, Disposition.TRAINED, rewards=(1.0, 0.0), metrics=({"judge": 0.1}, {"judge": 0.9})),
+        DispositionRecord(8, 0, Disposition.TRAINED, rewards=(1.0, 0.0)),
+    ]
+    write_dispositions(tmp_path / "rollouts/step_000001", records)
+    rollouts = reader.read(1)
+    assert [rollouts.batch.sample_ids[row].item() for row in (0, 1)] == [
+        make_sample_id(3, 0, 1),
+        make_sample_id(3, 1, 0),
+    ]
+    assert rollouts.metrics == [{"judge": 0.9}, {"judge": 0.1}, {"length": -0.5}, {}, {}, {}]
+
+
 def test_a_step_is_read_again_as_it_was_generated(tmp_path: Path) -> None:
     batch = make_batch([3, 7])
     trained = replace(batch, old_logprobs=torch.randn(batch.num_tokens), advantages=torch.randn(batch.num_tokens))
@@ -147,8 +168,9 @@ def test_the_documented_fields_are_those_of_the_table() -> None:
 
 
 def test_dispositions_come_back_and_a_second_ending_is_an_error(tmp_path: Path) -> None:
+    metrics = ({"correct": 1.0}, {}, {"correct": 0.25, "length": -0.5})
     records = [
-        DispositionRecord(4, 1, Disposition.TRAINED, domain="maths", rewards=(1.0, float("nan"), 0.25)),
+        DispositionRecord(4, 1, Disposition.TRAINED, "", "maths", (1.0, float("nan"), 0.25), metrics),
         DispositionRecord(5, 0, Disposition.FILTERED, "std", "code", (0.0, 0.0)),
         DispositionRecord(2**40, 0, Disposition.TOO_LONG, "1200 tokens"),
     ]

@@ -45,7 +45,8 @@ class Accounts:
         """Record the end of the group's prompt."""
         scored = [] if disposition is Disposition.FAILED else group.samples
         rewards = tuple(sample.done.reward for sample in scored)
-        self._settled.append(PromptOutcome(group.uid, group.attempt, disposition, reason, rewards))
+        metrics = tuple(sample.done.metrics for sample in scored)
+        self._settled.append(PromptOutcome(group.uid, group.attempt, disposition, reason, rewards, metrics))
         if disposition is not Disposition.TRAINED:
             self._lost.append(group.uid)
 

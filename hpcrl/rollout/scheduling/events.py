@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hpcrl.rollout.types import Disposition, FinishReason
@@ -29,7 +29,8 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class Rewarded:
     """A sample's reward and score; `error` says why there is none. It ends the episode of an ACTING sample. The reward
-    of the environment (Played) is added. failed: the error is of the environment's code."""
+    of the environment (Played) is added. failed: the error is of the environment's code. metrics: name -> value, such
+    as of each part of a composed reward."""
 
     sample_id: int
     reward: float
@@ -38,15 +39,18 @@ class Rewarded:
     turn_rewards: tuple[float, ...] = ()
     token_rewards: bytes = b""
     failed: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A sample's episode is over with this reward of its environment, and a scorer will add its own."""
+    """A sample's episode is over with this reward and these metrics of its environment, and a scorer will add its
+    own."""
 
     sample_id: int
     reward: float
     turn_rewards: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +154,8 @@ SchedulerCommand = Generate | Continue | SendToScorer | Drop
 
 @dataclass(frozen=True, slots=True)
 class DoneSample:
-    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards and
-    token_rewards as in hpcrl.control.messages.ScoredSample."""
+    """A scored response and the replica that holds its tokens; num_tokens counts generated tokens. turn_rewards,
+    token_rewards and metrics as in hpcrl.control.messages.ScoredSample."""
 
     id: int
     replica: int
@@ -162,6 +166,7 @@ class DoneSample:
     error: str = ""
     turn_rewards: tuple[float, ...] = ()
     token_rewards: bytes = b""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +183,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards`: in order of member, empty
-    if the prompt failed."""
+    """How a prompt ended. `reason`: the filter, or the cause of the last failure. `rewards` and `metrics` of the
+    samples: in order of member, empty if the prompt failed."""
 
     uid: int
     attempt: int
     disposition: Disposition
     reason: str = ""
     rewards: tuple[float, ...] = ()
+    metrics: tuple[Mapping[str, float], ...] = ()
 
     def saved(self) -> dict[str, Any]:
         """JSON-able content."""
@@ -194,5 +200,5 @@ class PromptOutcome:
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> PromptOutcome:
         """What saved() wrote."""
-        typed = {"disposition": Disposition(saved["disposition"]), "rewards": tuple(saved["rewards"])}
-        return cls(**{**saved, **typed})
+        kept = {name: tuple(saved.get(name, ())) for name in ("rewards", "metrics")}
+        return cls(**{**saved, **kept, "disposition": Disposition(saved["disposition"])})

@@ -130,7 +130,8 @@ class LiveGroup:
 
 
 def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
-    """The sample with a scorer's reward added to its environment's; numbers that are not finite are errors."""
+    """The sample with a scorer's reward and metrics added to its environment's; numbers that are not finite are
+    errors."""
     reward, score, error, turns = done.reward + event.reward, event.score, event.error, event.turn_rewards
     if done.turn_rewards and not turns:
         turns = (*[0.0] * (len(done.turn_rewards) - 1), event.reward)
@@ -139,4 +140,5 @@ def with_score(done: DoneSample, event: Rewarded) -> DoneSample:
     if not all(abs(number) <= MAX_REWARD for number in (reward, score, *turns)):
         error = error or f"reward {reward} and score {score} are not both finite and below {MAX_REWARD:g}"
         reward, score, turns, tokens = 0.0, 0.0, (), b""
-    return replace(done, reward=reward, score=score, error=error, turn_rewards=turns, token_rewards=tokens)
+    scored = replace(done, reward=reward, score=score, error=error, turn_rewards=turns, token_rewards=tokens)
+    return replace(scored, metrics={**done.metrics, **event.metrics})

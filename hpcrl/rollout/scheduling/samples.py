@@ -71,7 +71,9 @@ class Samples:
                 sample = self._find(event.sample_id, State.RUNNING, State.ACTING)
                 if sample is not None and not self._is_early(sample, event):
                     self._move(sample, State.SCORING)
-                    sample.done = replace(sample.done, reward=event.reward, turn_rewards=event.turn_rewards)
+                    sample.done = replace(
+                        sample.done, reward=event.reward, turn_rewards=event.turn_rewards, metrics=event.metrics
+                    )
                     self._orders.put(SendToScorer, sample.replica, sample.id)
             case Answered():
                 for sample_id in event.sample_ids:
