@@ -36,9 +36,9 @@ UNWRITTEN = frozenset(code for code in ExitCode if code > ExitCode.BAD_INPUT and
 """Codes with which rank 0 ends only after writing a verdict, unless that fails."""
 
 
-def launch_local(config: Config) -> int:
-    """Open the run folder and run all ranks on this machine; returns the exit code."""
-    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
+def launch_local(config: Config, plan: str) -> int:
+    """Open the run folder and run all ranks on this machine; returns the exit code. plan: its text, for plan.txt."""
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan)
     try:
         with noted() as signals:
             return run_node(opened.run_dir, opened.attempt, node=0, num_nodes=1, signals=signals)

@@ -1,6 +1,7 @@
 """Upload the metrics of a run to a tracker, from a machine with network access such as the login node.
 
-python -m hpcrl.track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker does not have
+python -m hpcrl.track RUN_DIR TRACKER [URI]      every step of metrics.jsonl that the tracker does not have,
+                                                 the held-out completions and the plot
 
 Weights & Biases and SwanLab read their keys as usual.
 """
@@ -11,14 +12,17 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpcrl.cli import ArgumentParser
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.config.names import section_name
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
+from hpcrl.metrics.trackers.base import Tracker
 from hpcrl.metrics.trackers.thread import TrackerThread, log_missed, run_id
 from hpcrl.rundir import stored_config
+from hpcrl.runtime.examples import TABLE, as_table, read_examples
 from hpcrl.runtime.tracking import last_step_file, make_tracker
 from hpcrl.spec.extras import install
 from hpcrl.spec.tables import TRACKERS
@@ -48,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rows = read_metrics(run_dir)
     log_missed([tracker], rows)
+    for step, examples in read_examples(run_dir).items():
+        tracker.put(functools.partial(_put_table, step, as_table(step, examples)))
     if (plot := run_dir / "plot.png").is_file():
         tracker.put(lambda tracker: tracker.image("plot", plot))
     tracker.drain()  # however long all of it takes
@@ -57,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.FAILED
     print(f"{name} has the {len(rows)} rows of {run_dir}")
     return ExitCode.DONE
+
+
+def _put_table(step: int, rows: list[dict[str, Any]], tracker: Tracker) -> None:
+    if rows:
+        tracker.table(TABLE, step, rows)
 
 
 def _config(run_dir: Path, name: str, uri: str | None) -> Config:

@@ -109,4 +109,4 @@ class EvalConfig(Section):
     max_new_tokens: Positive | None = None
     """Maximum response length, tokens; null: rollout.max_new_tokens."""
     num_examples: Natural = 5
-    """Sample completions shown before and after training."""
+    """Held-out completions that every evaluation keeps; those before and after training are shown at the end."""

@@ -24,6 +24,7 @@ from hpcrl.cluster.placement import Placement
 from hpcrl.config import Config, ConfigError
 from hpcrl.exitcodes import SIGNAL_CODES, ExitCode
 from hpcrl.files import committed_step, is_storage_error, step_name, write_durably
+from hpcrl.launch.plan import describe
 from hpcrl.launch.prepare import prepare
 from hpcrl.launch.render import NOTHING_TO_DO
 from hpcrl.rundir import (
@@ -73,7 +74,7 @@ limit, cancelled it, or nothing."""
 def begin(words: Sequence[str]) -> int:
     """Open the next attempt of the run described by the arguments."""
     with contextlib.redirect_stdout(sys.stderr):  # the script reads our output, and a library may print too
-        config, layout, _, run = prepare(words)
+        config, layout, model, run = prepare(words)
     own = slurm.own_job(os.environ)
     if own is not None and config.resume == "fresh":
         raise ConfigError(["resume: fresh would start over at every requeue of the job; give another run_dir instead"])
@@ -86,7 +87,8 @@ def begin(words: Sequence[str]) -> int:
         print(f"hpcrl: {why}", file=sys.stderr)
         _end_chain(run.run_dir)
         return NOTHING_TO_DO
-    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume)
+    plan = describe(config, layout, model, run)
+    opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan)
     job = None
     if own is not None:
         print(OPENED.format(opened.attempt, *own), file=sys.stderr)

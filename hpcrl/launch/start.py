@@ -18,7 +18,8 @@ from hpcrl.rundir import SLURM
 def start(argv: Sequence[str]) -> int:
     """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code."""
     config, layout, model, run = prepare(argv)
-    print(describe(config, layout, model, run), flush=True)
+    plan = describe(config, layout, model, run)
+    print(plan, flush=True)
     print("".join(environment_notes(config, layout)), end="", flush=True)
     if config.dry_run:
         print("\ndry_run: nothing was started or written")
@@ -40,4 +41,4 @@ def start(argv: Sequence[str]) -> int:
         return ExitCode.DONE
     from hpcrl.run import launch_local  # not needed for a dry run
 
-    return launch_local(config)
+    return launch_local(config, plan)

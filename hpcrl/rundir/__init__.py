@@ -2,6 +2,7 @@
 
     config.yaml   the effective configuration        facts.json   versions, host and start of every attempt
     owners/NNNN   the owner of attempt NNNN          finished.json   written when the run reached its end
+    plan.txt      the plan of the newest attempt
 
 The same configuration resumes the run; a different one is refused with the differences. The owner of an attempt is the
 process that opened the run, or its Slurm job, about which Slurm is queried. The record of an owner is created with
@@ -20,6 +21,7 @@ from hpcrl.rundir.records import (
     FINISHED,
     OUTCOME,
     OWNERS,
+    PLAN,
     SLURM,
     SUBMITTED,
     VERDICT,
@@ -41,6 +43,7 @@ __all__ = [
     "MAY_CHANGE",
     "OUTCOME",
     "OWNERS",
+    "PLAN",
     "SLURM",
     "SUBMITTED",
     "VERDICT",

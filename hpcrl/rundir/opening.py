@@ -17,7 +17,17 @@ from hpcrl.rundir.changes import effective, permitted_changes
 from hpcrl.rundir.models import check_models, models_of
 from hpcrl.rundir.ownership import check_free, claim
 from hpcrl.rundir.provenance import machine_facts
-from hpcrl.rundir.records import CONFIG, FACTS, FINISHED, OWNERS, SLURM, newest_attempt, read_attempts, read_finished
+from hpcrl.rundir.records import (
+    CONFIG,
+    FACTS,
+    FINISHED,
+    OWNERS,
+    PLAN,
+    SLURM,
+    newest_attempt,
+    read_attempts,
+    read_finished,
+)
 
 
 @dataclass(frozen=True)
@@ -52,12 +62,12 @@ def check_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Ru
     return RunState(folder, "resume", check_free(folder), permitted)
 
 
-def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> RunState:
+def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str, plan: str = "") -> RunState:
     """Create or reopen the run folder and own it until close_run or the end of this process.
 
-    A finished run is returned without taking ownership; otherwise config.yaml and facts.json then describe this
-    attempt. Use the returned run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if NAME exists. ConfigError as in
-    check_run, also if another launch was faster.
+    A finished run is returned without taking ownership; otherwise config.yaml, facts.json and, with the text of the
+    plan, plan.txt then describe this attempt. Use the returned run_dir: `resume=fresh` gives `NAME-2`, `NAME-3`, ... if
+    NAME exists. ConfigError as in check_run, also if another launch was faster.
     """
     while True:
         found = check_run(config, run_dir, resume)
@@ -67,7 +77,7 @@ def open_run(config: Mapping[str, Any], run_dir: str | Path, resume: str) -> Run
         try:
             lasts = config.get("cluster", {}).get("name", "local") == "local"
             if claim(opened.run_dir, opened.attempt, lasts):
-                _describe(config, opened)
+                _describe(config, opened, plan)
                 return opened
         except OSError as error:
             raise ConfigError([f"run folder {found.run_dir} cannot be written: {error}"]) from error
@@ -87,7 +97,15 @@ def _check_place(folder: Path) -> None:
     if name := next((part for part in folder.parts if len(os.fsencode(part)) > longest), ""):
         raise ConfigError([f"run folder {folder} cannot be made: a name has {len(name)} characters, {longest} may be"])
     if existing == folder and not (folder / CONFIG).exists():
-        own = (SLURM, OWNERS, FACTS, f".{FACTS}.tmp", f".{CONFIG}.tmp")  # killed before config.yaml was written
+        own = (
+            SLURM,
+            OWNERS,
+            FACTS,
+            PLAN,
+            f".{FACTS}.tmp",
+            f".{PLAN}.tmp",
+            f".{CONFIG}.tmp",
+        )  # killed before config.yaml was written
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if foreign:
             shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -103,12 +121,14 @@ def _fresh_name(folder: Path) -> Path:
     return free
 
 
-def _describe(config: Mapping[str, Any], run: RunState) -> None:
-    """Update config.yaml and facts.json for the attempt that begins."""
+def _describe(config: Mapping[str, Any], run: RunState, plan: str) -> None:
+    """Update config.yaml, facts.json and plan.txt for the attempt that begins."""
     folder = run.run_dir
     attempts = read_attempts(folder)
     own = {"attempt": run.attempt, "kind": run.kind, "changes": run.changes, "models": models_of(config)}
     attempts.append(own | machine_facts())
     write_durably(folder / FACTS, json.dumps({"attempts": attempts}, indent=1).encode())
+    if plan:
+        write_durably(folder / PLAN, plan.encode())
     write_durably(folder / CONFIG, yaml.safe_dump(effective(config, folder), sort_keys=False).encode())
     (folder / FINISHED).unlink(missing_ok=True)

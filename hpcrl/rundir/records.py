@@ -12,7 +12,7 @@ from typing import Any
 from hpcrl.config import ConfigError
 from hpcrl.files import write_durably
 
-CONFIG, FACTS, FINISHED, OWNERS = "config.yaml", "facts.json", "finished.json", "owners"
+CONFIG, PLAN, FACTS, FINISHED, OWNERS = "config.yaml", "plan.txt", "facts.json", "finished.json", "owners"
 SLURM = "slurm"
 SUBMITTED = f"{SLURM}/submitted.json"
 AGENT = "agent"

@@ -18,6 +18,7 @@ from hpcrl.plot import plot as draw_plot
 from hpcrl.runtime.building import Parts
 from hpcrl.runtime.deadline import SPARE_S, Deadline
 from hpcrl.runtime.debug import StoredRollouts
+from hpcrl.runtime.examples import TABLE, as_table, read_examples
 from hpcrl.runtime.guard import Guard, Stopped
 from hpcrl.runtime.rollouts import Rollouts
 from hpcrl.runtime.supervised import AnswerRows
@@ -120,6 +121,8 @@ class Run:
             flat["system/tps"] = tokens / elapsed
         self.guard.fence()
         self._metrics.log(step, flat)
+        if "time/val_step" in stats and (rows := as_table(step, read_examples(self._run_dir).get(step, []))):
+            self._metrics.call_trackers(lambda tracker: tracker.table(TABLE, step, rows))
         self.guard.check_progress(step, stats)
         self.guard.check_mismatch(step, stats)
         self.last_logged = dict(flat)
@@ -133,10 +136,7 @@ class Run:
         self._metrics.end_progress()
         plot = draw_plot(self._run_dir)
         self._metrics.call_trackers(lambda tracker: tracker.image("plot", plot))
-        examples = ""
-        if self.evaluation is not None:
-            examples, rows = self.evaluation.before_and_after(last), self.evaluation.examples()
-            self._metrics.call_trackers(lambda tracker: tracker.table("examples", last, rows))
+        examples = "" if self.evaluation is None else self.evaluation.before_and_after(last)
         told = summary(read_metrics(self._run_dir), self.config.max_steps)
         early, episodes = [self.reason] if self._why else [], self._run_dir / "episodes"
         shown = [f"episodes {episodes}"] if episodes.is_dir() else []

@@ -16,13 +16,14 @@ from hpcrl.control.controller import Controller
 from hpcrl.control.messages import Peek, PeekEnd
 from hpcrl.data import PromptSource
 from hpcrl.episodes import Episode, write_episode
-from hpcrl.files import step_name, write_durably
+from hpcrl.files import step_name
 from hpcrl.metrics.stats import Stats, merge, scalar
 from hpcrl.rollout.loop import Harvest, RolloutLoop
 from hpcrl.rollout.scheduling.events import DoneSample
 from hpcrl.rollout.scheduling.policies import SchedulerConfig
 from hpcrl.rollout.scheduling.scheduler import RolloutScheduler
 from hpcrl.rollout.types import Prompt, held_out_uid
+from hpcrl.runtime.examples import keep_examples, read_examples
 from hpcrl.runtime.generation import evaluation_sampling, replica_capacity
 from hpcrl.runtime.parts import timed
 
@@ -43,7 +44,7 @@ class Evaluation:
     ):
         self._loop, self._controller, self._config, self._tokenizer = loop, controller, config, tokenizer
         self._slots, self._env_ranks = replica_capacity(config, layout), layout.ranks["env"]
-        self._examples_file, self._episodes = run_dir / "examples.json", run_dir / "episodes"
+        self._run_dir, self._episodes = run_dir, run_dir / "episodes"
         self._prompts = _held_out(config, tokenizer) if config.data.val else []
         self._domains = [prompt.domain for prompt in self._prompts]
 
@@ -57,8 +58,7 @@ class Evaluation:
         harvest = self._generate(config.eval.temperature, 2 * step)
         stats = _score_stats("val", harvest, self._domains)
         self._keep_episodes(step, harvest)
-        if step in {0, config.max_steps}:
-            self._keep_examples(step, harvest)
+        keep_examples(self._run_dir, step, self._examples(harvest))
         self._loop.forget(harvest.groups)
         if config.rollout.temperature != config.eval.temperature:
             sampled = self._generate(config.rollout.temperature, 2 * step + 1)
@@ -68,10 +68,9 @@ class Evaluation:
 
     def before_and_after(self, last: int) -> str:
         """The kept examples as text, a few short lines each."""
-        kept = self._kept_examples()
-        lines = []
-        afterwards = {example["prompt"]: example for example in kept.get(str(last), [])}
-        for before in kept.get("0", []):
+        kept, lines = read_examples(self._run_dir), []
+        afterwards = {example["prompt"]: example for example in kept.get(last, [])}
+        for before in kept.get(0, []):
             after = afterwards.get(before["prompt"])
             if after is None:  # its replica was lost
                 continue
@@ -80,10 +79,6 @@ class Evaluation:
                 verdict = "right" if example["score"] > 0 else "wrong"
                 lines.append(f"    {name:>6}  {verdict}  {_short(example['response'])}")
         return "\n".join(["held-out completions before and after:", *lines]) if lines else ""
-
-    def examples(self) -> list[dict[str, Any]]:
-        """The kept examples as rows of a table: step, prompt, answer, response, score."""
-        return [{"step": int(step), **row} for step, rows in self._kept_examples().items() for row in rows]
 
     def _generate(self, temperature: float, number: int) -> Harvest:
         # Every prompt counts once; a reward that cannot be computed counts as 0.
@@ -99,20 +94,10 @@ class Evaluation:
             evaluation_sampling(self._config, temperature),
         )
 
-    def _kept_examples(self) -> dict[str, list[dict[str, Any]]]:
-        """Examples by step; empty if the file is damaged, which does not end a run."""
-        try:
-            return dict(json.loads(self._examples_file.read_bytes()))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            print(f"hpcrl: {self._examples_file} cannot be read: {error}; the run goes on without", flush=True)
-            return {}
-
-    def _keep_examples(self, step: int, harvest: Harvest) -> None:
+    def _examples(self, harvest: Harvest) -> list[dict[str, Any]]:
+        """The first completions of prompts without environments."""
         both = zip(self._prompts, harvest.groups, strict=True)  # in order of uid
         chosen = (pair for pair in both if self._config.env_of(pair[0].domain) is None)
-        kept = self._kept_examples()
         examples = []
         for prompt, group in islice(chosen, self._config.eval.num_examples):
             sample = group.samples[0]
@@ -127,8 +112,7 @@ class Evaluation:
                     "score": sample.score,
                 }
             )
-        kept[str(step)] = examples
-        write_durably(self._examples_file, json.dumps(kept, indent=1).encode())
+        return examples
 
     def _keep_episodes(self, step: int, harvest: Harvest) -> None:
         """Write the first, the best and the worst of the held-out episodes."""

@@ -10,6 +10,7 @@ from hpcrl.config.names import section_name
 from hpcrl.metrics.trackers.base import TrackedRun, Tracker
 from hpcrl.metrics.trackers.thread import FOLDER, TrackerThread
 from hpcrl.metrics.trackers.thread import run_id as id_of
+from hpcrl.rundir import PLAN
 from hpcrl.spec.tables import TRACKERS
 
 
@@ -34,6 +35,7 @@ def make_tracker(config: Config, run_dir: Path, name: str, run_id: str, first_st
         first_step=first_step,
         online=config.tracking.online,
         config=config.model_dump(mode="json"),
+        plan=plan.read_text() if (plan := run_dir / PLAN).is_file() else "",
     )
     spec = TRACKERS[name]
     tracker: Tracker = spec.load()(run, getattr(config.tracking, section_name(name, spec), None))

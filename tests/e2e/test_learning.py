@@ -140,6 +140,7 @@ def test_the_export_answers_as_the_run_did(trained: tuple[Path, str]) -> None:
     folder, output = trained
     model = AutoModelForCausalLM.from_pretrained(folder / "hf")
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    assert f"{NUM_STEPS} steps" in (folder / "plan.txt").read_text()
     examples = json.loads((folder / "examples.json").read_text())
     assert len(examples["0"]) == len(examples[str(NUM_STEPS)]) == 5
     for example in examples[str(NUM_STEPS)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from hpcrl import track
 from hpcrl.config import Config, ConfigError, parse
@@ -19,6 +21,7 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import MetricsLog, read_metrics
 from hpcrl.metrics.trackers.base import TrackedRun
 from hpcrl.metrics.trackers.thread import TrackerThread, log_missed
+from hpcrl.runtime.examples import keep_examples
 from hpcrl.runtime.tracking import last_step_file, start_trackers
 from hpcrl.spec.fields import Section
 from hpcrl.spec.kinds import TrackerSpec
@@ -196,13 +199,16 @@ def test_a_tracker_named_by_its_path_gets_its_section(tmp_path: Path, capsys: py
 # -- real ones, where they are installed
 
 METRICS = [{"critic/rewards/mean": step / 4, "actor/lr": 1e-6} for step in range(6)]
-ROWS = [{"step": 0, "prompt": "2+2", "response": "| <script> `4`", "score": 1.0}]
+PLAN = "run     tracked, 5 steps"
+ROWS = [{"step": 5, "prompt": "2+2", "response": "| <script> `4`", "score": 1.0}]
 
 
 def two_attempts(folder: Path, name: str) -> list[str]:
     """Steps 0 to 3, then from the checkpoint of step 1 to the end; how to upload them."""
     pytest.importorskip(name)
     config = config_of(trackers=[name])
+    (folder / "plan.txt").write_text(PLAN)
+    Image.new("RGB", (8, 8)).save(folder / "plot.png")
     hints: list[str] = []
     for resume_step, last in ((-1, 3), (1, 5)):
         path = folder / "metrics.jsonl"
@@ -211,7 +217,8 @@ def two_attempts(folder: Path, name: str) -> list[str]:
         log = MetricsLog(folder, resume_step, 5, trackers=lambda at=resume_step: start_trackers(config, folder, at))
         for step in range(resume_step + 1, last + 1):
             log.log(step, METRICS[step])
-        log.call_trackers(lambda tracker: tracker.table("examples", 5, ROWS))
+        log.call_trackers(lambda tracker, last=last: tracker.table("examples", last, [ROWS[0] | {"step": last}]))
+        log.call_trackers(lambda tracker: tracker.image("plot", folder / "plot.png"))
         hints = log.close()
     return hints
 
@@ -229,8 +236,13 @@ def test_mlflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         entries = client.get_metric_history(run.info.run_id, "critic/rewards/mean")
         assert sorted((entry.step, entry.value) for entry in entries) == [(step, step / 4) for step in range(6)]
         assert run.data.params["run_name"] == "tracked" and run.info.status == "FINISHED"
+        files = [entry.path for entry in client.list_artifacts(run.info.run_id)]
+        told = {path: Path(client.download_artifacts(run.info.run_id, path)).read_bytes() for path in files}
+        assert told["plan.txt"] == PLAN.encode() and told["plot.png"].startswith(b"\x89PNG")
+        assert json.loads(told["examples_000005.json"]) == ROWS
 
     check(tmp_path / "trackers" / "mlflow" / "store")
+    keep_examples(tmp_path, 5, [{name: value for name, value in ROWS[0].items() if name != "step"}])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of().model_dump(mode="json")))
     for _ in range(2):  # what is there already is not logged again
         assert track.main([str(tmp_path), "mlflow", (tmp_path / "server").as_uri()]) == ExitCode.DONE
@@ -259,16 +271,21 @@ def test_wandb(tmp_path: Path) -> None:
     assert hint.endswith(f"wandb sync {tmp_path}/trackers/wandb/wandb/offline-run-*")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    steps, ids = [], set()
+    steps, ids, shown = [], set(), {}
     for path in sorted((tmp_path / "trackers/wandb/wandb").glob("offline-run-*/run-*.wandb")):
         for data in records_of(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("run"):
                 ids.add(record.run.run_id)
-            names = {item.key or "/".join(item.nested_key) for item in record.history.item}
-            if "critic/rewards/mean" in names:
+                assert record.run.notes == PLAN
+            logged = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            shown |= logged
+            if "critic/rewards/mean" in logged:
                 steps.append(record.history.step.num)
     assert steps == list(range(6)), "every step once over both attempts"
+    [table] = (tmp_path / "trackers/wandb/wandb").glob(f"offline-run-*/files/{json.loads(shown['examples/path'])}")
+    assert json.loads(table.read_text())["data"] == [[str(value) for value in ROWS[0].values()]]
+    assert json.loads(shown["plot/_type"]) == "image-file"
     assert ids == {(tmp_path / "trackers" / "run_id").read_text()}
 
 
@@ -277,7 +294,11 @@ def test_swanlab(tmp_path: Path) -> None:
     [hint] = two_attempts(tmp_path, "swanlab")
     run_id = (tmp_path / "trackers" / "run_id").read_text()
     assert f"sync --id {run_id}" in hint
-    assert len(list((tmp_path / "trackers" / "swanlab").glob(f"run-*/run-{run_id}.swanlab"))) == 2
+    folder = tmp_path / "trackers" / "swanlab"
+    records = list(folder.glob(f"run-*/run-{run_id}.swanlab"))
+    assert len(records) == 2 and all(PLAN.encode() in path.read_bytes() for path in records)
+    [shown] = folder.glob("run-*/media/text/005-*.txt")
+    assert json.loads(shown.read_text()) == ROWS[0] and list(folder.glob("run-*/media/image/005-*.png"))
 
 
 def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -> None:
@@ -288,7 +309,9 @@ def test_tensorboard_shows_tables_that_a_response_cannot_leave(tmp_path: Path) -
     board.Reload()
     assert [event.step for event in board.Scalars("critic/rewards/mean")] == list(range(6))
     text = board.Tensors("examples/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert "| 0 | 2+2 | &#124; &lt;script> &#96;4&#96; | 1.0 |" in text
+    assert "| 5 | 2+2 | &#124; &lt;script> &#96;4&#96; | 1.0 |" in text
+    assert PLAN in board.Tensors("plan/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert board.Images("plot")[-1].width == 8
     assert set(TRACKERS) == {"tensorboard", "wandb", "swanlab", "mlflow"}, "each has a test above"
 
 

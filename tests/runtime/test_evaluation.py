@@ -37,9 +37,10 @@ def test_held_out_prompts_have_numbers_of_their_own_in_every_evaluation() -> Non
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"3", b"[" * 100_000])
 def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
-    evaluation = object.__new__(Evaluation)  # what it shows at the end of a run needs its file alone
-    evaluation._examples_file = tmp_path / "examples.json"
+    evaluation = object.__new__(Evaluation)  # what it shows at the end of a run needs the run folder alone
+    evaluation._run_dir = tmp_path
     assert evaluation.before_and_after(3) == ""
-    evaluation._examples_file.write_bytes(content)
+    (tmp_path / "examples.json").write_bytes(content)
+    assert evaluation.before_and_after(3) == ""
     assert evaluation.before_and_after(3) == ""
     assert f"hpcrl: {tmp_path}/examples.json cannot be read: " in capsys.readouterr().out

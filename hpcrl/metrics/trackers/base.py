@@ -13,7 +13,8 @@ class TrackedRun:
     """A run as a tracker sees it at the start of an attempt.
 
     id: the same for all attempts. folder: that of the tracker in the run folder. first_step: the first step that
-    will be logged. online: whether it may use the network. config: the configuration, as plain data.
+    will be logged. online: whether it may use the network. config: the configuration, as plain data. plan: the text
+    that the launch printed, empty if the run folder has none.
     """
 
     name: str
@@ -24,6 +25,7 @@ class TrackedRun:
     first_step: int
     online: bool
     config: Mapping[str, Any]
+    plan: str
 
 
 class Tracker(Protocol):

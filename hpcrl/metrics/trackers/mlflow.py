@@ -40,6 +40,7 @@ class MLflow:
         self._id = str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
         write_durably(kept, self._id.encode())
         self._client.log_text(self._id, json.dumps(run.config, indent=1, default=str), "config.json")
+        self._client.log_text(self._id, run.plan, "plan.txt")
         self._log_params(run.config)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -28,6 +28,7 @@ class SwanLab:
             mode="online" if run.online else "offline",
             log_dir=str(run.folder),
             config=dict(run.config),
+            description=run.plan,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

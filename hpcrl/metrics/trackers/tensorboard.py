@@ -19,7 +19,8 @@ class TensorBoard:
 
         self._board = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=run.first_step)
         if run.first_step <= 0:
-            self._board.add_text("config", f"```\n{json.dumps(run.config, indent=1, default=str)}\n```", 0)
+            for name, text in ("config", json.dumps(run.config, indent=1, default=str)), ("plan", run.plan):
+                self._board.add_text(name, f"```\n{text}\n```", 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -28,6 +28,7 @@ class WandB:
             mode="online" if run.online else "offline",
             dir=str(run.folder),
             config=dict(run.config),
+            notes=run.plan,
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True
             ),
