@@ -67,13 +67,14 @@ def test_a_critic_on_ranks_of_its_own_learns_what_it_learns_with_the_trainer(tmp
     places = {"with": [], "apart": OWN_RANKS, "one": [*OWN_RANKS[:1], "layout.critic.num_ranks=1"]}
     places["one"].append("layout.reference.colocate_with=critic")
     places["deepspeed"] = ["trainer.engine=deepspeed"]
+    places["megatron"] = ["trainer.engine=megatron", "trainer.megatron.pipeline_parallel=2"]
     found = {}
     for name, words in places.items():
         start = Start(tmp_path / name, [*inputs, "max_steps=3", "algorithm.max_len_mask=true", *words])
         assert start.wait() == ExitCode.DONE, start.text
         found[name] = metrics(tmp_path / name)
         assert [row.get("critic/clipfrac") is not None for row in found[name]] == [False, True, True, True]
-    for name in ("apart", "one", "deepspeed"):
+    for name in ("apart", "one", "deepspeed", "megatron"):
         for here, there in zip(found[name], found["with"], strict=True):
             assert here == pytest.approx(there, rel=2e-3, abs=2e-4)
     last = found["with"][-1]

@@ -97,20 +97,31 @@ def test_vllm_generates_the_same_for_every_trainer(runs: Runs, trainer: str) -> 
     check_same(runs, f"{trainer}_vllm")
 
 
-def test_a_converted_checkpoint_of_megatron_trains_with_fsdp2_and_generates_in_vllm(
-    runs: Runs, wide_digit_model: Path
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("megatron", ["generator.engine=vllm"]),
+        ("fsdp2", TRAINERS["megatron"]),
+        ("deepspeed", ["trainer.megatron.pipeline_parallel=2", "trainer.engine=megatron"]),
+    ],
+)
+def test_a_converted_checkpoint_goes_on_with_another_engine(
+    runs: Runs, wide_digit_model: Path, first: str, then: list[str]
 ) -> None:
-    """From the folder that hpcrl.convert wrote, a run begins where Megatron's ended, as its own export tells."""
-    pytest.importorskip("vllm")
-    origin, target = runs.folder / "megatron", runs.folder / "converted"
+    """From the folder that hpcrl.convert wrote, a run begins where that of the first trainer ended, as its own export
+    tells."""
+    if first == "megatron":
+        pytest.importorskip("vllm")
+    origin, target = runs.folder / first, runs.folder / f"converted_{first}"
     if not (origin / "hf").exists():
-        runs.start(origin.name, *TRAINERS["megatron"])
+        runs.start(first, *TRAINERS[first])
     assert convert(["--checkpoint", str(origin), "--output", str(target), "--verify"]) == 0
-    runs.start("further", f"model.path={target}", "generator.engine=vllm", "max_steps=1")
-    batch = RolloutReader(runs.folder / "further").batch(1)
+    further = f"after_{first}"
+    runs.start(further, f"model.path={target}", *then, "max_steps=1")
+    batch = RolloutReader(runs.folder / further).batch(1)
     wanted, before = (reference_logprobs(model, batch) for model in (origin / "hf", wide_digit_model))
     for field in ("gen_logprobs", "old_logprobs", "ref_logprobs"):
         got = getattr(batch, field)[batch.loss_mask]
         assert torch.allclose(got, wanted[batch.loss_mask], rtol=0, atol=LOGPROBS), field
-    assert not torch.allclose(wanted, before, rtol=0, atol=100 * LOGPROBS), "Megatron has changed the model"
-    assert metrics(runs.folder / "further")[1]["actor/grad_norm"] > 0
+    assert not torch.allclose(wanted, before, rtol=0, atol=100 * LOGPROBS), "training has changed the model"
+    assert metrics(runs.folder / further)[1]["actor/grad_norm"] > 0
