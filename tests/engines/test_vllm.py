@@ -99,6 +99,30 @@ def test_tensor_parallel_on_some_ranks_of_a_default_group(tmp_path: Path) -> Non
             np.testing.assert_array_equal(chosen, expected)
 
 
+@pytest.mark.parametrize(("num_ranks", "given", "left_out"), [(1, None, False), (2, None, True), (2, False, False)])
+def test_replicas_of_several_ranks_leave_out_vllms_own_all_reduce(
+    num_ranks: int, given: bool | None, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds no GPU of another rank where each rank sees its own alone."""
+    from vllm.engine import arg_utils
+    from vllm.platforms.interface import Platform
+
+    class OneGPU(Platform):
+        device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with pytest.raises(IndexError):
+        OneGPU.logical_device_id_to_visible_device_id(1)
+
+    def refuse(disable_custom_all_reduce: bool = False, **others: Any) -> None:
+        raise ValueError(f"left out: {disable_custom_all_reduce}")
+
+    monkeypatch.setattr(arg_utils, "EngineArgs", refuse)
+    options = {} if given is None else {"disable_custom_all_reduce": given}
+    with pytest.raises(ValueError, match=f"left out: {left_out}"):
+        make_engine(tmp_path, ReplicaRanks(tuple(range(num_ranks))), options=options)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels of a CPU")
 def test_heads_without_a_kernel_are_refused_with_the_sizes_that_have_one(tmp_path: Path) -> None:
     make_tiny_model(TinyModel(hidden_size=16, num_heads=2, num_kv_heads=1), tmp_path)

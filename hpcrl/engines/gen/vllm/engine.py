@@ -31,7 +31,8 @@ from hpcrl.engines.gen.vllm.heads import check_head_size
 from hpcrl.engines.gen.vllm.lora import Adapter
 from hpcrl.engines.gen.vllm.lora import arguments as adapter_arguments
 from hpcrl.engines.gen.vllm.memory import cache
-from hpcrl.engines.gen.vllm.replica import executor, keeping_default_group, world_of
+from hpcrl.engines.gen.vllm.replica import arguments as replica_arguments
+from hpcrl.engines.gen.vllm.replica import keeping_default_group, world_of
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
 from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
@@ -145,15 +146,14 @@ class VLLMEngine:
             "max_num_seqs": max_slots,
             "kv_cache_memory_bytes": cache_bytes,
             "gpu_memory_utilization": memory_share,
-            "tensor_parallel_size": len(replica.ranks),
-            "distributed_executor_backend": executor(),
             "enforce_eager": eager,
             "hf_overrides": {"head_dtype": head_dtype} if head_dtype else {},
             "enable_sleep_mode": sleeps and torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "async_scheduling": False,  # each step returns its own tokens
             "seed": 0,
-        } | dict(options or {})
+        }
+        arguments |= replica_arguments(len(replica.ranks)) | dict(options or {})
         if lora is not None:
             arguments |= adapter_arguments(lora, Path(model_path))
         self._sleeps, self._asleep, self._shares_group = sleeps, False, dist.is_initialized()

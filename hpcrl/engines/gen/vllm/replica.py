@@ -19,9 +19,16 @@ import torch.distributed as dist
 from hpcrl.engines.gen.base import ReplicaRanks
 
 
-def executor() -> str:
-    """vLLM's distributed_executor_backend: in a process without a default group, `uni` makes one of this rank."""
-    return "external_launcher" if dist.is_initialized() else "uni"
+def arguments(num_ranks: int) -> dict[str, Any]:
+    """Arguments of EngineArgs for a replica of this many ranks."""
+    # In a process without a default group, `uni` makes one of this rank.
+    found = {
+        "tensor_parallel_size": num_ranks,
+        "distributed_executor_backend": "external_launcher" if dist.is_initialized() else "uni",
+    }
+    # vLLM's own all-reduce asks CUDA_VISIBLE_DEVICES for the GPUs of the other ranks (CustomAllreduce, _can_p2p). hpcrl
+    # shows each rank its own GPU alone, and vLLM would stop with an IndexError. NCCL takes its place.
+    return found | ({"disable_custom_all_reduce": True} if num_ranks > 1 else {})
 
 
 @contextlib.contextmanager
