@@ -84,6 +84,10 @@ def test_every_experiment_is_sound_and_sets_no_key_in_vain(name: str) -> None:
     if config.learns and config.trainer.engine == "fsdp2" and config.model.path is not None:
         # Else a run on GPUs would train one sequence at a time, at a fraction of the speed, after a mere warning.
         assert config.trainer.fsdp2.packing == "require"
+    if config.learns and config.trainer.param_dtype == "bfloat16":  # in which trainer and generator differ by rounding
+        assert config.algorithm.correction != "none"
+        assert config.trainer.head_dtype == config.generator.head_dtype == "float32"
+        assert config.trainer.router_replay == (config.model.path is not None and "-A" in config.model.path)
 
 
 def test_every_conf_file_says_what_it_is() -> None:
