@@ -198,13 +198,15 @@ def check_family(
     if not (config.generates or config.evaluates):
         return
     name, spec = config.generator.engine, GEN_ENGINES[config.generator.engine]
+    if spec.needs and config.cluster.container != "none":
+        return  # what the image has is not known here
     if spec.families is not None and model_type not in spec.families:
         wrong = f"supports {', '.join(spec.families)}, not {model_type}"
     elif features := list(spec.unsupported(model, config.max_sequence_tokens)) if model is not None else []:
         wrong = f"lacks {' and '.join(features)}"
     else:
         return
-    able = " or ".join(other for other, spec in GEN_ENGINES.items() if spec.offered and not spec.families)
+    able = " or ".join(n for n, other in GEN_ENGINES.items() if other.offered and not other.families and n != name)
     text = f"{dotted(path)}: the {name} generator {wrong}; generator.engine={able} runs what that library supports"
     yield Problem(path, text, (("generator", "engine"), ("model",)))
 

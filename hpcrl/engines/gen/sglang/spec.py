@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hpcrl.spec.fields import NUMBER, Section
+from hpcrl.spec.installed import fields, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
 from hpcrl.spec.weights import Need, all_in_generators_dtype
@@ -59,14 +60,18 @@ class SGLangConfig(Section):
     memory_share: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Share of the GPU for weights and KV cache; null: SGLang's choice, beside a trainer on the same GPU 0.5."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of SGLang's ServerArgs, by name. SGLang checks them when the generator starts."""
+    """More arguments of SGLang's ServerArgs, by name. Their values are checked by SGLang when the generator starts."""
 
 
 def _check(config: Any) -> Iterator[Problem]:
-    own, rollout = config.generator.section(SGLangConfig), config.rollout
-    for name in sorted(own.options.keys() & OWN.keys()):
+    options, rollout = config.generator.section(SGLangConfig).options, config.rollout
+    path = ("generator", "sglang", "options")
+    for name in sorted(options.keys() & OWN.keys()):
         how = f"is given to SGLang by hpcrl; set {OWN[name]} instead" if OWN[name] else "is not free; leave it out"
-        yield Problem(("generator", "sglang", "options"), f"generator.sglang.options: {name} {how}")
+        yield Problem(path, f"generator.sglang.options: {name} {how}")
+    if options and config.cluster.container == "none":
+        known = fields("sglang", "srt/arg_groups/fields/*.py")  # among which SGLang divides its arguments
+        yield from unknown_options(path, options, known, "sglang", "ServerArgs of SGLang")
     if rollout.min_p:
         text = "SGLang cannot draw with min_p from a response's own seed; use 0 with top_p or top_k, or another engine"
         yield Problem(("rollout", "min_p"), f"rollout.min_p: {text}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from hpcrl.spec.extras import version_of
 from hpcrl.spec.fields import NUMBER, Section
+from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
 
@@ -36,6 +39,11 @@ OWN = {
 }
 """Arguments that hpcrl gives to vLLM, and the keys that set them."""
 
+MODELS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+"""vLLM's tables of models that generate."""
+REPLACEABLE = ("_supports_attention_backend = True", "ALL_ATTENTION_FUNCTIONS")
+"""By which transformers tells that another attention can take the place of a model's own."""
+
 ALONE_SHARE, TURNS_SHARE, BESIDE_SHARE = 0.9, 0.8, 0.5
 """Default shares of a GPU: of an engine alone, of one that takes turns with a trainer, and of one beside a trainer."""
 
@@ -51,16 +59,32 @@ class VLLMConfig(Section):
     eager: bool = False
     """Capture no CUDA graphs: vLLM starts sooner and decodes more slowly. Always so on a CPU."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of vLLM's EngineArgs, by name. vLLM checks them when the generator starts."""
+    """More arguments of vLLM's EngineArgs, by name. Their values are checked by vLLM when the generator starts."""
 
 
 def _check(config: Any) -> Iterator[Problem]:
-    own = config.generator.section(VLLMConfig)
-    for name in sorted(own.options.keys() & OWN.keys()):
+    path, options = ("generator", "vllm", "options"), config.generator.section(VLLMConfig).options
+    for name in sorted(options.keys() & OWN.keys()):
         how = f"set {OWN[name]} instead" if OWN[name] else "leave it out"
-        yield Problem(
-            ("generator", "vllm", "options"), f"generator.vllm.options: {name} is given to vLLM by hpcrl; {how}"
-        )
+        yield Problem(path, f"generator.vllm.options: {name} is given to vLLM by hpcrl; {how}")
+    if options and config.cluster.container == "none":
+        known = fields("vllm", "engine/arg_utils.py", "EngineArgs")
+        yield from unknown_options(path, options, known, "vllm", "EngineArgs of vLLM")
+
+
+def _unsupported(model: Mapping[str, Any], longest: int) -> Iterator[str]:
+    """An architecture for which neither the installed vLLM nor a plugin of it has a model, nor transformers one whose
+    attention vLLM can replace."""
+    own = table_keys("vllm", "model_executor/models/registry.py", MODELS)
+    given = model.get("architectures")
+    names = [str(name) for name in given] if isinstance(given, list) else []
+    plugins = [e for e in entry_points(group="vllm.general_plugins") if e.module.partition(".")[0] != "vllm"]
+    if not own or not names or own & {*names} or plugins or model.get("auto_map"):
+        return
+    transformers, family = folder_of("transformers"), str(model.get("model_type")).replace("-", "_")
+    file = transformers and transformers / "models" / family / f"modeling_{family}.py"
+    if not (file and file.is_file() and any(word in file.read_text() for word in REPLACEABLE)):
+        yield f"a model for {', '.join(names)} (vLLM {version_of('vllm')})"
 
 
 def shares_gpu(config: Any) -> bool:
@@ -90,6 +114,7 @@ SPEC = GenEngineSpec(
     make="hpcrl.engines.gen.vllm.engine:make",
     section=VLLMConfig,
     check=_check,
+    unsupported=_unsupported,
     resume_keys=("kv_cache_gib", "memory_share", "eager"),
     tensor_parallel=True,
     recompute=True,

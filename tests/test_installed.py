@@ -1,0 +1,102 @@
+"""What the launch reads of engines that it does not import: their arguments and their models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import ConfigError, load, parse
+from hpcrl.config.abilities import check_family
+from hpcrl.engines.gen.vllm.spec import MODELS
+from hpcrl.spec import installed
+from hpcrl.spec.extras import version_of
+from tests.conftest import ROOT
+
+WORDS = ("+experiment=rlvr_7b", "+generator.vllm.options={nonsense: 1, max_num_batchd_tokens: 8, block_size: 32}")
+needs_vllm = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)")
+
+
+@needs_vllm
+def test_arguments_that_vllm_lacks_are_refused_by_the_launch_without_importing_it() -> None:
+    program = f"""
+import sys
+from hpcrl.launch.__main__ import main
+code = main({["+cluster=slurm", *WORDS, "dry_run=true"]!r})
+assert not {{"vllm", "torch", "transformers"}} & sys.modules.keys()
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "options" in line]
+    assert [line.partition(" is not among")[0] for line in lines] == [
+        "generator.vllm.options: max_num_batchd_tokens",
+        "generator.vllm.options: nonsense",
+    ], done.stderr
+    assert f"arguments of EngineArgs of vLLM {version_of('vllm')}; did you mean max_num_batched_tokens" in lines[0]
+
+
+def test_arguments_of_an_engine_that_is_not_here_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    load([*WORDS, "cluster.container=apptainer", "cluster.image=x.sif"])
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    installed.fields.cache_clear()
+    load([*WORDS])
+    installed.fields.cache_clear()
+
+
+def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a package that has the fields of the real one's classes."""
+    recorded = (ROOT / "tests/sglang_standin/signatures.txt").read_text().partition("class ServerArgs:")[2]
+    folder = tmp_path / "sglang" / "srt" / "arg_groups" / "fields"
+    folder.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "all.py").write_text(f"class Some:{recorded.partition('class ')[0]}")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.fields.cache_clear()
+    options = "+generator.sglang.options={attention_backend: fa3, atention_backend: fa3}"
+    with pytest.raises(ConfigError) as caught:
+        load(["+experiment=rlvr_7b", "generator.engine=sglang", options])
+    installed.fields.cache_clear()
+    (line,) = [line for line in caught.value.problems if "options" in line]
+    assert line.startswith("generator.sglang.options: atention_backend is not among the arguments of ServerArgs"), line
+    assert "did you mean attention_backend" in line
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "more", "refused"),
+    [
+        ("Qwen2ForCausalLM", "qwen2", {}, False),
+        ("HeliumForCausalLM", "helium", {}, False),  # transformers' own, with vLLM's attention
+        ("CodeGenForCausalLM", "codegen", {}, True),  # transformers' own, which cannot have it
+        ("NewForCausalLM", "new", {}, True),
+        ("NewForCausalLM", "new", {"auto_map": {"AutoModelForCausalLM": "modeling_new.NewForCausalLM"}}, False),
+    ],
+)
+def test_models_that_vllm_lacks_are_refused(
+    architecture: str, model_type: str, more: dict[str, Any], refused: bool
+) -> None:
+    model = {"architectures": [architecture], "model_type": model_type, **more}
+    config = parse({"generator": {"engine": "vllm"}})
+    found = [problem.text for problem in check_family(config, model_type, ("model", "path"), model)]
+    lacks = f"model.path: the vllm generator lacks a model for {architecture} (vLLM {version_of('vllm')})"
+    way_out = "; generator.engine=sglang runs what that library supports"
+    assert found == ([lacks + way_out] if refused else [])
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_what_is_read_of_vllm_is_what_it_has() -> None:
+    import dataclasses
+
+    from vllm import ModelRegistry
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert installed.fields("vllm", "engine/arg_utils.py", "EngineArgs") == names
+    models = installed.table_keys("vllm", "model_executor/models/registry.py", MODELS)
+    assert "Qwen3MoeForCausalLM" in models and models <= set(ModelRegistry.get_supported_archs())
