@@ -152,11 +152,14 @@ def test_a_preempted_run_goes_on(runs: Runs, native: list[dict[str, Any]]) -> No
     check_same(runs.folder / "preempted", native)
 
 
-def test_an_asynchronous_run_loses_replicas(runs: Runs) -> None:
+def test_an_asynchronous_run_loses_replicas_and_names_them_with_their_last_lines(runs: Runs) -> None:
     words = [*WORDS, *APART, "generator.engine=vllm", "layout.generator.num_ranks=3", "rollout.max_lag=1"]
     words += ["rollout.on_new_weights=recompute", "timeouts.command_s=30"]
-    code, text = runs.start("lost", words, "2:Burst:12:SIGKILL 3:Pull:3:SIGSTOP")
+    code, text = runs.start("lost", words, "2:Burst:12:SIGKILL 3:Burst:24:SIGSTOP")
     assert code == ExitCode.DONE, text
-    lost = re.findall(r"rank (\d) \(generator\).* is lost: .*; the run goes on without it", text)
-    assert sorted(lost) == ["2", "3"], text
+    lost = dict(re.findall(r"rank (\d) \(generator\).* is lost: (.*); the run goes on without it", text))
+    assert lost.keys() == {"2", "3"}, text
+    assert re.search(r"killed by SIGKILL in Burst #\d+; its log ends: .*at the end: SIGKILL before Burst", lost["2"])
+    silent = r"gave no sign of life for \d+ s in Burst #\d+ and was ended"
+    assert re.search(rf"{silent}; its log ends: .*at the end: SIGSTOP before Burst", lost["3"])
     check_accounts(runs.folder / "lost")

@@ -236,6 +236,30 @@ def test_what_vllm_refuses_is_told_with_its_key(tmp_path: Path) -> None:
         make_engine(tmp_path, max_length=1 << 20)
 
 
+def test_an_answer_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(TinyModel(**SIZES), tmp_path)
+    engine, (request,) = make_engine(tmp_path), requests(1)
+    engine.load_weights(weights_of(tmp_path, float("nan")), 0)
+    engine.add([request])
+    with pytest.raises(FloatingPointError, match=r"request 0: the logits are not finite under weights version 0"):
+        engine.step(1)
+    engine.abort([0])
+    engine.load_weights(weights_of(tmp_path), 1)
+    engine.add([request])
+    assert not engine.step(1) and engine.progress() == {0: 1}
+    step = engine._engine.step
+
+    def garbled() -> Any:
+        results = step()
+        results[0].outputs[0].token_ids = [1 << 30]
+        return results
+
+    engine._engine.step = garbled
+    with pytest.raises(RuntimeError, match=r"request 0: vLLM gave the token 1073741824, outside the vocabulary of 320"):
+        engine.step(1)
+    engine.close()
+
+
 def test_adapters_beside_the_weights_of_the_folder(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128}
     folder = make_model_folder("qwen2", tmp_path / "model", **sizes)

@@ -1,8 +1,10 @@
 """On PYTHONPATH, lets ranks die or stop when they are told something: HPCRL_TEST_DIES="RANK:COMMAND:K:SIGNAL ...", at
-the K-th command of that kind, before it is carried out. Or take longer: HPCRL_TEST_SLOW="RANK:COMMAND:SECONDS ..."."""
+the K-th command of that kind, before it is carried out; their log says so. Or take longer:
+HPCRL_TEST_SLOW="RANK:COMMAND:SECONDS ..."."""
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -22,14 +24,19 @@ def before(rank: str, command: str, act: Callable[[int], None]) -> None:
     Worker._reporting = reporting
 
 
-def die(count: int, number: int) -> Callable[[int], None]:
-    return lambda k: os.kill(os.getpid(), number) if k == count else None
+def die(command: str, count: int, number: int) -> Callable[[int], None]:
+    def act(k: int) -> None:
+        if k == count:
+            print(f"at the end: {signal.Signals(number).name} before {command}", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), number)
+
+    return act
 
 
 if "HPCRL_RANK" in os.environ or "HPCRL_FORKS" in os.environ:
     for wish in os.environ.get("HPCRL_TEST_DIES", "").split():
         rank, command, count, number = wish.split(":")
-        before(rank, command, die(int(count), getattr(signal, number)))
+        before(rank, command, die(command, int(count), getattr(signal, number)))
     for wish in os.environ.get("HPCRL_TEST_SLOW", "").split():
         rank, command, seconds = wish.split(":")
         before(rank, command, lambda k, seconds=float(seconds): time.sleep(seconds))

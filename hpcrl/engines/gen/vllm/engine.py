@@ -306,6 +306,9 @@ class VLLMEngine:
         return [growing.output(reason, growing.columns(self._routes)) for growing, reason in done]
 
     def _append(self, growing: _Growing, token: int, logprob: float, behaviour: float, routes: bytes) -> None:
+        if not 0 <= token < self._vocab_size:
+            text = f"vLLM gave the token {token}, outside the vocabulary of {self._vocab_size}"
+            raise RuntimeError(f"request {growing.request.id}: {text}")
         growing.token_ids.append(token)
         growing.routes += routes
         growing.versions.append(self.version)
