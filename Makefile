@@ -61,7 +61,7 @@ test-avx2: $(DEV) ## the tests of learning and parity with AVX2 instructions, wh
 test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 	@$(PYTEST) -m gpu || [ $$? -eq 5 ]
 
-gpu-check: $(DEV) ## engines, weights and memory on this machine's GPUs beside their limits: a table and JSON, in 8 minutes
+gpu-check: $(DEV) ## engines, weights and memory on this machine's GPUs beside their limits: a table and JSON, in 8 to 13 minutes
 	@$(PY) -m tests.bench.gpu
 
 soak: $(DEV) ## long tests: many random kills

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -53,6 +54,30 @@ def test_a_training_step_is_measured_and_its_state_moved(check: Check) -> None:
     assert {"rate, of a product's", "planned peak", "offload", "onload", "weights to the generator"} <= rows.keys()
 
 
+def patient(name: str) -> Part:
+    """A part with time for a CPU that is busy."""
+    return dataclasses.replace(PARTS[name], limit_s=500.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_has_the_log_probs_of_the_trainer_that_gives_it_weights(check: Check) -> None:
+    """As a replica of two ranks, which does on each what the part of one does."""
+    if not find_spec("vllm"):
+        pytest.skip("vllm is not installed (extra: vllm)")
+    name = "vllm TP2"
+    rate, difference = rows_of(name, patient(name), check, 500.0, 0)
+    assert (rate.part, rate.what, rate.verdict) == (name, "weights to the generator", ""), rate
+    assert rate.value is not None and rate.value > 0
+    assert (difference.what, difference.verdict) == ("mean difference, fp32 head", "ok")
+    assert difference.value is not None and 0 < difference.value < 0.01
+
+
+def test_the_parts_of_one_gpu_fit_in_eight_minutes_and_those_of_most_runs_come_first() -> None:
+    assert sum(part.limit_s for part in PARTS.values() if part.num_gpus == 1) <= 470, "and some to start"
+    assert [*PARTS][-2:] == ["training deepspeed", "training megatron"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
@@ -60,7 +85,7 @@ def test_a_step_of_the_other_engines_is_measured(engine: str, check: Check) -> N
     """In a process of its own, as always: both engines keep state of the process."""
     pytest.importorskip(engine)
     name = f"training {engine}"
-    rows = {row.what: row for row in rows_of(name, PARTS[name], check, 200.0, 0)}
+    rows = {row.what: row for row in rows_of(name, patient(name), check, 200.0, 0)}
     assert rows.keys() == {"step", "rate, of a product's"}, rows
     assert all(row.part == name and row.value is not None and row.value > 0 for row in rows.values())
     assert rows["rate, of a product's"].limit == check.facts["product"]
@@ -102,7 +127,7 @@ def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) 
     assert [r.note for r in rows_of("lost peer", pair, on_gpu, 60.0, 1)] == ["needs 2 GPUs, 1 found"]
     assert [r.verdict for r in rows_of("lost peer", pair, check, 0.0, 0)] == ["not run"]
     monkeypatch.setattr(f"{HERE}.__main__.importlib.util.find_spec", lambda name: None)
-    for name in ("decode vllm", "training deepspeed", "training megatron"):
+    for name in ("fsdp2 and vllm", "decode vllm", "training deepspeed", "training megatron"):
         assert [r.verdict for r in rows_of(name, PARTS[name], check, 60.0, 0)] == ["not installed"], name
 
 

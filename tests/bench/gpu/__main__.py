@@ -1,7 +1,7 @@
 """Whether hpcrl works on this machine's GPUs, and how far from their limits: one table, and one line of JSON.
 
     make gpu-check
-    python -m tests.bench.gpu [--only PART ...] [--json FILE] [--seconds 460]
+    python -m tests.bench.gpu [--only PART ...] [--json FILE] [--seconds N]
     python -m tests.bench.gpu --device cpu --tiny     # the same code at sizes for a CPU: no figure means anything
 
 Each part runs in a process of its own with a time limit: an error, a crash or a hang is a line of the table. Parts that
@@ -17,6 +17,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests.bench.gpu.common import Check, Row
+from tests.bench.gpu.common import Check, Row, rows_in
 from tests.bench.machine import tell
 
 
@@ -44,19 +45,20 @@ class Part:
 
 HERE = "tests.bench.gpu"
 PARTS = {
-    "device": Part(f"{HERE}.device:measure", 60),
-    "attention": Part(f"{HERE}.attention:measure", 60),
-    "agreement native": Part(f"{HERE}.agreement:native", 90),
-    "training": Part(f"{HERE}.training:measure", 120),
-    "training deepspeed": Part(f"{HERE}.training:deepspeed", 120, module="deepspeed"),
-    "training megatron": Part(f"{HERE}.training:megatron", 120, module="megatron"),
-    "decode native": Part(f"{HERE}.decoding:native", 120),
-    "two ranks": Part(f"{HERE}.peers:update", 100, num_gpus=2),
-    "lost peer": Part(f"{HERE}.peers:lost_peer", 150, num_gpus=2),
-    "agreement vllm": Part(f"{HERE}.agreement:vllm", 120, module="vllm"),
-    "decode vllm": Part(f"{HERE}.decoding:vllm", 180, module="vllm"),
+    "device": Part(f"{HERE}.device:measure", 20),
+    "attention": Part(f"{HERE}.attention:measure", 30),
+    "agreement native": Part(f"{HERE}.agreement:native", 35),
+    "training": Part(f"{HERE}.training:measure", 55),
+    "fsdp2 and vllm": Part(f"{HERE}.agreement:vllm", 90, module="vllm"),
+    "decode vllm": Part(f"{HERE}.decoding:vllm", 120, module="vllm"),
+    "vllm TP2": Part(f"{HERE}.replica:vllm", 120, num_gpus=2, module="vllm"),
+    "decode native": Part(f"{HERE}.decoding:native", 40),
+    "two ranks": Part(f"{HERE}.peers:update", 50, num_gpus=2),
+    "lost peer": Part(f"{HERE}.peers:lost_peer", 100, num_gpus=2),
+    "training deepspeed": Part(f"{HERE}.training:deepspeed", 40, module="deepspeed"),
+    "training megatron": Part(f"{HERE}.training:megatron", 40, module="megatron"),
 }
-ROW = "ROW "
+"""In this order: what most runs do comes first, should time run out."""
 FAILURES = ("bad", "failed")
 
 
@@ -69,7 +71,7 @@ def run_part(entry: str, check: Check) -> NoReturn:
     grow_segments(os.environ)  # as in a rank
     try:
         for row in getattr(importlib.import_module(module), function)(check):
-            print(f"\n{ROW}{json.dumps(dataclasses.asdict(row))}", flush=True)
+            row.say()
         code = 0
     except Exception:
         traceback.print_exc()
@@ -106,7 +108,7 @@ def rows_of(name: str, part: Part, check: Check, limit_s: float, num_gpus: int) 
             out, _ = child.communicate()
         errors.seek(0)
         last = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "")
-    yield from (Row(**json.loads(line.removeprefix(ROW))) for line in out.splitlines() if line.startswith(ROW))
+    yield from rows_in(out)
     if why or child.returncode:
         yield Row(name, verdict="failed", note=why or last[:200] or f"code {child.returncode}")
 
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--json", type=Path, help="also write the line of JSON to this file")
-    parser.add_argument("--seconds", type=float, default=460.0, help="of the whole check")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole check, at most")
     for hidden in ("--part", "--facts", "--scratch"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     words = parser.parse_args(argv)

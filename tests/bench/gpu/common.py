@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import time
@@ -25,6 +26,7 @@ SMALL |= {"bos_token_id": 0, "eos_token_id": 0}
 FEW_LAYERS = 2
 STD = 0.02
 GB = 1e9
+ROW = "ROW "
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,16 @@ class Row:
     def share(self) -> float | None:
         """Value over limit."""
         return self.value / self.limit if self.value is not None and self.limit else None
+
+    def say(self) -> None:
+        """Print it for the process that reads rows_in()."""
+        print(f"\n{ROW}{json.dumps(dataclasses.asdict(self))}", flush=True)
+
+
+def rows_in(text: str) -> Iterator[Row]:
+    """The rows that were printed, among other lines."""
+    lines = (line for line in text.splitlines() if line.startswith(ROW))
+    return (Row(**json.loads(line.removeprefix(ROW))) for line in lines)
 
 
 @dataclass(frozen=True)

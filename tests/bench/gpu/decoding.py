@@ -44,16 +44,17 @@ def native(check: Check) -> Iterator[Row]:
 
 
 def vllm(check: Check) -> Iterator[Row]:
-    """The same of vLLM, with its CUDA graphs."""
+    """The same of vLLM with 64 responses."""
     slots, before = check.pick(64, 2), check.used()
-    engine = vllm_engine(check, check.empty_folder(few_layers=False), sum(_sizes(check)), eager=not check.on_gpu)
+    engine = vllm_engine(check, check.empty_folder(few_layers=False), sum(_sizes(check)))
     _load(check, engine)
     yield _rate(check, "decode vllm", engine, slots)
     yield from _slept(check, "decode vllm", engine, before)
 
 
-def vllm_engine(check: Check, folder: Path, max_length: int, eager: bool) -> Any:
-    """vLLM without weights; ImportError if it is not installed."""
+def vllm_engine(check: Check, folder: Path, max_length: int, **replica: Any) -> Any:
+    """vLLM without weights, as the recipes in bf16 run it: with an fp32 head and, on a GPU, CUDA graphs. ImportError if
+    it is not installed."""
     from hpcrl.engines.gen.vllm.engine import VLLMEngine
 
     return VLLMEngine(
@@ -63,9 +64,11 @@ def vllm_engine(check: Check, folder: Path, max_length: int, eager: bool) -> Any
         dtype="bfloat16",
         cache_bytes=None if check.on_gpu else 64 << 20,
         memory_share=0.5,
-        eager=eager,
+        eager=not check.on_gpu,
+        head_dtype="float32",
         sleeps=check.on_gpu,
         load=False,
+        **replica,
     )
 
 

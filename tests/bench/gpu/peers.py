@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from hpcrl.spec.weights import Need, everything
 from tests.bench.gpu.common import GB, Check, Row, median
 from tests.bench.weights import layout_of
 
+HERE = "tests.bench.gpu.peers"
 PATIENCE_S = 20.0
 RANKS = (0, 1)
 SURVIVED = "still here True"
@@ -30,7 +31,7 @@ SURVIVED = "still here True"
 
 def update(check: Check) -> Iterator[Row]:
     """Weights in bf16 from an fp32 trainer to a generator, beside a plain transfer of the same bytes, in turns."""
-    said = run_pair("update", check.device, check.pick(2048, 1))
+    said = run_pair(HERE, ["update", check.device, str(check.pick(2048, 1))], 45)
     rate, plain = (float(word) for word in said.rpartition("GB/s ")[2].split())
     yield Row("two ranks", "weights to the generator", rate, "GB/s", plain, note="beside a plain transfer")
 
@@ -38,19 +39,22 @@ def update(check: Check) -> Iterator[Row]:
 def lost_peer(check: Check) -> Iterator[Row]:
     """A peer that dies, and, under NCCL, one that hangs: the other goes on."""
     for how in ("dies", "hangs") if check.on_gpu else ("dies",):
-        said = run_pair(how, check.device)
+        said = run_pair(HERE, [how, check.device, "4"], 45)
         error = said.splitlines()[0] if said else "nothing said"
         yield Row("lost peer", how, verdict="ok" if SURVIVED in said else "bad", note=error[:80])
 
 
-def run_pair(what: str, device: str, mib: int = 4) -> str:
-    """What rank 0 prints. what: update, dies or hangs. RuntimeError with its last line if it fails."""
+def run_pair(
+    module: str, words: Sequence[str], timeout_s: float, environs: Sequence[Mapping[str, str]] = ({}, {})
+) -> str:
+    """What rank 0 of two prints. Each runs the module with these words, the port of a store and its rank, under further
+    variables. RuntimeError with its last line if it fails."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = [sys.executable, "-m", "tests.bench.gpu.peers", what, device, str(mib), str(store.port)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    peers = [subprocess.Popen([*words, str(rank)], **pipes) for rank in RANKS]
+    command = [sys.executable, "-m", module, *words, str(store.port)]
+    peers = [subprocess.Popen([*command, str(r)], env={**os.environ, **environs[r]}, **pipes) for r in RANKS]
     try:
-        said, errors = peers[0].communicate(timeout=90)
+        said, errors = peers[0].communicate(timeout=timeout_s)
     finally:
         for peer in peers:
             peer.kill()

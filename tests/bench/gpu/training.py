@@ -16,8 +16,8 @@ from hpcrl.planner.shapes import ModelShape
 from hpcrl.planner.trainer import trainer_parts
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.tables import TRAIN_ENGINES
-from tests.bench.gpu.agreement import trainer_of
-from tests.bench.gpu.common import GB, Check, Row, median, num_bytes
+from tests.bench.gpu.agreement import trainer_of, updated
+from tests.bench.gpu.common import GB, Check, Row, median
 from tests.engines.worlds import Weighted, make_batch, norms_of
 
 PEAKS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0}
@@ -34,7 +34,7 @@ def measure(check: Check) -> Iterator[Row]:
         yield from _rates(check, "training", shape, work[0], length, _seconds(check, trainer, work))
         yield from _peak(check, shape, rows, length)
         yield from _gave_back(check, trainer, work)
-        yield from _update(check, trainer, shape)
+        yield _update(check, trainer)
 
 
 def deepspeed(check: Check) -> Iterator[Row]:
@@ -131,14 +131,9 @@ def _gave_back(check: Check, trainer: FSDP2Engine, work: Any) -> Iterator[Row]:
     yield Row("training", "step after it", verdict="ok" if "actor/grad_norm" in stats else "bad")
 
 
-def _update(check: Check, trainer: FSDP2Engine, shape: ModelShape) -> Iterator[Row]:
-    """The trainer's fp32 weights into a native generator in bf16, as with layout=single."""
+def _update(check: Check, trainer: FSDP2Engine) -> Row:
+    """The trainer's weights into a native generator, as with layout=single."""
     generator = NativeEngine(
         check.folder(), max_slots=4, max_length=64, dtype=torch.bfloat16, device=check.device, load=False
     )
-    dtypes = dict.fromkeys((name for name, _ in trainer.weights.items()), torch.bfloat16)
-    seconds = []
-    for version in range(4):
-        seconds.append(check.seconds(lambda v=version: generator.load_weights(trainer.named_weights(dtypes), v)))
-    rate = num_bytes(shape) / median(seconds[1:]) / GB
-    yield Row("training", "weights to the generator", rate, "GB/s", check.facts.get("copy"))
+    return updated(check, "training", trainer, generator)
