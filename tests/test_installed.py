@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ from tests.conftest import ROOT
 
 WORDS = ("+experiment=rlvr_7b", "+generator.vllm.options={nonsense: 1, max_num_batchd_tokens: 8, block_size: 32}")
 needs_vllm = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed (extra: vllm)")
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    installed.fields.cache_clear()
+    yield
+    installed.fields.cache_clear()
 
 
 @needs_vllm
@@ -43,9 +51,7 @@ sys.exit(code)
 def test_arguments_of_an_engine_that_is_not_here_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     load([*WORDS, "cluster.container=apptainer", "cluster.image=x.sif"])
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    installed.fields.cache_clear()
     load([*WORDS])
-    installed.fields.cache_clear()
 
 
 def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +62,9 @@ def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "sglang" / "__init__.py").write_text("raise RuntimeError('imported')")
     (folder / "all.py").write_text(f"class Some:{recorded.partition('class ')[0]}")
     monkeypatch.syspath_prepend(tmp_path)
-    installed.fields.cache_clear()
     options = "+generator.sglang.options={attention_backend: fa3, atention_backend: fa3}"
     with pytest.raises(ConfigError) as caught:
         load(["+experiment=rlvr_7b", "generator.engine=sglang", options])
-    installed.fields.cache_clear()
     (line,) = [line for line in caught.value.problems if "options" in line]
     assert line.startswith("generator.sglang.options: atention_backend is not among the arguments of ServerArgs"), line
     assert "did you mean attention_backend" in line

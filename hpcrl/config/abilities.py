@@ -199,7 +199,7 @@ def check_family(
         return
     name, spec = config.generator.engine, GEN_ENGINES[config.generator.engine]
     if spec.needs and config.cluster.container != "none":
-        return  # what the image has is not known here
+        model = None  # which version of the library the image has is not known here
     if spec.families is not None and model_type not in spec.families:
         wrong = f"supports {', '.join(spec.families)}, not {model_type}"
     elif features := list(spec.unsupported(model, config.max_sequence_tokens)) if model is not None else []:

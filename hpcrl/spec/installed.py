@@ -55,7 +55,7 @@ def table_keys(package: str, file: str, tables: tuple[str, ...]) -> frozenset[st
 def unknown_options(
     path: tuple[str, ...], given: Mapping[str, object], known: Collection[str], package: str, what: str
 ) -> Iterator[Problem]:
-    """Options that the installed package has none of the names of. known: empty if that cannot be told."""
+    """The options whose names are not `known`; none if nothing is known of the installed package."""
     for name in sorted(given.keys() - set(known)) if known else ():
         near = get_close_matches(name, sorted(known), n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -24,12 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests.bench.gpu.common import Check, Row, rows_in
+from tests.bench.gpu.common import Check, Row, end_after, rows_in
 from tests.bench.machine import tell
 
 
@@ -54,7 +53,7 @@ PARTS = {
     "vllm TP2": Part(f"{HERE}.replica:vllm", 120, num_gpus=2, module="vllm"),
     "decode native": Part(f"{HERE}.decoding:native", 40),
     "two ranks": Part(f"{HERE}.peers:update", 50, num_gpus=2),
-    "lost peer": Part(f"{HERE}.peers:lost_peer", 100, num_gpus=2),
+    "lost peer": Part(f"{HERE}.peers:lost_peer", 130, num_gpus=2),
     "training deepspeed": Part(f"{HERE}.training:deepspeed", 40, module="deepspeed"),
     "training megatron": Part(f"{HERE}.training:megatron", 40, module="megatron"),
 }
@@ -67,17 +66,13 @@ def run_part(entry: str, check: Check) -> NoReturn:
     from hpcrl.roles.allocator import grow_segments
 
     module, function = entry.split(":")
-    code = 1
     grow_segments(os.environ)  # as in a rank
-    try:
+
+    def work() -> None:
         for row in getattr(importlib.import_module(module), function)(check):
             row.say()
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)  # vLLM's engine does not come down by itself
+
+    end_after(work)
 
 
 def rows_of(name: str, part: Part, check: Check, limit_s: float, num_gpus: int) -> Iterator[Row]:

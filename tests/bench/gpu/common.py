@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -129,6 +132,20 @@ class Check:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def end_after(work: Callable[[], object]) -> NoReturn:
+    """Do the work of this process, then end it with code 0, or 1 after an error: vLLM's engine does not come down by
+    itself."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def random_weights(shape: ModelShape, device: str) -> Iterator[tuple[str, Tensor]]:

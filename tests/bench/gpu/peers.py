@@ -39,7 +39,7 @@ def update(check: Check) -> Iterator[Row]:
 def lost_peer(check: Check) -> Iterator[Row]:
     """A peer that dies, and, under NCCL, one that hangs: the other goes on."""
     for how in ("dies", "hangs") if check.on_gpu else ("dies",):
-        said = run_pair(HERE, [how, check.device, "4"], 45)
+        said = run_pair(HERE, [how, check.device, "4"], 60)
         error = said.splitlines()[0] if said else "nothing said"
         yield Row("lost peer", how, verdict="ok" if SURVIVED in said else "bad", note=error[:80])
 
@@ -50,9 +50,12 @@ def run_pair(
     """What rank 0 of two prints. Each runs the module with these words, the port of a store and its rank, under further
     variables. RuntimeError with its last line if it fails."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-m", module, *words, str(store.port)]
-    peers = [subprocess.Popen([*command, str(r)], env={**os.environ, **environs[r]}, **pipes) for r in RANKS]
+    pipes: list[dict[str, Any]] = [
+        {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        {"stdout": subprocess.DEVNULL},  # nobody would empty a pipe of its errors
+    ]
+    peers = [subprocess.Popen([*command, str(r)], env={**os.environ, **environs[r]}, **pipes[r]) for r in RANKS]
     try:
         said, errors = peers[0].communicate(timeout=timeout_s)
     finally:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +17,7 @@ from hpcrl.engines.gen.base import ReplicaRanks
 from hpcrl.node.devices import VISIBLE, visible_gpus
 from hpcrl.roles.allocator import grow_segments
 from tests.bench.gpu.agreement import of_recipe
-from tests.bench.gpu.common import Check, Row, rows_in
+from tests.bench.gpu.common import Check, Row, end_after, rows_in
 from tests.bench.gpu.peers import RANKS, run_pair
 
 HERE = "tests.bench.gpu.replica"
@@ -36,7 +34,7 @@ def vllm(check: Check) -> Iterator[Row]:
 def take_part(check: Check, store: Any, rank: int) -> None:
     """What one of the two ranks does. Collective over both."""
     grow_segments(os.environ)
-    patience, kinds = timedelta(seconds=60), "cpu:gloo,cuda:nccl" if check.on_gpu else "gloo"
+    patience, kinds = timedelta(seconds=check.pick(60, 300)), "cpu:gloo,cuda:nccl" if check.on_gpu else "gloo"
     dist.init_process_group(
         kinds, store=dist.PrefixStore("default", store), rank=rank, world_size=len(RANKS), timeout=patience
     )
@@ -56,16 +54,8 @@ def main() -> NoReturn:
     parser.add_argument("--tiny", action="store_true")
     words = parser.parse_args()
     torch.set_num_threads(1)
-    code = 1
-    try:
-        store = dist.TCPStore("127.0.0.1", words.port, is_master=False)
-        take_part(Check(words.device, words.tiny, words.scratch), store, words.rank)
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)  # vLLM's engine does not come down by itself
+    store = dist.TCPStore("127.0.0.1", words.port, is_master=False)
+    end_after(lambda: take_part(Check(words.device, words.tiny, words.scratch), store, words.rank))
 
 
 if __name__ == "__main__":
