@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hpcrl.comm.transfer import blames_peer
 from hpcrl.control.abortable import BLOCKING_WAIT, AbortableGroup, GroupLost, blocking_wait
-from tests.bench.gpu.peers import SURVIVED, run_pair
+from tests.bench.gpu.peers import SURVIVED, pair
 from tests.dist.conftest import SIZE, Threads
 
 LIBRARY_S = 6.0  # gloo's own timeout
@@ -102,6 +102,6 @@ def test_only_groups_made_inside_have_no_watchdog(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_dead_peer_under_nccl_does_not_end_the_process(how: str) -> None:
-    said = run_pair(how, "cuda")
+    said = pair(how, "cuda")
     assert SURVIVED in said, said
     assert how == "dies" or "GroupLost: the group pair is given up: rank 1 is lost" in said

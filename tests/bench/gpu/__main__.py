@@ -52,8 +52,8 @@ PARTS = {
     "decode vllm": Part(f"{HERE}.decoding:vllm", 120, module="vllm"),
     "vllm TP2": Part(f"{HERE}.replica:vllm", 120, num_gpus=2, module="vllm"),
     "decode native": Part(f"{HERE}.decoding:native", 40),
-    "two ranks": Part(f"{HERE}.peers:update", 50, num_gpus=2),
-    "lost peer": Part(f"{HERE}.peers:lost_peer", 130, num_gpus=2),
+    "two ranks": Part(f"{HERE}.peers:update", 60, num_gpus=2),
+    "lost peer": Part(f"{HERE}.peers:lost_peer", 120, num_gpus=2),
     "training deepspeed": Part(f"{HERE}.training:deepspeed", 40, module="deepspeed"),
     "training megatron": Part(f"{HERE}.training:megatron", 40, module="megatron"),
 }

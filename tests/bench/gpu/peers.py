@@ -31,7 +31,7 @@ SURVIVED = "still here True"
 
 def update(check: Check) -> Iterator[Row]:
     """Weights in bf16 from an fp32 trainer to a generator, beside a plain transfer of the same bytes, in turns."""
-    said = run_pair(HERE, ["update", check.device, str(check.pick(2048, 1))], 45)
+    said = pair("update", check.device, check.pick(2048, 1))
     rate, plain = (float(word) for word in said.rpartition("GB/s ")[2].split())
     yield Row("two ranks", "weights to the generator", rate, "GB/s", plain, note="beside a plain transfer")
 
@@ -39,9 +39,14 @@ def update(check: Check) -> Iterator[Row]:
 def lost_peer(check: Check) -> Iterator[Row]:
     """A peer that dies, and, under NCCL, one that hangs: the other goes on."""
     for how in ("dies", "hangs") if check.on_gpu else ("dies",):
-        said = run_pair(HERE, [how, check.device, "4"], 60)
+        said = pair(how, check.device)
         error = said.splitlines()[0] if said else "nothing said"
         yield Row("lost peer", how, verdict="ok" if SURVIVED in said else "bad", note=error[:80])
+
+
+def pair(what: str, device: str, mib: int = 4) -> str:
+    """What rank 0 prints. what: update, dies or hangs."""
+    return run_pair(HERE, [what, device, str(mib)], 60)
 
 
 def run_pair(
