@@ -156,7 +156,7 @@ def transformers_results(folder: Path, batch: Batch, temperature: float) -> tupl
 @contextlib.contextmanager
 def process_group(rank: int, size: int, rendezvous: str) -> Iterator[None]:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=240)  # a loaded machine starts ranks one after the other
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout)
     try:
         yield
