@@ -63,14 +63,19 @@ class ReturnsCredit(Credit, Generic[LossSection]):
         batch.returns, batch.advantages = zeros.index_copy(0, index, returns), zeros.index_copy(0, index, advantages)
         return stats
 
+    def place(self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor) -> Tensor:
+        """float32 [M]: the clipped rewards of the model tokens `index`; that of a row is at its last one."""
+        rows = batch.row_ids[index]
+        rewards = clip(self.normalize(table), self.config.reward_clip)[positions]
+        return torch.where(is_last(rows), rewards[rows], 0.0)
+
     def shares(
         self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
     ) -> tuple[Tensor, Tensor]:
         """(advantages before whitening, returns), float32 [M], of the model tokens `index` of the batch, whose rows are
         at these positions of the table. Collective over the ranks of all_sum."""
         config, rows = self.config, batch.row_ids[index]
-        rewards = clip(self.normalize(table), config.reward_clip)[positions]
-        token_rewards = torch.where(is_last(rows), rewards[rows], 0.0)
+        token_rewards = self.place(batch, table, positions, index)
         if config.kl_reward_coef > 0:
             old = required(batch, "old_logprobs", "kl_reward_coef > 0")[index]
             ref = required(batch, "ref_logprobs", "kl_reward_coef > 0")[index]

@@ -10,21 +10,25 @@ Tokens that the model did not write are skipped: the next token of t is the next
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import torch
 from torch import Tensor
 
 from hpcrl.algorithms import functional as F
 from hpcrl.algorithms.base import AllSum, RewardTable, is_last, model_tokens, required
 from hpcrl.algorithms.credit import ReturnsCredit
-from hpcrl.algorithms.specs import GAE
+from hpcrl.algorithms.specs import CriticLoss
 from hpcrl.metrics.stats import Stats, scalar
 from hpcrl.rollout.batch import Batch
 
+CriticSection = TypeVar("CriticSection", bound=CriticLoss)
 
-class GAECredit(ReturnsCredit[GAE]):
+
+class GAECredit(ReturnsCredit[CriticSection], Generic[CriticSection]):
     """See the module's docstring."""
 
-    def __init__(self, config: GAE):
+    def __init__(self, config: CriticSection):
         super().__init__(config)
         self.reads |= {"values"}
 
@@ -34,7 +38,7 @@ class GAECredit(ReturnsCredit[GAE]):
 
     def propagate(self, token_rewards: Tensor, rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """See ReturnsCredit."""
-        values = required(batch, "values", "algorithm.name=gae")[model_tokens(batch)]
+        values = values_of(batch)
         advantages = gae(token_rewards, values, rows, self.config.gamma, self.config.lambd)
         return advantages, advantages + values
 
@@ -45,6 +49,11 @@ class GAECredit(ReturnsCredit[GAE]):
         spread = _variance(returns, all_sum)
         left = _variance(returns - batch.values[index].double(), all_sum)
         return stats | ({"critic/explained_variance": scalar(1 - left / spread)} if spread > 0 else {})
+
+
+def values_of(batch: Batch) -> Tensor:
+    """float32 [M]: the critic's values of the model tokens. ValueError without a critic's pass."""
+    return required(batch, "values", "an algorithm with a critic")[model_tokens(batch)]
 
 
 def gae(token_rewards: Tensor, values: Tensor, rows: Tensor, gamma: float, lambd: float) -> Tensor:

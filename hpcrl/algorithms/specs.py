@@ -110,17 +110,33 @@ class GiGPO(TurnLoss):
     """Divide by the standard deviations of group and state."""
 
 
-class GAE(PolicyLoss):
-    """PPO (arXiv 1707.06347): generalised advantage estimation (arXiv 1506.02438) from a critic's values."""
+class CriticLoss(PolicyLoss):
+    """Keys of credits from the values of a critic."""
 
-    name: Literal["gae"] = "gae"
-    """The algorithm."""
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
     lambd: Share = 0.95
     """Lambda, per model token: 1: returns minus values, 0: the error of one token's value."""
     whiten_advantages: bool = True
     """Subtract the mean of the batch's token advantages and divide by their standard deviation."""
+
+
+class GAE(CriticLoss):
+    """PPO (arXiv 1707.06347): generalised advantage estimation (arXiv 1506.02438) from a critic's values."""
+
+    name: Literal["gae"] = "gae"
+    """The algorithm."""
+
+
+class TurnGAE(CriticLoss):
+    """Bi-level GAE (arXiv 2510.16907): over the turns of an episode, then over the tokens within each turn."""
+
+    name: Literal["turn_gae"] = "turn_gae"
+    """The algorithm."""
+    turn_gamma: Share = 0.95
+    """Discount per turn."""
+    turn_lambd: Share = 0.95
+    """Lambda, per turn."""
 
 
 GRPO_SPEC = AlgorithmSpec(
@@ -173,6 +189,14 @@ GAE_SPEC = AlgorithmSpec(
     about="PPO: advantages from the values of a critic (GAE).",
     section=GAE,
     make="hpcrl.algorithms.gae:GAECredit",
+    objective=POLICY_GRADIENT,
+    uses_critic=lambda section: True,
+)
+
+TURN_GAE_SPEC = AlgorithmSpec(
+    about="PPO: advantages of turns, and of the tokens within a turn, from the values of a critic (bi-level GAE).",
+    section=TurnGAE,
+    make="hpcrl.algorithms.turn_gae:TurnGAECredit",
     objective=POLICY_GRADIENT,
     uses_critic=lambda section: True,
 )

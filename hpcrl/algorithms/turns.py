@@ -60,16 +60,21 @@ class TurnCredit(ReturnsCredit[TurnSection]):
         self, batch: Batch, table: RewardTable, positions: Tensor, index: Tensor, all_sum: AllSum
     ) -> tuple[Tensor, Tensor]:
         """See ReturnsCredit."""
-        starts = batch.cu_turns
-        rows = torch.repeat_interleave(torch.arange(batch.num_sequences, device=starts.device), starts.diff())
-        returns = F.discounted_returns(_turn_rewards(batch), rows, self.config.gamma)
+        num_turns = batch.cu_turns.diff()
+        rows = torch.repeat_interleave(torch.arange(batch.num_sequences, device=num_turns.device), num_turns)
+        returns = F.discounted_returns(turn_rewards(batch), rows, self.config.gamma)
         turns = _of_all_ranks(returns, rows, batch, table, positions, all_sum)
         advantages = clip(self.compare(turns, table), self.config.reward_clip)[turns.own]
-        at = starts[batch.row_ids[index]] + batch.turn_ids[index].long()
+        at = turns_of(batch, index)
         return advantages[at], returns[at]
 
 
-def _turn_rewards(batch: Batch) -> Tensor:
+def turns_of(batch: Batch, index: Tensor) -> Tensor:
+    """int64 [M]: the turns, counted over the whole batch, of the model tokens `index`; sorted."""
+    return batch.cu_turns[batch.row_ids[index]] + batch.turn_ids[index].long()
+
+
+def turn_rewards(batch: Batch) -> Tensor:
     """float32 [n]: the rewards of turns; those of whole responses are of the last turn."""
     if batch.turn_rewards is not None:
         return batch.turn_rewards

@@ -75,6 +75,7 @@ ALGORITHMS = SpecTable(
         "raft_plus_plus": "hpcrl.algorithms.specs:RAFT_PLUS_PLUS_SPEC",
         "gae": "hpcrl.algorithms.specs:GAE_SPEC",
         "turn_reinforce": "hpcrl.algorithms.specs:TURN_REINFORCE_SPEC",
+        "turn_gae": "hpcrl.algorithms.specs:TURN_GAE_SPEC",
         "gigpo": "hpcrl.algorithms.specs:GIGPO_SPEC",
     },
 )

@@ -30,12 +30,12 @@ def identity(tensor):
 
 
 def make_batch(masks, rewards, group_ids, seed=0):
-    """One row per mask; a mask's leading zeros are its prompt. Log-probs are random."""
+    """One row per mask; a mask's leading zeros are its prompt, each stretch of ones a turn. Log-probs are random."""
     rng = np.random.default_rng(seed)
     samples = []
     for i, mask in enumerate(masks):
         mask, size = np.array(mask, dtype=bool), len(mask)
-        turns = np.where(np.cumsum(mask) > 0, 0, -1).astype(np.int32)
+        turns = np.cumsum(np.diff(mask, prepend=False) & mask).astype(np.int32) - 1
         samples.append(
             Sample(
                 id=10 * i, token_ids=np.arange(size, dtype=np.int32), loss_mask=mask, turn_ids=turns,
@@ -390,7 +390,7 @@ def test_every_algorithm_is_the_pair_that_its_specification_says():
         module, _, credit = spec.make.partition(":")
         assert (type(pair.credit).__module__, type(pair.credit).__name__) == (module, credit)
         assert f"{type(pair.objective).__module__}:{type(pair.objective).__name__}" == spec.objective
-    assert len({spec.make for _, spec in ALGORITHMS.items()}) == 9
+    assert len({spec.make for _, spec in ALGORITHMS.items()}) == 10
 
 
 def test_a_supervised_run_has_an_objective_of_its_own_and_no_credit():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
-from hpcrl.algorithms.specs import GAE, Reinforce
+from hpcrl.algorithms.specs import GAE, Reinforce, TurnGAE
 from hpcrl.algorithms.value_loss import ValueLoss
 from hpcrl.metrics.stats import flatten, merge
 from hpcrl.rollout.batch import Batch
@@ -55,6 +55,36 @@ def test_lambda_1_is_returns_minus_values_and_lambda_0_one_step() -> None:
     advantages(make_pair(GAE(gamma=1.0, lambd=0.0, whiten_advantages=False)), batch, table)
     last = batch.returns[2], batch.returns[1]  # row 0 has model tokens 1 and 2 and reward 1
     assert last[0] == 1.0 and last[1] == batch.values[2]
+
+
+def test_turns_and_their_tokens_by_hand() -> None:
+    """A turn of the tokens a, b, an observation, and a turn of c, d; and a row of one token."""
+    batch, table = make_batch([[0, 0, 1, 1, 0, 1, 1], [0, 1]], [3.0, 1.0], [0, 1])
+    batch.values = torch.tensor([0, 0, 1.0, 0.5, 9.0, 3.0, 1.0, 0, 0.25])
+    batch.turn_rewards = torch.tensor([1.0, 2.0, 1.0])
+    section = TurnGAE(gamma=0.5, lambd=0.5, turn_gamma=0.5, turn_lambd=0.5, whiten_advantages=False)
+    advantages(make_pair(section), batch, table)
+    # turns: at d 2 - 1 = 1; at b 1 + .5 x 1 - .5 = 1, and 1 + .25 x 1 = 1.25
+    # tokens: a .5 x .5 - 1 + .25 x 1.25 = -.4375, c .5 x 1 - 3 + .25 x 1 = -2.25
+    assert batch.advantages.tolist() == [0, 0, -0.4375, 1.25, 0, -2.25, 1.0, 0, 0.75]
+    assert batch.returns.tolist() == [0, 0, 0.5625, 1.75, 0, 0.75, 2.0, 0, 1.0]
+    batch.turn_rewards = None
+    advantages(make_pair(section.model_copy(update={"reward_clip": 2.5})), batch, table)
+    # without rewards of turns the last one has that of the row: d 2.5 - 1, b .5 x 1 - .5 + .25 x 1.5
+    assert batch.advantages[[3, 6]].tolist() == [0.375, 1.5]
+
+
+def test_without_discounts_turns_make_no_difference_to_gae() -> None:
+    ours = TurnGAE(lambd=1.0, turn_gamma=1.0, turn_lambd=1.0, kl_reward_coef=0.3, whiten_advantages=False)
+    for discount, equal in ((1.0, True), (0.9, False)):
+        found = []
+        for section in (GAE(lambd=1.0, whiten_advantages=False), ours.model_copy(update={"turn_gamma": discount})):
+            batch, table = make_batch([[0, 1, 1, 0, 0, 1], [0, 1, 1]], [1.0, -2.0], [0, 1])
+            batch.old_logprobs = batch.ref_logprobs = torch.zeros(9)
+            advantages(make_pair(section), with_values(batch), table)
+            found.append(batch.advantages)
+        assert torch.allclose(*found, atol=1e-6) == equal
+        torch.testing.assert_close(found[0][6:], found[1][6:])  # a single turn has no other
 
 
 def naive(batch: Batch, config: GAE) -> tuple[Tensor, Tensor]:
@@ -158,7 +188,7 @@ def test_advantages_are_whitened_and_returns_are_not() -> None:
 
 def test_without_values_it_says_what_is_missing() -> None:
     batch, table = mixed_batch()
-    with pytest.raises(ValueError, match=r"batch\.values must be filled for algorithm\.name=gae"):
+    with pytest.raises(ValueError, match=r"batch\.values must be filled for an algorithm with a critic"):
         advantages(make_pair(GAE()), batch, table)
 
 

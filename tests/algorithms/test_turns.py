@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from hpcrl.algorithms.base import Outputs, RewardTable
-from hpcrl.algorithms.specs import GAE, GRPO, GiGPO, Reinforce, TurnReinforce
+from hpcrl.algorithms.specs import GAE, GRPO, GiGPO, Reinforce, TurnGAE, TurnReinforce
 from hpcrl.algorithms.turns import turn_states
 from hpcrl.config import ConfigError, parse
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, concat, place_rewards
 from hpcrl.rollout.types import FinishReason, Sample
 from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import advantages, identity, make_batch
+from tests.algorithms.test_gae import with_values
 from tests.engines.worlds import by_steps
 from tests.engines.worlds import make_batch as random_rows
 
@@ -160,6 +161,7 @@ def test_rows_by_trajectory_keep_their_states_beside_rows_by_steps() -> None:
         GiGPO(gamma=0.9, step_weight=2.0),
         GRPO(),
         GAE(gamma=0.9, lambd=0.8),
+        TurnGAE(gamma=0.9, lambd=0.8, turn_gamma=0.7),
     ],
     ids=str,
 )
@@ -168,9 +170,8 @@ def test_credits_are_those_of_the_episode(section: Any, history: int) -> None:
     """The model's tokens get the same by trajectory and by steps; only what was shown to it differs."""
     found = []
     for batch in (played([0, 1, 2, 3]), stepped([0, 1, 2, 3], history)):
-        values = torch.zeros(batch.num_tokens)
-        values[batch.loss_mask] = torch.linspace(-1, 1, int(batch.loss_mask.sum()))
-        batch.values = values
+        batch.values = torch.zeros(batch.num_tokens)
+        batch.values[batch.loss_mask] = torch.linspace(-1, 1, int(batch.loss_mask.sum()))
         advantages(make_pair(section), batch, RewardTable.of(batch))
         assert not batch.advantages[~batch.loss_mask].any()
         found.append((batch.advantages[batch.loss_mask], batch.returns[batch.loss_mask]))
@@ -197,10 +198,12 @@ def test_a_step_is_a_sequence_of_its_own_in_ratios(level: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
-@pytest.mark.parametrize("section", [TurnReinforce(norm_mean_type="group"), GiGPO(whiten_advantages=True)], ids=str)
+@pytest.mark.parametrize(
+    "section", [TurnReinforce(norm_mean_type="group"), GiGPO(whiten_advantages=True), TurnGAE(gamma=0.9)], ids=str
+)
 def test_how_rows_are_divided_over_ranks_changes_nothing(section: Any) -> None:
     """One of three ranks has no rows."""
-    whole = played([0, 1, 2, 3])
+    whole = with_values(played([0, 1, 2, 3]))
     table = RewardTable.of(whole)
     make_pair(section).credit.assign(whole, table, identity)
     ranks = [[2], [], [3, 0, 1]]
@@ -215,7 +218,7 @@ def test_how_rows_are_divided_over_ranks_changes_nothing(section: Any) -> None:
             barrier.wait(20)
             return total
 
-        batch = played(ranks[number])
+        batch = with_values(played(ranks[number]))
         make_pair(section).credit.assign(batch, table, all_sum)
         for row, start, end in zip(ranks[number], batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
             found[row] = batch.advantages[start:end].tolist(), batch.returns[start:end].tolist()

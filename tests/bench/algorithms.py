@@ -6,8 +6,8 @@ Each run has the keys of `+experiment=demo` with its own `algorithm=`, one proce
 steps, prompts and responses, and the same learning rate. Groups of equal rewards are replaced in `dapo` alone, where
 that is part of the recipe. A KL term of weight 1e-12 changes nothing, and lets the KL to the warm start be measured.
 `--out` gets one JSON line per run; runs that it already has are not run again. Prints a table: held-out accuracy at the
-end, its gain, and KL and entropy of the last step. The recipes for turns (`turn_reinforce`, `gigpo`) need an
-environment and are left out.
+end, its gain, and KL and entropy of the last step. The recipes for turns (FOR_TURNS) need an environment and are left
+out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpcrl.metrics.log import read_metrics
 from tests.bench.machine import machine
 from tests.bench.vs_trl import ROOT, launch
 
-FOR_TURNS = {"turn_reinforce", "gigpo"}
+FOR_TURNS = {"turn_reinforce", "gigpo", "turn_ppo"}
 RECIPES = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - FOR_TURNS)
 SEEDS = {name: (0, 1, 2) for name in ("grpo", "ppo", "reinforce_plus_plus", "topr", "gspo")}
 OWN = {"ppo": ["critic.lr=5e-4"]}  # as the policy's, which the demonstration sets
