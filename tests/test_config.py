@@ -117,8 +117,8 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
     )
     expected = [
         "algorithm=grop: no such algorithm; there are: cispo, dapo, dr_grpo, gigpo, grpo, gspo, kimi, lite_ppo, "
-        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, sapo, topr, "
-        "turn_ppo, turn_reinforce; did you "
+        "ppo, raft_plus_plus, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, sapo, starpo, "
+        "step_reinforce, topr, turn_ppo, turn_reinforce; did you "
         "mean grpo?",
         "a=1,2: several values; write a list as key=[a,b], or give -m to run each value",
         "what: expected key=value",

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import AllSum
 from hpcrl.rollout.batch import Norms
 
-Over = Literal["batch", "group", "running"] | None
+Over = Literal["all", "batch", "group", "running"] | None
 Estimator = Literal["k1", "abs", "k2", "k3"]
 RatioLevel = Literal["token", "turn", "geometric", "sequence"]
 Correction = Literal["truncate", "mask", "reject"]
@@ -33,8 +33,8 @@ def normalize_rewards(
     domain_ids: Tensor | None = None,
     running: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over the rewards of the batch and
-    the same domain, over the group, of all steps of the domain so far, or not at all. There is no division if the
+    """float32 [N]: (r - mean) / (std + eps) with the sample standard deviation, each over all rewards, those of the
+    same domain (batch), of the group, of all steps of the domain so far, or not at all. There is no division if the
     standard deviation is at most 1e-6 (one member, or equal rewards).
 
     rewards [N], group_ids int64 [N]; domain_ids int64 [N], None: one domain; running: mean and standard deviation [N]
@@ -43,7 +43,8 @@ def normalize_rewards(
     values = rewards.double()
     normalized = values
     _, groups = torch.unique(group_ids, return_inverse=True)
-    over = {"group": groups, "batch": torch.zeros_like(groups) if domain_ids is None else domain_ids}
+    one = torch.zeros_like(groups)
+    over = {"all": one, "group": groups, "batch": one if domain_ids is None else domain_ids}
 
     def moments(choice: str) -> tuple[Tensor, Tensor]:
         if choice == "running":

@@ -45,11 +45,11 @@ class Reinforce(PolicyLoss):
     """The algorithm."""
     gamma: Share = 1.0
     """Discount per model token; tokens of observations between two turns are skipped without a discount."""
-    norm_mean_type: Literal["batch", "group", "running"] | None = None
-    """Subtract the mean reward of the batch, of the group, or of all steps so far (running); null: off. The batch and
-    all steps are those of the reward's domain."""
-    norm_std_type: Literal["batch", "group", "running"] | None = None
-    """Divide rewards by their standard deviation in the batch, the group, or all steps so far (running); null: off."""
+    norm_mean_type: Literal["all", "batch", "group", "running"] | None = None
+    """Subtract the mean reward of the batch, of the group, or of all steps so far (running), each of the reward's
+    domain; or of all domains of the batch (all); null: off."""
+    norm_std_type: Literal["all", "batch", "group", "running"] | None = None
+    """Divide rewards by their standard deviation over the same choices; null: off."""
     std_eps: NonNegative = 1e-6
     """Added to the standard deviation."""
 
@@ -91,10 +91,11 @@ class TurnReinforce(TurnLoss):
 
     name: Literal["turn_reinforce"] = "turn_reinforce"
     """The algorithm."""
-    norm_mean_type: Literal["batch", "group"] | None = "batch"
-    """Subtract the mean return of the turns of the batch (of the same domain), or of the group; null: off."""
-    norm_std_type: Literal["batch", "group"] | None = "batch"
-    """Divide returns by their standard deviation in the batch or the group; null: off."""
+    norm_mean_type: Literal["all", "batch", "group"] | None = "batch"
+    """Subtract the mean return of the turns of the batch (of the same domain), of all domains of the batch (all), or of
+    the group; null: off."""
+    norm_std_type: Literal["all", "batch", "group"] | None = "batch"
+    """Divide returns by their standard deviation over the same choices; null: off."""
 
 
 class GiGPO(TurnLoss):

@@ -108,6 +108,14 @@ def test_statistics_of_the_batch_are_those_of_the_domain() -> None:
     assert batch.advantages[batch.loss_mask].tolist() != pytest.approx([a, -a, a, -a])
 
 
+def test_all_domains_may_be_normalised_together() -> None:
+    batch, table = make_batch([[0, 1]] * 4, [3.0, 1.0, 30.0, 10.0], [0, 1, 2, 3])
+    table = RewardTable(**{**vars(table), "domains": {"x": [0, 1], "y": [2, 3]}})
+    advantages(make_pair(Reinforce(norm_mean_type="batch", norm_std_type="all", std_eps=0.0)), batch, table)
+    std = math.sqrt((8**2 + 10**2 + 19**2 + 1**2) / 3)  # around the mean of all, 11
+    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([1 / std, -1 / std, 10 / std, -10 / std])
+
+
 def test_whitened_token_rewards() -> None:
     batch, table = make_batch([[0, 1, 1], [0, 1]], [3.0, 0.0], [0, 1])
     make_pair(Reinforce(whiten_rewards=True)).credit.assign(batch, table, identity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,18 @@ def test_turns_are_normalised_over_those_of_the_batch_or_of_the_group() -> None:
     got, _ = filled(TurnReinforce(gamma=0.5, norm_mean_type="group", norm_std_type=None))
     means = [12.5 / 8] * 8 + [1.25] * 2
     assert got == pytest.approx((values - torch.tensor(means)).tolist())
+
+
+def test_turns_are_normalised_over_their_domain_or_over_all() -> None:
+    """Returns 1, 2, 2, .5, 0, 1, 2, 4 of the domain lake and 1.5, 1 of the other."""
+    lake, other = 12.5 / 8, 1.25
+    for choice, means in ("batch", [lake] * 8 + [other] * 2), ("all", [1.5] * 10):
+        batch = played([0, 1, 2, 3])
+        table = replace(RewardTable.of(batch), domains={"lake": [1], "other": [2]})
+        config = TurnReinforce(gamma=0.5, norm_mean_type=choice, norm_std_type=None)
+        advantages(make_pair(config), batch, table)
+        expected = [x - mean for x, mean in zip([1, 2, 2, 0.5, 0, 1, 2, 4, 1.5, 1], means, strict=True)]
+        assert of_turns(batch, batch.advantages) == pytest.approx(expected, abs=1e-6)
 
 
 def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:

@@ -26,7 +26,7 @@ from hpcrl.metrics.log import read_metrics
 from tests.bench.machine import machine
 from tests.bench.vs_trl import ROOT, launch
 
-FOR_TURNS = {"turn_reinforce", "gigpo", "turn_ppo"}
+FOR_TURNS = {"turn_reinforce", "step_reinforce", "starpo", "gigpo", "turn_ppo"}
 RECIPES = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - FOR_TURNS)
 SEEDS = {name: (0, 1, 2) for name in ("grpo", "ppo", "reinforce_plus_plus", "topr", "gspo")}
 OWN = {"ppo": ["critic.lr=5e-4"]}  # as the policy's, which the demonstration sets
