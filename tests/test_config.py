@@ -328,6 +328,19 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "env.default.max_seconds: 30, but with deterministic=true no episode ends by the clock",
         ),
         (
+            ["env=scripted", "+env.default.examples=2"],
+            "env.default.examples: scripted has no expert (frozen_lake, sokoban, guess, tic_tac_toe, webshop, swe have "
+            "one); give dialogues by env.default.examples_path",
+        ),
+        (
+            ["env=scripted", "+env.default.examples_path=shots.jsonl"],
+            "env.default.examples_path: not read here, no examples are shown",
+        ),
+        (
+            ["env=scripted", "+env.default.thinking=cut"],
+            "env.default.thinking: cut, but an episode by trajectory keeps every token; use env.default.episode=steps",
+        ),
+        (
             ["deterministic=true", "rollout.extra_members=2"],
             "rollout.extra_members: 2, but deterministic=true waits for",
         ),

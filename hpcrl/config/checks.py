@@ -44,6 +44,7 @@ def check(config: Config) -> list[Problem]:
         *_optimizer(config),
         *_model(config),
         *_user_code(config),
+        *_dialogues(config),
         *check_abilities(config),
         *check_judge(config),
         *check_reward_model(config),
@@ -419,6 +420,21 @@ def _user_code(config: Config) -> Iterator[Problem]:
                 f"{config.timeouts.command_s:g}: after that the whole rank counts as lost"
             )
             yield Problem((*at, "timeout_s"), text, (("timeouts", "command_s"),))
+
+
+def _dialogues(config: Config) -> Iterator[Problem]:
+    """What the prompts of an environment cannot show, or not leave out."""
+    for domain, env in config.envs.items():
+        at, name = ("env", domain), f"env.{domain}"
+        if env.examples and env.examples_path is None and not ENVS[env.name].has_expert:
+            able = ", ".join(known for known, spec in ENVS.items() if spec.has_expert)
+            text = (
+                f"{name}.examples: {env.name} has no expert ({able} have one); give dialogues by {name}.examples_path"
+            )
+            yield Problem((*at, "examples"), text, ((*at, "name"),))
+        if env.thinking == "cut" and not env.by_steps:
+            text = f"{name}.thinking: cut, but an episode by trajectory keeps every token; use {name}.episode=steps"
+            yield Problem((*at, "thinking"), text, ((*at, "episode"),))
 
 
 def _imported_code(at: Path, section: RewardConfig | EnvConfig, table: SpecTable[Any]) -> Iterator[Problem]:

@@ -58,6 +58,14 @@ class EnvConfig(Section):
     history: Natural = 2
     """Earlier turns (observation and action) in the prompt of a turn, with episode=steps; the first prompt is always
     there."""
+    thinking: Literal["keep", "cut"] = "keep"
+    """What later prompts show of the thinking in earlier turns, with episode=steps. keep: what the chat template shows;
+    cut: nothing."""
+    examples: Natural = 0
+    """Example episodes before the first prompt, as messages of user and assistant; the same for all prompts."""
+    examples_path: str | None = None
+    """Dialogues (jsonl or parquet, as for data.train with pipeline=sft) of which the first are the examples; null:
+    episodes of the environment's expert."""
     add_reward: bool = False
     """Also score each episode with the domain's reward and add this to the environment's rewards."""
     runs_in: RunsIn | None = None

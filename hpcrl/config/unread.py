@@ -69,6 +69,8 @@ def _unread(config: Config) -> Iterator[tuple[Path, Path, str]]:
         if not env.by_steps:
             text = "an episode by trajectory shows all turns"
             yield ("env", name, "history"), ("env", name, "episode"), text
+        if not env.examples:
+            yield ("env", name, "examples_path"), ("env", name, "examples"), "no examples are shown"
     if config.debug != "train_only":
         yield ("rollouts",), ("debug",), f"debug is {config.debug}"
     if config.debug != "fake":

@@ -13,6 +13,7 @@ from hpcrl.config.domains import RunsIn
 from hpcrl.data.rows import RowSet, start_domains
 from hpcrl.data.tasks import Split
 from hpcrl.envs.base import Env
+from hpcrl.envs.examples import example_messages
 from hpcrl.spec.fields import Section
 from hpcrl.spec.options import read_options
 from hpcrl.spec.table import load
@@ -101,7 +102,8 @@ def make_env(config: EnvConfig, row: dict[str, Any], chat_template: str = "") ->
 
 def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     """One line for every environment whose options are wrong, as far as a section types them and its library is here,
-    or whose domain has no prompts, by the rows that could be read; and for starts of episodes without one."""
+    or whose domain has no prompts, by the rows that could be read; and for starts of episodes without one, and
+    examples that cannot be shown."""
     problems = [
         f"data.{split}: {path} gives starts of an environment; set env.{domain}.name or env.default.name"
         for split in rows
@@ -114,6 +116,11 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
                 _options(schema, env, name)
                 if config.cluster.container == "none" and not ENVS[env.name].lacking():
                     _probe(env, name, own_code=False)
+            except ValueError as error:
+                problems.append(str(error))
+        if env.examples_path is not None:
+            try:
+                example_messages(env, name, config.seed)
             except ValueError as error:
                 problems.append(str(error))
     named = [name for name in config.env if name != "default"]

@@ -61,21 +61,24 @@ def with_tools(known: list[dict[str, Any]] | None, added: list[dict[str, Any]]) 
 
 
 def first_prompt(
-    tokenizer: Any, row: dict[str, Any], observation: Any, added: bool = False
+    tokenizer: Any, row: dict[str, Any], observation: Any, added: bool = False, examples: Messages | None = None
 ) -> tuple[Messages, np.ndarray]:
     """(messages, int32 token ids) of the first prompt of an episode; no tokens if the observation is empty, so that the
-    row's own prompt stays, unless the environment has added tools to those of the row. row: {messages, tools, ...}.
-    TypeError as in as_messages().
+    row's own prompt stays, unless the environment has added tools to those of the row, or there are examples. row:
+    {messages, tools, ...}. examples: messages that stand after those of the system. TypeError as in as_messages().
 
     A chat template that does not show tools (Gemma 2, Phi-3) gets them in the text of the first user message.
     """
     said, tools = as_messages(observation), row["tools"]
-    if not observation and not added:
+    if not (observation or added or examples):
         return row["messages"], np.empty(0, dtype=np.int32)
     if isinstance(observation, str):
         messages = [*row["messages"][:-1], *said] if observation else list(row["messages"])
     else:
         messages = said or list(row["messages"])
+    if examples:
+        begins = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        messages = [*messages[:begins], *examples, *messages[begins:]]
     if added and render(tokenizer, messages, tools) == render(tokenizer, messages, None):
         messages, tools = _described(messages, tools), None
     return messages, prompt_ids(tokenizer, messages, tools)

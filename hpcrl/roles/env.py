@@ -22,7 +22,9 @@ from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.data.rows import Messages
 from hpcrl.envs.base import Env
+from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
+from hpcrl.rewards.extract import after_thinking
 from hpcrl.roles.base import Rank
 from hpcrl.roles.dialogue import (
     as_messages,
@@ -117,7 +119,8 @@ class EnvRole:
     """
 
     def __init__(self, worker: Rank):
-        """ValueError if a section names no valid environment."""
+        """ValueError if a section names no valid environment, or examples that leave no room for a prompt."""
+        self._examples = {name: _examples(worker, name, env) for name, env in worker.config.envs.items()}
         self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
         limits = [env.max_seconds for env in worker.config.envs.values() if env.max_seconds is not None]
@@ -208,6 +211,8 @@ class EnvRole:
                 reply = self._reply(turn, episode, played.observation)
                 if (count := len(reply.token_ids) // 4) > turn.room:
                     what = "a prompt" if config.by_steps else "an observation"
+                    if config.examples and (turn.begins or config.by_steps):
+                        what = f"a prompt with {config.examples} examples (env.{playing.section}.examples)"
                     text = f"{what} of {count} tokens is too long, there is room for {turn.room}"
                     result, ended = msgspec.structs.replace(result, error=_text(config.name, text)), True
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
@@ -237,18 +242,23 @@ class EnvRole:
             messages, token_ids = fitting(observation, turn.room, tokens)
         episode.shown.append(heard(self._worker.tokenizer, messages, episode.row["tools"]))
         if not turn.begins:
-            episode.said.append(turn.text)
+            episode.said.append(self._remembered(turn))
         return TurnDelta(turn.sample, token_ids.tobytes(), json.dumps(messages).encode())
 
     def _tokens(self, turn: Turn, episode: _Episode, observation: Any) -> tuple[Messages, np.ndarray]:
         tokenizer, tools, config = self._worker.tokenizer, episode.row["tools"], self._env(turn)
         if turn.begins:
-            return first_prompt(tokenizer, episode.row, observation, episode.adds_tools)
+            examples = self._examples[self._section(turn)]
+            return first_prompt(tokenizer, episode.row, observation, episode.adds_tools, examples)
         messages = as_messages(observation)
         if not config.by_steps:
             return messages, observation_ids(tokenizer, messages, turn.last_token, tools)
-        shown, said = [*episode.shown, heard(tokenizer, messages, tools)], [*episode.said, turn.text]
+        shown, said = [*episode.shown, heard(tokenizer, messages, tools)], [*episode.said, self._remembered(turn)]
         return messages, prompt_ids(tokenizer, window(shown, said, config.history), tools)
+
+    def _remembered(self, turn: Turn) -> str:
+        """What later prompts of the episode may show of the turn."""
+        return after_thinking(turn.text).lstrip() if self._env(turn).thinking == "cut" else turn.text
 
     async def _play(self, turn: Turn, episode: _Episode) -> _Played:
         """Waits only for coroutines of the environment. Raises whatever the environment raises."""
@@ -322,6 +332,16 @@ class EnvRole:
     def _close(self, episode: _Episode) -> None:
         if episode.env is not None:
             self._hosts.end(episode.env)
+
+
+def _examples(worker: Rank, section: str, config: EnvConfig) -> Messages:
+    messages, most = example_messages(config, section, worker.config.seed), worker.config.data.max_prompt_tokens
+    if messages and (count := len(prompt_ids(worker.tokenizer, messages, None))) >= most:
+        raise ValueError(
+            f"env.{section}.examples: {config.examples} examples take {count} tokens, and leave none of "
+            f"data.max_prompt_tokens={most} for the prompt; show fewer or allow more"
+        )
+    return messages
 
 
 def _text(name: str, problem: str) -> str:

@@ -16,10 +16,12 @@ import pytest
 
 from hpcrl.control.messages import EndEpisodes, Observed, PeekEnd, Turn, TurnDelta
 from hpcrl.data.env_sources import HALF, MAX_SEED
+from hpcrl.envs.examples import example_messages
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import episode_seed, held_out_uid, make_sample_id
 from tests.roles import odd_env
 from tests.roles.conftest import Stage
+from tests.roles.test_templates import QWEN2_5, QWEN3
 
 ODD = {"name": "class", "class_path": "tests.roles.odd_env:OddEnv", "max_turns": 3}
 SETTINGS = {"env": {"default": ODD}}
@@ -478,3 +480,52 @@ def test_by_steps_the_next_prompt_is_sent_instead_of_what_follows(stage: Stage, 
     assert tight.result.error.startswith("environment class: a prompt of ")
     role.close()
     stage.deltas()
+
+
+@pytest.mark.parametrize("episode", ["trajectory", "steps"])
+def test_examples_stand_before_the_first_prompt(stage: Stage, episode: str) -> None:
+    env = {"name": "guess", "options": {"high": 8, "tag": ""}, "max_turns": 2, "examples": 2, "episode": episode}
+    env |= {"history": 0} if episode == "steps" else {}
+    settings = {"env": {"default": env}, "data": {"max_prompt_tokens": 1000}}
+    role = EnvRole(stage.worker(1, settings))
+    tokenizer, room = role._worker.tokenizer, 1000
+    examples = example_messages(role._config.env["default"], "default", role._config.seed)
+    last = [{"role": "user", "content": "Find the number, which is between 1 and 8. Give a number from 1 to 8 in each "
+             "answer, as in 1."}]  # fmt: skip
+    expected = tokenizer.apply_chat_template([*examples, *last], tokenize=False, add_generation_prompt=True)
+    uid = next(UIDS)
+    for member in range(2):
+        assert not play(stage, role, turn(make_sample_id(uid, member, 0), "plain", room)).result.error
+        [delta] = stage.deltas()
+        assert tokenizer.decode(np.frombuffer(delta.token_ids, np.int32)) == expected
+        assert json.loads(delta.messages) == [*examples, *last]
+    next_turn = msgspec.structs.replace(turn(make_sample_id(uid, 0, 0), room=room), text="no number")
+    assert not play(stage, role, next_turn).result.error
+    [delta] = stage.deltas()
+    prompt = tokenizer.apply_chat_template(examples, tokenize=False)
+    assert tokenizer.decode(np.frombuffer(delta.token_ids, np.int32)).startswith(prompt) == (episode == "steps")
+    tight = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), "plain", room=9))
+    assert tight.ended and "a prompt with 2 examples (env.default.examples) of " in tight.result.error
+    role.close()
+    with pytest.raises(ValueError, match=r"env\.default\.examples: 2 examples take \d+ tokens, and leave none of data"):
+        EnvRole(stage.worker(1, settings | {"data": {"max_prompt_tokens": 64}}))
+
+
+@pytest.mark.parametrize("template", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
+@pytest.mark.parametrize("thinking", ["keep", "cut"])
+def test_by_steps_later_prompts_show_no_thinking_where_asked(stage: Stage, template: str, thinking: str) -> None:
+    """After the result of a tool, even a template that drops old thinking still shows that of the call."""
+    env = {"name": "tools", "options": {"tools": ["calculator"], "format": "hermes"}, "max_turns": 3}
+    worker = stage.worker(1, {"env": {"default": env | {"episode": "steps", "thinking": thinking}}})
+    worker.tokenizer.chat_template = template
+    role, sample = EnvRole(worker), make_sample_id(next(UIDS), 0, 0)
+    play(stage, role, turn(sample, "plain", room=1000))
+    called = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
+    said = f"<think>\nSix times seven?\n</think>\n\n{called}"
+    assert not play(stage, role, msgspec.structs.replace(turn(sample, room=1000), text=said)).result.error
+    _, delta = stage.deltas()
+    prompt = role._worker.tokenizer.decode(np.frombuffer(delta.token_ids, np.int32))
+    assert ("Six times seven?" in prompt) == (thinking == "keep")
+    assert f"{called}<|im_end|>" in prompt and "42" in prompt
+    assert thinking == "keep" or f"assistant\n{called}" in prompt
+    role.close()

@@ -1,0 +1,39 @@
+"""Example episodes before the first prompt of every episode (env.NAME.examples): dialogues of a file, or episodes that
+the environment's expert plays from starts of their own."""
+
+from __future__ import annotations
+
+from hpcrl.config import DataConfig, DataSource, EnvConfig
+from hpcrl.data.env_sources import ExpertTask
+from hpcrl.data.files import open_table
+from hpcrl.data.rows import Messages, parse_row
+
+
+def example_messages(config: EnvConfig, section: str, seed: int) -> Messages:
+    """The messages of all examples, each of which ends with the assistant; the same for all prompts and on all ranks.
+    ValueError says what is wrong with the file."""
+    if not config.examples:
+        return []
+    if config.examples_path is None:
+        options = {"env": config.options, "max_turns": config.max_turns}
+        task = ExpertTask(config.name, options, config.examples, seed, split="examples")
+        return [message for number in range(config.examples) for message in task.row(number)["messages"]]
+    try:
+        return _of_file(config.examples_path, config.examples)
+    except ValueError as error:
+        raise ValueError(f"env.{section}.examples_path: {error}") from error
+
+
+def _of_file(path: str, count: int) -> Messages:
+    table = open_table(DataSource(path=path), seed=0, split="train")
+    if len(table) < count:
+        raise ValueError(f"{path}: has {len(table)} dialogues, and examples={count} are to be shown")
+    messages: Messages = []
+    for number in range(count):
+        where, row = table.where(number), parse_row(table.row(number), DataConfig(), None, table.where(number))
+        if row.messages[0]["role"] == "system":
+            raise ValueError(f"{where}: an example has no system message; the row's own stands before all examples")
+        if row.response is None:
+            raise ValueError(f"{where}: an example ends with a message of the assistant")
+        messages += [*row.messages, {"role": "assistant", "content": row.response}]
+    return messages
