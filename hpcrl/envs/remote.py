@@ -2,22 +2,24 @@
 
 A request is repeated after a broken connection until options.retry_s have passed, which is safe: the server plays a
 step once, whatever the number of its requests, and closes a session that nobody asks for. Redirects and proxies are
-not followed, since the token would go with them.
+not followed, since the token would go with them. All methods are coroutines: episodes of one env rank wait for their
+servers in its event loop, without a thread each.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import functools
 import itertools
 import json
 import os
+import ssl
 import time
-import urllib.error
-import urllib.request
 from typing import Any
 
+import httpx2
+
 from hpcrl.envs.specs import RemoteOptions
-from hpcrl.rewards.endpoint import NoRedirects
 
 PAUSE_S = 0.2
 MOST_BYTES = 64 << 20
@@ -31,55 +33,76 @@ class RemoteEnvError(RuntimeError):
 class RemoteEnv:
     """One episode of the environment of a section of the server. All columns of the row go there."""
 
+    runs_in = "task"
+
     def __init__(self, options: RemoteOptions, /, chat_template: str = "", **columns: Any):
         self._options, self._template, self._columns = options, chat_template, columns
         self._session = ""
         self._numbers = itertools.count()
 
-    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    async def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
         """RemoteEnvError as for step()."""
-        self.close()
+        await self.close()
         asked = {"seed": seed, "row": self._columns, "chat_template": self._template}
-        given = ask(self._options, "reset", asked | {"section": self._options.section})
+        given = await ask(self._options, "reset", asked | {"section": self._options.section})
         self._session, self._numbers = given["session"], itertools.count()
         return given["observation"], given["info"]
 
-    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """RemoteEnvError if the environment raised, the server is gone, or it has lost the episode."""
-        given = ask(self._options, "step", {"session": self._session, "number": next(self._numbers), "action": action})
+        asked = {"session": self._session, "number": next(self._numbers), "action": action}
+        given = await ask(self._options, "step", asked)
         return given["observation"], given["reward"], given["terminated"], given["truncated"], given["info"]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the session, if there is one. A server that does not answer closes it by itself."""
         session, self._session = self._session, ""
         if session:
-            ask(self._options, "close", {"session": session})
+            await ask(self._options, "close", {"session": session})
 
 
-_OPENER = urllib.request.build_opener(NoRedirects, urllib.request.ProxyHandler({}))
-
-
-def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:
+async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:
     """The server's answer. RemoteEnvError says why there is none."""
     token = os.environ.get(options.token_env, "") if options.token_env else ""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"{options.url.rstrip('/')}/{what}", json.dumps(content).encode(), headers)
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
+    url, body = f"{options.url.rstrip('/')}/{what}", json.dumps(content).encode()
     end = time.monotonic() + options.retry_s
-    while True:
-        try:
-            with _OPENER.open(request, timeout=options.timeout_s) as answer:
-                given: dict[str, Any] = json.loads(answer.read(MOST_BYTES))
-                return given
-        except urllib.error.HTTPError as error:
-            raise RemoteEnvError(f"{options.url}: {_told(error)}") from error
-        except TimeoutError as error:
-            raise RemoteEnvError(f"{options.url}: no answer to {what} within {options.timeout_s:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            if time.monotonic() > end:
-                raise RemoteEnvError(f"{options.url}: the environment server does not answer: {error}") from error
-            time.sleep(PAUSE_S)
-        except ValueError as error:
-            raise RemoteEnvError(f"{options.url}: the answer to {what} is no JSON: {error}") from error
+    async with httpx2.AsyncClient(verify=_tls(), trust_env=False, timeout=options.timeout_s, headers=headers) as client:
+        while True:
+            try:
+                async with client.stream("POST", url, content=body) as answer:
+                    status, told = answer.status_code, await _read(answer)
+                break
+            except httpx2.TimeoutException as error:
+                raise RemoteEnvError(f"{options.url}: no answer to {what} within {options.timeout_s:g} s") from error
+            except (OSError, httpx2.TransportError) as error:
+                if time.monotonic() > end:
+                    raise RemoteEnvError(f"{options.url}: the environment server does not answer: {error}") from error
+                await asyncio.sleep(PAUSE_S)
+    if status != 200:
+        raise RemoteEnvError(f"{options.url}: {_told(status, told)}")
+    try:
+        given: dict[str, Any] = json.loads(told)
+    except ValueError as error:
+        raise RemoteEnvError(f"{options.url}: the answer to {what} is no JSON: {error}") from error
+    return given
+
+
+async def _read(answer: httpx2.Response) -> bytes:
+    """The body, up to the limit."""
+    read = bytearray()
+    async for part in answer.aiter_raw():
+        read += part
+        if len(read) > MOST_BYTES:
+            break
+    return bytes(read[:MOST_BYTES])
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """With the certificates of the machine; making it takes longer than a request."""
+    return ssl.create_default_context()
 
 
 def probe(options: RemoteOptions, own_code: bool) -> None:
@@ -87,15 +110,15 @@ def probe(options: RemoteOptions, own_code: bool) -> None:
     if not own_code:
         return
     try:
-        sections = ask(options, "sections", {})["sections"]
+        sections = asyncio.run(ask(options, "sections", {}))["sections"]
     except RemoteEnvError as error:
         raise ValueError(f"url: {error}") from error
     if options.section not in sections:
         raise ValueError(f"section: the server has no {options.section!r}; it has {', '.join(sections)}")
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _told(status: int, body: bytes) -> str:
     try:
-        return str(json.loads(error.read(1 << 20))["error"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"status {error.code}"
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,8 +17,9 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvConfig, parse
-from hpcrl.envs.making import check_env, make_env
-from hpcrl.envs.remote import RemoteEnvError, ask
+from hpcrl.envs import remote as client
+from hpcrl.envs.making import check_env, make_env, runs_in
+from hpcrl.envs.remote import RemoteEnvError
 from hpcrl.envs.specs import RemoteOptions
 from hpcrl.launch.env_server import EnvServer, main
 
@@ -61,8 +63,27 @@ def serving(token: str = "", idle_s: float = 600.0, max_sessions: int = 9, **env
     thread.join()
 
 
-def remote(url: str, template: str = "", **options: Any) -> Any:
+def coroutines(url: str, template: str = "", **options: Any) -> Any:
+    """A remote environment as env ranks have it."""
     return make_env(EnvConfig(name="remote", options={"url": url, "retry_s": 0.0, **options}), ROW, template)
+
+
+class Waiting:
+    """A remote environment whose methods wait for the answer."""
+
+    def __init__(self, env: Any):
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: asyncio.run(getattr(self._env, name)(*given))
+
+
+def remote(url: str, template: str = "", **options: Any) -> Any:
+    return Waiting(coroutines(url, template, **options))
+
+
+def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:
+    return asyncio.run(client.ask(options, what, content))
 
 
 NOTED = {"name": "class", "class_path": "tests.envs.test_remote:Noted"}
@@ -123,6 +144,32 @@ def test_what_an_environment_raises_and_a_slow_one_are_errors_of_their_episode()
         other = remote(url)
         other.reset(0)
         assert other.step("on")[1] == 0.5
+
+
+def test_many_episodes_wait_at_once_in_one_thread() -> None:
+    """Each step waits until all are played."""
+    count, config = 100, EnvConfig(name="remote", options={"url": "http://127.0.0.1:1"})
+    assert runs_in(config) == "task"
+    PLAYED.clear()
+    GO_ON.clear()
+
+    async def episode(url: str) -> float:
+        env = coroutines(url, retry_s=10.0)
+        await env.reset(0)
+        _, reward, *_ = await env.step("wait")
+        await env.close()
+        return float(reward)
+
+    async def all_of(url: str) -> list[float]:
+        episodes = [asyncio.ensure_future(episode(url)) for _ in range(count)]
+        while len(PLAYED) < count:
+            assert not any(one.done() for one in episodes)
+            await asyncio.sleep(0.01)
+        GO_ON.set()
+        return await asyncio.gather(*episodes)
+
+    with serving(max_sessions=count, default=NOTED) as url:
+        assert asyncio.run(all_of(url)) == [0.5] * count
 
 
 def test_a_session_that_nobody_asks_for_is_closed() -> None:

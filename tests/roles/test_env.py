@@ -19,6 +19,7 @@ from hpcrl.data.env_sources import HALF, MAX_SEED
 from hpcrl.envs.examples import example_messages
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import episode_seed, held_out_uid, make_sample_id
+from tests.envs.test_remote import serving
 from tests.roles import odd_env
 from tests.roles.conftest import Stage
 from tests.roles.test_templates import QWEN2_5, QWEN3
@@ -529,3 +530,15 @@ def test_by_steps_later_prompts_show_no_thinking_where_asked(stage: Stage, templ
     assert f"{called}<|im_end|>" in prompt and "42" in prompt
     assert thinking == "keep" or f"assistant\n{called}" in prompt
     role.close()
+
+
+def test_a_remote_environment_plays_in_the_event_loop(stage: Stage) -> None:
+    with serving(numbers={"name": "guess", "options": {"high": 9, "tag": ""}}) as url:
+        env = {"name": "remote", "options": {"url": url, "section": "numbers"}, "max_turns": 2}
+        role, sample = EnvRole(stage.worker(1, {"env": {"default": env}})), make_sample_id(next(UIDS), 0, 0)
+        assert not play(stage, role, turn(sample, "plain", room=1000)).result.error
+        second = play(stage, role, turn(sample, room=1000))
+        assert not second.result.error and second.result.metrics["action_is_valid"] == 1.0
+        assert not any(thread.name == "environment" for thread in threading.enumerate())
+        role.close()
+    stage.deltas()

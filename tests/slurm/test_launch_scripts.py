@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcrl.envs.remote import RemoteEnv, RemoteEnvError
+from hpcrl.envs.specs import RemoteOptions
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -53,3 +57,34 @@ def test_two_stages_and_again(cluster: Any, tmp_path: Path, tiny: list[str]) -> 
     again = script(cluster, tmp_path, "two_stages", *words)  # both are finished
     assert [line.split()[2] for line in again.stdout.splitlines()[:2]] == first, again.stderr
     assert all("completed" in line for line in again.stdout.splitlines()[:2])
+
+
+def test_an_environment_server_on_every_node(cluster: Any, tmp_path: Path) -> None:
+    script = str(ROOT / "launch" / "env_servers.sbatch")
+    options = ["--parsable", "--nodes=2", "--cpus-per-task=1", "--mem=0", "--time=10"]
+    environ = {**cluster.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    submit = ["sbatch", *options, script, "env.numbers.name=guess", "env.numbers.options.high=9"]
+    job = subprocess.run(submit, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout.strip()
+    folder, deadline = tmp_path / "env_servers" / job, time.monotonic() + 200
+    try:
+        while len(nodes := list(folder.glob("n*"))) < 2:
+            assert time.monotonic() < deadline, list(tmp_path.glob("**/*"))
+            time.sleep(0.2)
+        assert (folder / "token").stat().st_mode & 0o077 == 0
+        for node in nodes:
+            asyncio.run(episode(node.read_text().strip(), (folder / "token").read_text().strip()))
+    finally:
+        subprocess.run(["scancel", job], env=environ, check=True)
+
+
+async def episode(url: str, token: str) -> None:
+    """A turn of the environment; without the token there is none."""
+    env = RemoteEnv(RemoteOptions(url=url, section="numbers", token_env="HPCRL_ENV_TOKEN"))
+    with pytest.raises(RemoteEnvError, match="the token is wrong"):
+        await env.reset(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPCRL_ENV_TOKEN", token)
+        text, _ = await env.reset(0)
+        assert "Find the number" in text
+        assert (await env.step("<answer>0</answer>"))[1] < 0
+        await env.close()
