@@ -133,10 +133,12 @@ def _page(episode: Episode, spoken: Sequence[_Spoken], pictures: Mapping[int, Im
 
 
 def _pictures(spoken: Sequence[_Spoken]) -> dict[int, Image]:
-    """Number of each message of the environment that shows a grid -> its picture, all of one size."""
-    grids = {
-        number: grid for number, one in enumerate(spoken) if one.role != "assistant" and (grid := grid_of(one.text))
-    }
+    """Number of each message of the environment that shows a grid -> its picture, all of one size. Examples in the
+    prompt, which end with an assistant, are other games and have none."""
+    shown = [number for number, one in enumerate(spoken) if one.role == "assistant" and not one.turn]
+    begins = shown[-1] + 1 if shown else 0
+    told = ((number, one) for number, one in enumerate(spoken) if number >= begins and one.role != "assistant")
+    grids = {number: grid for number, one in told if (grid := grid_of(one.text))}
     if not grids:
         return {}
     grids = dict(islice(grids.items(), MAX_PICTURES))

@@ -14,7 +14,8 @@ HOSTILE = "</pre><script>alert(1)</script>\udcff"
 
 
 def episode(*grids: str) -> Episode:
-    messages = [{"role": "system", "content": "Play."}, {"role": "assistant", "content": "an example of the prompt"}]
+    messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "GP\n__"}]
+    messages.append({"role": "assistant", "content": "an example of the prompt"})
     for number, grid in enumerate(grids):
         messages.append({"role": "user", "content": f"The lake:\n{grid}\nYour turn."})
         messages.append({"role": "assistant", "content": f"{HOSTILE} Right" if number else "Down"})
@@ -41,7 +42,7 @@ def test_a_grid_world_is_a_text_a_page_a_row_of_pictures_and_a_film(tmp_path: Pa
     assert [path.name for path in paths] == ["best.txt", "best.html", "best.png", "best.gif"]
     text = paths[0].read_text()
     assert text.startswith(
-        "score 0.25, reward 1, 3 turns\n\n[system]\nPlay.\n\n[assistant]\nan example of the prompt\n"
+        "score 0.25, reward 1, 3 turns\n\n[system]\nPlay.\n\n[user]\nGP\n__\n\n[assistant]\nan example of the prompt\n"
     )
     assert "[assistant, turn 1, reward 0]\nDown\n" in text and "[assistant, turn 3, reward 1]\n</pre><script>" in text
     film, row = Image.open(paths[3]), Image.open(paths[2])

@@ -19,8 +19,8 @@ def _listed(name: str) -> str:
 
 
 class CriticConfig(Section):
-    """The critic, which an algorithm with values (gae) trains beside the policy. Its engine reads the keys of `trainer`
-    that are not here, and the section of the engine there."""
+    """The critic, which an algorithm with values (gae, turn_gae) trains beside the policy. Its engine reads the keys of
+    `trainer` that are not here, and the section of the engine there."""
 
     path: str | None = None
     """Folder in HF layout whose decoder it starts from, with the head if it is an exported critic; null: the policy's

@@ -80,7 +80,7 @@ REFERENCE = RoleSpec(
 )
 
 CRITIC = RoleSpec(
-    about="Ranks of the critic; only with an algorithm that has one (gae).",
+    about="Ranks of the critic; only with an algorithm that has one (gae, turn_gae).",
     make="hpcrl.roles.critic:CriticRole",
     plan="hpcrl.planner.critic:critic_parts",
     needed=lambda config: config.uses_critic,
