@@ -101,6 +101,25 @@ def test_credit_of_turns_is_trained_on(tmp_path: Path, walker_model: Path, algor
     assert several, "in some episode the turns differ"
 
 
+def test_a_critic_learns_the_returns_of_turns(tmp_path: Path, walker_model: Path) -> None:
+    """In the first step all values are 0, so that a turn ends with x_k + turn_gamma turn_lambd R_(k+1)."""
+    words = [*WORDS, f"model.path={walker_model}", "algorithm=turn_ppo", "algorithm.turn_gamma=0.5"]
+    start = Start(tmp_path / "run", [*words, "max_steps=1", "eval_every=0", "trackers=[]", "layout=single"])
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    [*_, last] = read_metrics(tmp_path / "run")
+    assert last["critic/grad_norm"] > 0 and last["actor/grad_norm"] > 0
+    batch, longest = RolloutReader(tmp_path / "run").read(1).batch, 0
+    for row in range(batch.num_sequences):
+        tokens = slice(*batch.cu_seqlens[row : row + 2].tolist())
+        turns = batch.turn_ids[tokens].where(batch.loss_mask[tokens], -1)
+        following = 0.0
+        for turn, reward in reversed(list(enumerate(batch.turn_rewards[slice(*batch.cu_turns[row : row + 2])]))):
+            following = reward.item() + 0.5 * 0.95 * following
+            assert batch.returns[tokens][turns == turn][-1].item() == pytest.approx(following, abs=1e-6)
+        longest = max(longest, int(turns.max()) + 1)
+    assert longest > 1
+
+
 def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
     start = Start(tmp_path / "run", [*WORDS, "env.default=null", "data.train=task:sort_digits", "data.val=null"])
     assert start.wait() == ExitCode.BAD_INPUT
