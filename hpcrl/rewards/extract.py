@@ -79,8 +79,10 @@ def final_answer(response: str, require_boxed: bool = False) -> str | None:
 
 
 def gold_answer(answer: str) -> str:
-    """The final part of a gold answer or solution: the text after "####", or its last boxes, or all of it."""
-    return after_marker(answer, "####") or boxed_answer(answer) or answer.strip()
+    """The final part of a gold answer or solution: the text after "####", or its last boxes, or all of it. Empty if
+    nothing is after the marker or in the box."""
+    marked = (after_marker(answer, "####"), boxed_answer(answer))
+    return next(filter(None, marked), answer.strip() if marked == (None, None) else "")
 
 
 def last_boxed(text: str) -> str | None:

@@ -11,6 +11,7 @@ from hpcrl.rewards.base import PerResponse, RewardItem, Score, required_answer
 from hpcrl.rewards.equality import equivalent
 from hpcrl.rewards.exact_match import as_text
 from hpcrl.rewards.extract import final_answer, gold_answer
+from hpcrl.rewards.notation import flaw_of
 from hpcrl.rewards.specs import MathOptions
 from hpcrl.spec.options import read_options
 
@@ -24,13 +25,18 @@ class MathReward(PerResponse):
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a line per unreadable answer
 
     def problem_of_row(self, answer: Any, extra: Mapping[str, Any]) -> str:
-        """Reports a gold answer that is too long: the time limit of a comparison does not include its normal form."""
-        return "" if answer is None else self._problem_of(gold_answer(as_text(answer)))
+        """Reports a gold answer that is empty, whose LaTeX lacks a part, or that is too long: the time limit of a
+        comparison does not include its normal form."""
+        text = "" if answer is None else as_text(answer)
+        return self._problem_of(gold_answer(text)) if text.strip() else ""
 
     def _problem_of(self, gold: str) -> str:
+        if not gold:
+            return 'the gold answer is empty: nothing follows its last "####", or nothing is in its last box'
         most = self.options.max_answer_chars
         if len(gold) <= most:
-            return ""
+            flaw = flaw_of(gold)
+            return f"the gold answer {gold[-60:]!r} cannot be read: {flaw}" if flaw else ""
         return (
             f"the gold answer {gold[:20]!r}... has {len(gold)} characters, at most {most} are compared "
             "(reward.*.options.max_answer_chars)"

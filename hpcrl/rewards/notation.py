@@ -122,6 +122,11 @@ _MATHEMATICAL = """
     pi tau phi theta alpha beta gamma delta lambda sigma omega sqrt sin cos tan cot sec csc log ln exp max min gcd lcm
     det abc xyz infinity inf infty
 """
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TAKES_ARGUMENTS = re.compile(r"\\(?:(?P<two>[dtc]?frac)|sqrt(?:\s*\[[^\]]*\])?)(?![A-Za-z])")
+_ARGUMENT = re.compile(r"\s*(?:\{\s*[^\s}]|\\[A-Za-z]+|\\?[^\s{}])")
+_ENVIRONMENT = re.compile(r"\\(begin|end)(?![A-Za-z])")
+_NO_RIGHT_SIDE = re.compile(r"[\w)\]}]\s*(?:[=^/]|\\(?:cdot|times|div|pm)(?![A-Za-z]))\s*\$*\s*$")
 LENGTHS = frozenset(["mm", "cm", "dm", "km", "ft"])
 MARKED_LETTERS = frozenset(_MARKED_LETTERS.split())
 SHORT_UNITS, LETTER_UNITS = frozenset(_SHORT_UNITS.split()), frozenset(_LETTER_UNITS.split())
@@ -186,6 +191,34 @@ def normalise(text: str) -> str:
         text = _join_thousands(_APPROXIMATELY.sub("", text, count=1) if _APPROXIMATELY.match(text) else text)
     text = text.strip()
     return text if text.endswith("..") else text.removesuffix(".").strip()
+
+
+def flaw_of(text: str) -> str:
+    """What is missing in the LaTeX of an answer that was cut off or never completed; empty if nothing is. Words, and
+    commands that math-verify does not know, are no flaw: they are compared as text."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}":
+            if not opened:
+                return "a } closes nothing"
+            closing[opened.pop()] = brace.end()
+    if opened:
+        return "a { is not closed"
+    for command in _TAKES_ARGUMENTS.finditer(text):
+        end = command.end()
+        for _ in range(2 if command["two"] else 1):
+            argument = _ARGUMENT.match(text, end)
+            if argument is None:
+                return f"{command[0]} lacks an argument"
+            brace_at = text.find("{", end, argument.end())
+            end = closing[brace_at] if brace_at in closing else argument.end()
+    ends = [match[1] for match in _ENVIRONMENT.finditer(text)]
+    if ends.count("begin") != ends.count("end"):
+        return r"a \begin has no \end" if ends.count("begin") > ends.count("end") else r"an \end has no \begin"
+    return "nothing follows its last operator" if _NO_RIGHT_SIDE.search(text) else ""
 
 
 def plain(text: str) -> str:

@@ -78,7 +78,7 @@ def built_in_rewards(config: Config) -> dict[str, RewardConfig]:
             except ValueError:  # read_splits tells the user
                 continue
             answer = row.answer
-            if isinstance(answer, str) and (after_marker(answer, "####") or last_boxed(answer)):
+            if isinstance(answer, str) and (after_marker(answer, "####"), last_boxed(answer)) != (None, None):
                 found.setdefault(row.domain, RewardConfig(name="math"))
     return found
 

@@ -213,10 +213,42 @@ def test_only_a_box_counts_where_it_is_required():
 
 
 @pytest.mark.parametrize(
-    ("answer", "final"), [("5+5=10\n#### 10", "10"), (r"so \boxed{1}. Then \boxed{x^2}", "x^2"), (" 7 ", "7")]
-)
+    ("answer", "final"),
+    [
+        ("5+5=10\n#### 10", "10"), (r"so \boxed{1}. Then \boxed{x^2}", "x^2"), (" 7 ", "7"), ("so 7 ####", ""),
+        (r"so \boxed{}", ""), (r"\boxed{7} ####", "7"),
+    ],
+)  # fmt: skip
 def test_gold_answers(answer: str, final: str):
     assert gold_answer(answer) == final
+
+
+FLAWED = {
+    "thinking ####": "is empty", "####\n18": "is empty", r"so \boxed{}": "is empty", r"\boxed{ }": "is empty",
+    r"\frac{1": "a { is not closed", r"\sqrt{": "a { is not closed", r"so \boxed{\frac{1}{2}": "a { is not closed",
+    r"#### \frac{1}{2}}": "a } closes nothing", r"\frac{1}": r"\frac lacks an argument", r"\dfrac 1": "lacks",
+    r"\frac{1}{}": "lacks an argument", r"2\sqrt": r"\sqrt lacks", r"\sqrt[3]": r"\sqrt[3] lacks", r"\sqrt{ }": "lacks",
+    r"\begin{pmatrix}1\\2": r"\begin has no \end", r"1\end{pmatrix}": r"\end has no \begin", "x =": "last operator",
+    "$x^$": "last operator", "1/": "last operator", r"(x+1)\cdot": "last operator",
+}  # fmt: skip
+COMPLETE = [
+    "C+", "B-", "B)", "(B", "[0,1)", "+", "<=", "=", r"A \to B", r"p \land q", r"\{1,2\}", r"\frac12", r"\frac 1 2",
+    r"\frac\pi2", r"\frac{\sqrt{2}}{\{1\}}", r"\sqrt[3]{2}", r"\sqrt 2", r"\\frac{1}{2}", r"\left(1, 2\right]",
+    "Müller", r"\text{no solution}", r"\begin{pmatrix}1\\2\end{pmatrix}", "Ca^{2+}", "5!", "{}",
+    r"\sqrt{{2}}", "1/2 ", "f'(x)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", FLAWED)
+def test_a_gold_answer_that_lacks_a_part_is_a_problem_of_its_row(reward: MathReward, answer: str):
+    assert FLAWED[answer] in reward.problem_of_row(answer, {})
+    with pytest.raises(ValueError, match=re.escape(FLAWED[answer])):
+        score(reward, r"\boxed{4}", answer)
+
+
+def test_complete_gold_answers_are_no_problem(reward: MathReward):
+    golds = [*COMPLETE, *(gold for _, gold in RIGHT), *(gold for _, gold in WRONG), None, " ", 4, 0.5]
+    assert [gold for gold in golds if reward.problem_of_row(gold, {})] == []
 
 
 def test_several_boxes_are_not_pooled(reward: MathReward):
@@ -346,6 +378,9 @@ def test_a_bracket_that_closes_before_it_opens_makes_no_answer(gold: str, given:
 def test_gsm8k_gold_answers_are_right(reward: MathReward, shared_data):
     lines = (shared_data / "gsm8k" / "test.jsonl").read_text().splitlines()
     golds = [json.loads(line)["answer"] for line in lines]
+    train = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()
+    of_train = [json.loads(line)["answer"] for line in train]
+    assert [gold for gold in golds + of_train if reward.problem_of_row(gold, {})] == []
     assert sum(score(reward, gold, gold) for gold in golds) == len(golds) == 1319
     boxed = [rf"<think>\boxed{{0.5}}</think>\boxed{{{gold_answer(gold)}}}" for gold in golds]
     assert sum(map(score, [reward] * 1319, boxed, golds)) == 1319

@@ -101,6 +101,20 @@ def test_gold_answers_that_are_too_long_are_named(tmp_path: Path):
     assert validate_rewards(Config(data=data, reward={"default": EXACT})) == []
 
 
+def test_gold_answers_that_lack_a_part_are_counted(tmp_path: Path):
+    answers = ("so #### 4", "thinking ####", r"\boxed{}", r"\frac{1")
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": answer} for answer in answers))
+    (problem,) = validate_rewards(Config(data=DataConfig(train=path), reward={"default": MATH}))
+    assert problem.startswith(f"{path}:2: the gold answer is empty")
+    assert problem.endswith("; data.train has 3 such rows of domain default")
+
+
+def test_a_first_gold_answer_without_text_still_names_the_reward(tmp_path: Path):
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "so ####"}, {"prompt": "b", "answer": "#### 4"})
+    (problem,) = validate_rewards(Config(data=DataConfig(train=path)))
+    assert problem.startswith(f"{path}:1: the gold answer is empty") and "has 1 such row" in problem
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [
