@@ -92,7 +92,7 @@ def test_folders_are_looked_into(folder: Path, tmp_path: Path) -> None:
 
 def test_the_plan_counts_the_judge(folder: Path) -> None:
     words = [DATA, JUDGED, f"judge.path={folder}", "judge.max_prompt_tokens=400", "judge.max_new_tokens=100"]
-    config, layout, model, run = prepare([*words, "dry_run=true", "layout.judge.num_ranks=2"])
+    config, layout, model, run, _ = prepare([*words, "dry_run=true", "layout.judge.num_ranks=2"])
     assert layout.ranks["judge"] == (3, 4)
     shape = read_shape(tiny_config(config.model.tiny))
     (judges,) = (kind for kind in memory(config, layout, shape) if kind.roles == ("judge",))

@@ -275,6 +275,11 @@ class RowSet:
         fixed = source.tag or table.fixed_domain
         return parse_row(table.row(index), self._config, fixed, table.where(index))
 
+    def rows_of(self, domain: str) -> tuple[int, str]:
+        """The number of rows of a domain, and `file:line` of the first."""
+        rows = np.flatnonzero(self.domains == self.domain_names.index(domain))
+        return len(rows), self.where(int(rows[0]))
+
     def read_rows(self, domain: str) -> Iterator[tuple[str, Row]]:
         """(`file:line`, row) of each row of a domain that was read and not generated."""
         for number, table in enumerate(self.tables):

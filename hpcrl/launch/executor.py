@@ -247,7 +247,7 @@ def submit_all(runs: Sequence[Sequence[str]]) -> list[RunJob]:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     jobs: list[RunJob] = []
-    for words, (config, layout, _, state) in zip(runs, prepared, strict=True):
+    for words, (config, layout, _, state, _) in zip(runs, prepared, strict=True):
         if state.kind == "finished":
             jobs.append(RunJob.of_run(state.run_dir))
             continue

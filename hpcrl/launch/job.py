@@ -74,7 +74,7 @@ limit, cancelled it, or nothing."""
 def begin(words: Sequence[str]) -> int:
     """Open the next attempt of the run described by the arguments."""
     with contextlib.redirect_stdout(sys.stderr):  # the script reads our output, and a library may print too
-        config, layout, model, run = prepare(words)
+        config, layout, model, run, notes = prepare(words)
     own = slurm.own_job(os.environ)
     if own is not None and config.resume == "fresh":
         raise ConfigError(["resume: fresh would start over at every requeue of the job; give another run_dir instead"])
@@ -87,7 +87,7 @@ def begin(words: Sequence[str]) -> int:
         print(f"hpcrl: {why}", file=sys.stderr)
         _end_chain(run.run_dir)
         return NOTHING_TO_DO
-    plan = describe(config, layout, model, run)
+    plan = describe(config, layout, model, run, notes)
     opened = open_run(config.model_dump(mode="json"), config.run_dir, config.resume, plan)
     job = None
     if own is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hpcrl.cluster.layout import RoleLayout
@@ -20,8 +20,10 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that are usually local to each machine."""
 
 
-def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState) -> str:
-    """The plan as lines of `label  text`."""
+def describe(
+    config: Config, layout: RoleLayout, model: ModelFolder | None, run: RunState, notes: Sequence[str] = ()
+) -> str:
+    """The plan as lines of `label  text`. notes: on the rows of the data."""
     trains = config.pipeline_spec.learns
     try:
         shape, unknown = plan_shape(config, model), ""
@@ -33,6 +35,7 @@ def describe(config: Config, layout: RoleLayout, model: ModelFolder | None, run:
         ("work", _work(config)),
         *((("debug", _debug(config)),) if config.debug != "none" else ()),
         *(_inputs(config, layout, model, shape) if trains else ()),
+        *(("", f"note: {note}") for note in notes),
         ("ranks", f"{layout.world_size} ({config.layout.name}), {config.cluster.threads_per_rank} thread(s) each"),
         *(("", f"{ranks:<8}{', '.join(roles)}") for ranks, roles in _rank_table(layout)),
         *(("", note) for note in machine_notes(config, layout)),

@@ -25,12 +25,13 @@ from hpcrl.planner.shapes import CannotPlanError
 from hpcrl.rundir import CONFIG, RunState, check_run
 
 
-def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState]:
-    """A checked run; its config.run_dir is the folder that it will use. Writes nothing. ConfigError lists all problems
-    of configuration, layout, data, rewards, model and run folder."""
+def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None, RunState, list[str]]:
+    """A checked run, and notes on its rows; its config.run_dir is the folder that it will use. Writes nothing.
+    ConfigError lists all problems of configuration, layout, data, rewards, model and run folder."""
     reading = read(argv)
     config = reading.config
     model = run = None
+    notes: list[str] = []
     if config is not None:
         reading.add([] if config.dry_run else check_built(config))
         layout_problems = check_layout(config)
@@ -42,7 +43,7 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
         reading.add(check_container(config.cluster))
         reading.add(check_prologue(config.cluster))
         if not config.pipeline_spec.alone:
-            _check_inputs(reading, config, None if layout_problems else layout)
+            notes = _check_inputs(reading, config, None if layout_problems else layout)
             config = _find_model(reading, config)
             model = _check_model(reading, config)
             config = _check_critic(reading, config)
@@ -59,15 +60,17 @@ def prepare(argv: Sequence[str]) -> tuple[Config, RoleLayout, ModelFolder | None
     if reading.problems or config is None or run is None:
         raise ConfigError(reading.lines())
     config = config.model_copy(update={"run_dir": str(run.run_dir)})
-    return config, RoleLayout.from_config(config), model, run
+    return config, RoleLayout.from_config(config), model, run, notes
 
 
-def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> None:
-    """Checks prompt files, rewards and stored rollouts. layout: None if it is impossible."""
+def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -> list[str]:
+    """Checks prompt files, rewards and stored rollouts; returns what may be meant so. layout: None if it is
+    impossible."""
     from hpcrl.data import check_answers, check_shares, read_splits
     from hpcrl.envs.making import validate_envs
-    from hpcrl.rewards.router import check_reward_ranks, validate_rewards
+    from hpcrl.rewards.router import check_reward_ranks, reward_notes, validate_rewards
 
+    notes = []
     if config.debug != "train_only" or config.evaluates:
         rows, wrong = read_splits(config.data, config.seed)
         if config.reinforces:
@@ -81,7 +84,9 @@ def _check_inputs(reading: Reading, config: Config, layout: RoleLayout | None) -
         reading.add([Problem((), line, (("env",), ("data",))) for line in validate_envs(config, rows)])
         ranks = [] if layout is None else check_reward_ranks(config, layout, rows)
         reading.add([Problem((), line, (("layout", "reward"), ("data",))) for line in ranks])
+        notes = reward_notes(config, rows) if config.reinforces else []
     reading.add(check_rollouts(config))
+    return notes
 
 
 def _still_to_give(reading: Reading, config: Config) -> list[str]:

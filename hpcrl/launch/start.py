@@ -17,8 +17,8 @@ from hpcrl.rundir import SLURM
 
 def start(argv: Sequence[str]) -> int:
     """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code."""
-    config, layout, model, run = prepare(argv)
-    plan = describe(config, layout, model, run)
+    config, layout, model, run, notes = prepare(argv)
+    plan = describe(config, layout, model, run, notes)
     print(plan, flush=True)
     print("".join(environment_notes(config, layout)), end="", flush=True)
     if config.dry_run:

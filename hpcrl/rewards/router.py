@@ -20,6 +20,7 @@ from hpcrl.rewards.protocol import Begin, Ready, pack, take_answers
 from hpcrl.spec.tables import REWARDS
 
 DEFAULT = "default"
+NEAR = 0.75  # similarity of names of which a plan tells
 CHECK_TIMEOUT_S = 60.0
 
 
@@ -103,28 +104,56 @@ def validate_rewards(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
 
 def _check_domains(config: Config, router: Router, rows: Mapping[Split, RowSet]) -> list[str]:
     """Domains without a reward, rows without the answer that their reward needs, rewards without a row."""
-    misnamed = _check_names(config, rows)
-    problems = [*misnamed]
+    problems, unused = _check_names(config, rows), _unused(config, rows)
+    for split, domain, found in _scored(config, rows):
+        try:
+            scored_by = router.of(domain)
+        except ValueError as error:
+            near = get_close_matches(domain, router.sections, n=1)
+            if unused.isdisjoint(near):  # else the section is misnamed, of which _check_names tells
+                hint = f"; or did you mean the domain {near[0]}?" if near else ""
+                count, where = found.rows_of(domain)
+                problems.append(f"{where}: {error}; data.{split} has {_rows(count)} of this domain{hint}")
+            continue
+        name = scored_by.name
+        if domain in found.unanswered and REWARDS[name].compares_answer:
+            count, where = found.unanswered[domain]
+            looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
+            problems.append(
+                f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "
+                f"with; {count} rows of domain {domain} in data.{split} have none"
+            )
+        problems += _check_rows(scored_by, domain, split, found)
+    return list(dict.fromkeys(problems))
+
+
+def reward_notes(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
+    """Domains that get reward.default although their name is close to that of a section, one line each: they may be
+    written wrongly, or be meant so."""
+    notes = []
+    for split, domain, found in _scored(config, rows):
+        named = [] if domain in config.reward else [name for name in config.reward if name != DEFAULT]
+        if DEFAULT in config.reward and (near := get_close_matches(domain, named, n=1, cutoff=NEAR)):
+            count, where = found.rows_of(domain)
+            notes.append(
+                f"{where}: domain {domain} gets reward.default; its name is close to reward.{near[0]}; "
+                f"data.{split} has {_rows(count)} of it"
+            )
+    return notes
+
+
+def _scored(config: Config, rows: Mapping[Split, RowSet]) -> Iterator[tuple[Split, str, RowSet]]:
+    """(split, domain, its rows) of all domains that need a reward: not of those that an environment rewards, or whose
+    environment is missing, of which hpcrl.envs.making tells."""
     for split, found in rows.items():
         for domain in found.domain_names:
             env = config.env_of(domain)
-            if not env.add_reward if env is not None else domain in start_domains(config.data, split):
-                continue  # an environment rewards it, or is missing, of which hpcrl.envs.making tells
-            try:
-                scored_by = router.of(domain)
-            except ValueError as error:
-                problems += [] if misnamed else [str(error)]  # a misnamed reward may be meant for the domain
-                continue
-            name = scored_by.name
-            if domain in found.unanswered and REWARDS[name].compares_answer:
-                count, where = found.unanswered[domain]
-                looked = config.data.answer_key or ", ".join(ANSWER_KEYS)
-                problems.append(
-                    f"{where}: no answer (looked for {looked}; data.answer_key), which the reward {name} compares "
-                    f"with; {count} rows of domain {domain} in data.{split} have none"
-                )
-            problems += _check_rows(scored_by, domain, split, found)
-    return list(dict.fromkeys(problems))
+            if env.add_reward if env is not None else domain not in start_domains(config.data, split):
+                yield split, domain, found
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
 
 
 def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
@@ -134,13 +163,17 @@ def _check_names(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
         f"reward.{name}: {_no_row_of(name, domains, 'reward', otherwise)}"
         for domains in _all_domains(config, rows)
         for name in config.reward
-        if name not in (*domains, DEFAULT)
+        if name in _unused(config, rows)
     ] + [
         f"rollout.domains.{name}: {_no_row_of(name, domains, 'rollout.domains', 'the keys of rollout are for all')}"
         for domains in _all_domains(config, rows)
         for name in config.rollout.domains
         if name not in domains
     ]
+
+
+def _unused(config: Config, rows: Mapping[Split, RowSet]) -> set[str]:
+    return {name for domains in _all_domains(config, rows) for name in config.reward if name not in (*domains, DEFAULT)}
 
 
 def check_reward_ranks(config: Config, layout: RoleLayout, rows: Mapping[Split, RowSet]) -> list[str]:

@@ -35,7 +35,7 @@ def add(cache: Path, name: str) -> Path:
 
 def test_a_cached_model_is_used_and_its_folder_recorded(cache: Path) -> None:
     snapshot = add(cache, "org/tiny")
-    config, _, model, _ = prepare(["model.path=org/tiny", *SHORT])
+    config, _, model, *_ = prepare(["model.path=org/tiny", *SHORT])
     assert model is not None
     assert (config.model.path, model.path) == (str(snapshot), snapshot)
 

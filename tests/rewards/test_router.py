@@ -10,7 +10,9 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, DataConfig, DataSource, RewardConfig, load
 from hpcrl.data import read_splits
-from hpcrl.rewards.router import Router, check_reward_ranks
+from hpcrl.launch.plan import describe
+from hpcrl.launch.prepare import prepare
+from hpcrl.rewards.router import Router, check_reward_ranks, reward_notes
 from hpcrl.rewards.router import validate_rewards as validate
 
 FILE = Path(__file__).with_name("user_rewards.py")
@@ -69,7 +71,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr().err == "", "no traceback of a worker"
     for problem, start, text in zip(
         problems,
-        ("reward.x: options:", "reward.f: function:", "reward.g: function:", "reward.l: function:", "domain 'y'"),
+        ("reward.x: options:", "reward.f: function:", "reward.g: function:", "reward.l: function:", f"{data.train}:2:"),
         ("option 'patern'", "fit no known signature", "ended the process with 7", "name too long", "set reward.y.name"),
         strict=True,
     ):
@@ -118,9 +120,8 @@ def test_a_first_gold_answer_without_text_still_names_the_reward(tmp_path: Path)
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["math"], "math (there are: maths, code); did you mean reward.maths?"),
         (["math", "default"], "math (there are: maths, code); did you mean reward.maths?"),
-        (["x"], "x (there are: maths, code); reward.default is that of all domains without their own"),
+        (["x", "default"], "x (there are: maths, code); reward.default is that of all domains without their own"),
         (["maths", "code"], None),
         (["maths", "default"], None),
         (["default"], None),
@@ -174,8 +175,33 @@ def test_a_rank_of_one_domain_has_only_its_reward():
     assert router.restricted(None, {"a", "b"}).sections == {"default": EXACT}
 
 
-def test_a_domain_that_the_only_reward_does_not_name_has_none(tmp_path: Path):
-    rows = [{"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")]
-    config = Config(data=DataConfig(train=jsonl(tmp_path / "a.jsonl", *rows)), reward={"maths": MATH})
-    (problem,) = validate_rewards(config)
-    assert problem == "domain 'code' has no reward: set reward.code.name or reward.default.name (there are: maths)"
+def test_a_domain_without_a_reward_is_told_with_its_first_row_their_number_and_the_nearest_name(tmp_path: Path):
+    tags = ("maths", "code", "mathss", "code", "mathss")
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": "4", "tag": tag} for tag in tags))
+    lacks = (
+        "has no reward: set reward.{0}.name or reward.default.name (there are: maths); data.train has 2 rows of this"
+    )
+    config = Config(data=DataConfig(train=path), reward={"maths": MATH})
+    assert validate_rewards(config) == [
+        f"{path}:2: domain 'code' {lacks.format('code')} domain",
+        f"{path}:3: domain 'mathss' {lacks.format('mathss')} domain; or did you mean the domain maths?",
+    ]
+
+
+def test_a_misnamed_section_hides_only_the_domain_that_it_may_be_meant_for(tmp_path: Path):
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": "4", "tag": tag} for tag in ("maths", "code")))
+    wrong = validate_rewards(Config(data=DataConfig(train=path), reward={"math": MATH}))
+    assert [line.split(" ")[0] for line in wrong] == ["reward.math:", f"{path}:2:"]
+
+
+def test_a_domain_that_gets_the_default_under_a_name_close_to_a_section_is_noted(tmp_path: Path):
+    tags = ("maths", "mathss", "code", "mathss")
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": "a", "answer": "4", "tag": tag} for tag in tags))
+    words = [f"data.train={path}", "reward.maths.name=math", "reward.default.name=exact_match"]
+    config = load(words)
+    assert validate_rewards(config) == []
+    note = (
+        f"{path}:2: domain mathss gets reward.default; its name is close to reward.maths; data.train has 2 rows of it"
+    )
+    assert reward_notes(config, read_splits(config.data, 0)[0]) == [note]
+    assert f"note: {note}\n" in describe(*prepare([*words, "dry_run=true", f"run_dir={tmp_path}/run"]))
