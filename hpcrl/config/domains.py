@@ -19,7 +19,7 @@ class RewardConfig(Section):
     """Built-in reward, function, or module:SPEC."""
     function: str | None = None
     """package.module:callable or file.py:callable, used with name=function."""
-    signature: Literal["auto", "verl", "trl", "openrlhf", "nemo_rl", "hpcrl"] = "auto"
+    signature: Literal["auto", "verl", "verl_batched", "trl", "openrlhf", "nemo_rl", "hpcrl"] = "auto"
     """How the function is called; auto: determined by its parameter names."""
     timeout_s: Seconds = 10.0
     """Timeout for one response, or one group if the reward scores groups, seconds; then its samples have an error."""

@@ -20,6 +20,7 @@ from hpcrl.rewards.base import Reward, RewardItem, Score
 # signature -> sets of parameter names, any of which identifies it
 SIGNATURES: dict[str, list[tuple[str, ...]]] = {
     "verl": [("solution_str", "ground_truth")],
+    "verl_batched": [("solution_strs", "ground_truths")],
     "trl": [("completions",), ("completion_ids",)],
     "openrlhf": [("queries", "prompts", "labels")],
     "nemo_rl": [("ground_truth", "response")],
@@ -30,6 +31,7 @@ SINGLE = ("verl", "nemo_rl")
 # signature -> parameters of a call besides options; trl: the columns of the rows too
 GIVEN = {
     "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+    "verl_batched": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
     "openrlhf": {"queries", "prompts", "labels"},
     "nemo_rl": {"ground_truth", "response"},
     "hpcrl": {"items"},
@@ -43,6 +45,7 @@ class FunctionReward(Reward):
     """Calls `function`, `package.module:callable` or `path/to/file.py:callable`, sync or async.
 
     verl:     f(data_source, solution_str, ground_truth, extra_info=None) -> float or dict with "score"
+    verl_batched: f(data_sources, solution_strs, ground_truths, extra_infos=None) -> list of float or dict with "score"
     trl:      f(prompts, completions, completion_ids, **columns) -> list of float or None
     openrlhf: f(queries, prompts, labels, **kw) -> dict with "rewards", maybe "scores" and "extra_logs", or the rewards
     nemo_rl:  f(ground_truth, response) -> (reward, whether it is right, or None)
@@ -103,21 +106,26 @@ class FunctionReward(Reward):
         return asyncio.run(scoring) if self._is_async else _result_without_waiting(scoring)
 
     async def _verl(self, items: Sequence[RewardItem]) -> list[Score]:
-        scores = []
-        for item in items:
-            result = await self._call(
-                data_source=item.extra.get("data_source", item.domain),
-                solution_str=item.response,
-                ground_truth=item.answer,
-                extra_info=item.extra.get("extra_info") or item.extra,
+        return [
+            _verl_score(
+                await self._call(
+                    data_source=_data_source(item),
+                    solution_str=item.response,
+                    ground_truth=item.answer,
+                    extra_info=_extra_info(item),
+                )
             )
-            if isinstance(result, dict):
-                value = _number(result.get("score"), "the dict's score")
-                rest = {k: float(v) for k, v in result.items() if k != "score" and isinstance(v, bool | int | float)}
-                scores.append(Score(value, value, metrics=rest))
-            else:
-                scores.append(as_score(result))
-        return scores
+            for item in items
+        ]
+
+    async def _verl_batched(self, items: Sequence[RewardItem]) -> list[Score]:
+        result = await self._call(
+            data_sources=[_data_source(item) for item in items],
+            solution_strs=[item.response for item in items],
+            ground_truths=[item.answer for item in items],
+            extra_infos=[_extra_info(item) for item in items],
+        )
+        return [_verl_score(value) for value in _list(result, len(items))]
 
     async def _trl(self, items: Sequence[RewardItem]) -> list[Score]:
         keys = dict.fromkeys(key for item in items for key in item.extra)
@@ -271,6 +279,23 @@ def recognise(function: Callable[..., Any], signature: str, path: str) -> str:
     raise ValueError(
         f"{path}: parameters ({', '.join(names)}) fit no known signature ({'; '.join(told)}); set reward.*.signature"
     )
+
+
+def _data_source(item: RewardItem) -> str:
+    return item.extra.get("data_source", item.domain)
+
+
+def _extra_info(item: RewardItem) -> Any:
+    return item.extra.get("extra_info") or item.extra
+
+
+def _verl_score(result: Any) -> Score:
+    """The score of verl's number or dict, whose other numbers are metrics."""
+    if not isinstance(result, dict):
+        return as_score(result)
+    value = _number(result.get("score"), "the dict's score")
+    rest = {k: float(v) for k, v in result.items() if k != "score" and isinstance(v, bool | int | float)}
+    return Score(value, value, metrics=rest)
 
 
 def as_score(value: Any) -> Score:

@@ -36,6 +36,18 @@ def test_verl():
     assert reward.score([verl_row]) == [Score(1.0, 1.0, metrics={"gsm8k": 1.0, "index": 7.0})]
 
 
+def test_verl_batched():
+    reward = make("compute_scores", options={"bonus": 0.5})
+    assert reward.signature == "verl_batched" and reward.batched
+    rows = [item("a", extra_info={"index": 7}), item("b"), item("a"), item("c", "c", data_source="gsm8k")]
+    assert reward.score(rows) == [
+        Score(1.5, 1.5, metrics={"index": 7.0}), Score(0.5, 0.5, metrics={"index": -1.0}), Score(1.5, 1.5),
+        Score(1.5, 1.5),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="2 results for 3 responses"):
+        reward.score([item("a"), item("b"), item("short")])
+
+
 def test_trl_gets_all_columns_and_options():
     reward = make("trl", options={"bonus": 0.5})
     assert reward.signature == "trl" and reward.batched

@@ -44,6 +44,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str == ground_truth)
 
 
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    """verl's signature of a batch: dicts for the first half of the responses, numbers for the others."""
+    both = zip(solution_strs, ground_truths, strict=True)
+    scores = [float(solution == truth) + bonus for solution, truth in both]
+    half = [
+        {"score": score, "index": info.get("index", -1), "source": source}
+        for score, info, source in zip(scores, extra_infos, data_sources, strict=True)
+    ][: len(scores) // 2]
+    return half + scores[len(half) : len(scores) - ("short" in solution_strs)]
+
+
 def trl(prompts, completions, level, bonus=0.0, **columns):
     """TRL's signature, a batch at a time."""
     if "raise" in completions:
