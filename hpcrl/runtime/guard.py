@@ -12,7 +12,12 @@ from hpcrl.runtime.deadline import Deadline
 
 MAX_FRUITLESS_STEPS = 3
 """A run ends after this many steps in a row without an update, or with a loss that is not finite."""
+MAX_EMPTY_STEPS = 20
+"""A run ends after this many steps in a row whose masks left no response to learn from: as many prompts per step as may
+be started before a step that filters reject is given up."""
 LOSSES = ("actor/total_loss", "critic/loss", "sft/loss")
+SHARES = ("_mask_ratio", "/positive_ratio")
+"""Ends of the statistics that tell which responses were masked."""
 LEARNERS = {"actor": "", "critic": " of the critic"}
 
 
@@ -50,7 +55,7 @@ class Guard:
         self._max_mismatch = max_mismatch
         self.stop_signal = 0  # the first that came
         self._told_notice = False
-        self._num_fruitless = 0
+        self._num_fruitless = self._num_empty = 0
 
     def stop(self, signal_number: int) -> None:
         """Make the run end at the next step boundary because of a signal; safe in a signal handler."""
@@ -94,6 +99,19 @@ class Guard:
             raise NoProgress(
                 f"no progress in steps {step - MAX_FRUITLESS_STEPS + 1} to {step}: {'; '.join(signs)}; lower "
                 "trainer.lr or trainer.max_grad_norm and start again from a checkpoint before"
+            )
+        self._check_empty(step, stats)
+
+    def _check_empty(self, step: int, stats: Stats) -> None:
+        """NoProgress once several steps in a row were generated, and masks kept all of them from the policy."""
+        is_empty = "actor/empty_updates" in stats and "actor/total_loss" not in stats
+        self._num_empty = self._num_empty + 1 if is_empty else 0
+        if self._num_empty == MAX_EMPTY_STEPS:
+            ratios = [name for name in stats if name.startswith("actor/") and name.endswith(SHARES)]
+            shares = ", ".join(f"{name} {stats[name].total / max(stats[name].count, 1):.2g}" for name in ratios)
+            raise NoProgress(
+                f"no progress in steps {step - MAX_EMPTY_STEPS + 1} to {step}: masks left no response to learn from "
+                f"({shares or 'all weights are 0'}); relax algorithm's masks, or choose prompts that suit the model"
             )
 
     def check_mismatch(self, step: int, stats: Stats) -> None:

@@ -240,6 +240,11 @@ ENDS = {
         ExitCode.STARVED,
         r": 80 groups were started and 0 of 4 can still come \(filtered_mean_low .*relax rollout.filter_\*",
     ),
+    "masks that leave nothing": (
+        [f"algorithm.difficulty_{word}" for word in ("mask=true", "low_threshold=.4", "high_threshold=.45")],
+        ExitCode.NO_PROGRESS,
+        r"no progress in steps 1 to 20: masks left no response to learn from \(.*actor/difficulty_mask_ratio 1",
+    ),
     "a learning rate that breaks the weights": (
         ["trainer.lr=1e30"],
         ExitCode.NO_PROGRESS,

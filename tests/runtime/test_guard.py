@@ -15,6 +15,8 @@ GOOD = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(1.0, 4.
 NAN = {"actor/total_loss": Stat(math.nan, 1.0)}
 SKIPPED = {"actor/total_loss": Stat(0.5, 1.0), "actor/skipped_update": Stat(4.0, 4.0)}
 
+EMPTY = {"actor/empty_updates": Stat(2.0, 1.0), "actor/difficulty_mask_ratio": Stat(6.0, 8.0)}
+
 
 class Superseded(Exception):
     pass
@@ -49,13 +51,23 @@ def make_guard(
     ],
 )
 def test_steps_in_a_row_that_changed_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
-    guard, said = make_guard(), ""
-    try:
-        for number, stats in enumerate(steps, 1):
-            guard.check_progress(number, stats)
-    except NoProgress as error:
-        said = str(error)
-    assert ends in said and bool(ends) == bool(said)
+    assert ends in _progress(steps) and bool(ends) == bool(_progress(steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [
+        ([EMPTY] * 20, "steps 1 to 20: masks left no response to learn from (actor/difficulty_mask_ratio 0.75); relax"),
+        ([GOOD, *[EMPTY] * 20], "steps 2 to 21: masks"),
+        ([*[EMPTY] * 19, GOOD, *[EMPTY] * 19], ""),
+        ([EMPTY | GOOD] * 30, ""),  # some mini-batches were empty
+        ([{}] * 30, ""),  # only the critic learns
+    ],
+)
+def test_masks_that_leave_nothing_end_the_run(steps: list[Stats], ends: str) -> None:
+    assert _progress(steps).startswith(f"no progress in {ends}" if ends else "") and bool(ends) == bool(
+        _progress(steps)
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,17 @@ def test_whether_a_warning_comes_early_enough_is_told_once(capfd: pytest.Capture
 def test_a_superseded_attempt_begins_no_step() -> None:
     with pytest.raises(Superseded):
         make_guard(owned=False).before_step()
+
+
+def _progress(steps: list[Stats]) -> str:
+    """What a guard says of these steps; empty if the run may continue."""
+    guard = make_guard()
+    try:
+        for number, stats in enumerate(steps, 1):
+            guard.check_progress(number, stats)
+    except NoProgress as error:
+        return str(error)
+    return ""
 
 
 def _why(end_s: float) -> str:
