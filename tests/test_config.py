@@ -142,6 +142,43 @@ def test_all_problems_come_at_once_with_place_and_suggestion() -> None:
     assert found == expected
 
 
+def test_whole_paths_of_other_libraries_lead_to_the_meaning_of_their_deepest_known_key() -> None:
+    found = problems(
+        "+actor_rollout_ref.actor={clip_ratio_high:.28,strategy:fsdp,optim:{lr:1e-6}}",
+        "+actor_rollout_ref.rollout.n=8",
+        "+reward_model.overlong_buffer.len=4096",
+        "+train_env_manager.group_size=16",
+        "+trainr.lr=1",
+        "+wandb.a.b=1",
+    )
+    assert {line.partition(" (override")[0] for line in found} == {
+        "actor_rollout_ref.actor.clip_ratio_high: unknown key; here algorithm.pg_clip_high",
+        "actor_rollout_ref.actor.strategy: unknown key",
+        "actor_rollout_ref.actor.optim.lr: unknown key; did you mean trainer.lr?",
+        "actor_rollout_ref.rollout.n: unknown key; here rollout.group_size",
+        "reward_model.overlong_buffer: unknown key; here the reward length, reward.NAME.options.buffer_tokens, as a "
+        "part of the reward composed",
+        "train_env_manager.group_size: unknown key; did you mean rollout.group_size?",
+        "trainr: unknown key; did you mean trainer?",
+        "wandb: unknown key",
+    }
+
+
+def test_an_option_beside_the_options_is_told_where_the_reward_or_environment_has_it() -> None:
+    found = problems(
+        "reward.a.name=code",
+        "reward.a.min_level=L1",
+        "reward.b.min_level=L1",
+        "env.default.name=frozen_lake",
+        "env.default.size=4",
+    )
+    assert {line.partition(" (override")[0] for line in found} == {
+        "reward.a.min_level: unknown key; did you mean reward.a.options.min_level?",
+        "reward.b.min_level: unknown key",
+        "env.default.size: unknown key; did you mean env.default.options.size?",
+    }
+
+
 def test_a_value_from_a_conf_file_is_traced_to_the_file() -> None:
     found = problems("+experiment=demo", "rollout.num_prompts=5", "rollout.group_size=5")
     assert found == [

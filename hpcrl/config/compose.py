@@ -73,9 +73,9 @@ class Composition:
         """Explicitly set keys: path -> whether on the command line (else in the experiment's file)."""
         keys: dict[Path, bool] = {}
         if name := self.choices.get("experiment"):
-            keys |= dict.fromkeys(_leaves(read_yaml(f"experiment/{name}.yaml")), False)
+            keys |= dict.fromkeys(leaves(read_yaml(f"experiment/{name}.yaml")), False)
         for override in self.overrides:
-            for leaf in _leaves(override.value) if isinstance(override.value, Mapping) else [()]:
+            for leaf in leaves(override.value) if isinstance(override.value, Mapping) else [()]:
                 keys[override.path + leaf] = True
         return {path: by_hand for path, by_hand in keys.items() if path[0] != "defaults"}
 
@@ -255,8 +255,9 @@ def _holds(data: Any, path: Path) -> bool:
     return True
 
 
-def _leaves(data: Mapping[str, Any], at: Path = ()) -> list[Path]:
+def leaves(data: Mapping[str, Any], at: Path = ()) -> list[Path]:
+    """The paths of all values in nested data; an empty mapping is a value."""
     found: list[Path] = []
     for key, value in data.items():
-        found += _leaves(value, (*at, key)) if isinstance(value, Mapping) and value else [(*at, key)]
+        found += leaves(value, (*at, key)) if isinstance(value, Mapping) and value else [(*at, key)]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,14 @@ from pydantic import BaseModel, ValidationError
 from hpcrl.config.assembling import Named, config_class, unloadable
 from hpcrl.config.checks import check, check_placeholders
 from hpcrl.config.cluster import COMPONENT, IMAGE, MEMORY, OPTION, WALL_TIME, WORD
-from hpcrl.config.compose import Composition, compose
-from hpcrl.config.domains import EnvConfig
+from hpcrl.config.compose import Composition, compose, leaves
+from hpcrl.config.domains import EnvConfig, RewardConfig
 from hpcrl.config.foreign import FOREIGN
 from hpcrl.config.schema import Config
 from hpcrl.config.unread import check_unread
 from hpcrl.spec.problems import ConfigError, Path, Problem, dotted
-from hpcrl.spec.tables import PIPELINES
+from hpcrl.spec.table import SpecError, SpecTable
+from hpcrl.spec.tables import ENVS, PIPELINES, REWARDS
 
 PLAIN_WORDS = {
     "Value error, ": "",
@@ -138,30 +140,71 @@ def _validate(given: Mapping[str, Any], composition: Composition) -> Reading:
             found = [(_key_path(e["loc"]), e) for e in error.errors(include_url=False)]
         for path, detail in found:
             if not Problem(path, "").touches(reading.unread):
-                reading.problems.append(Problem(path, _explain(path, detail)))
+                reading.problems += _explain(path, detail, data)
         for path, _ in found:
             reading.unread.append(path)
             _take_out(data, path)
     return reading
 
 
-def _explain(path: Path, detail: Any) -> str:
-    """One line about a pydantic error."""
+def _explain(path: Path, detail: Any, data: Mapping[str, Any]) -> list[Problem]:
+    """What a pydantic error about this data means: one line, or one for each value of an unknown section."""
+    if detail["type"] == "extra_forbidden":
+        return _unknown(path, detail["input"], data)
+    return [Problem(path, _wrong(path, detail))]
+
+
+def _unknown(path: Path, value: Any, data: Mapping[str, Any]) -> list[Problem]:
+    """An unknown key. Users of other libraries give whole paths, of which pydantic names the first part only: then
+    every value is told, with the meaning of the deepest part that is known."""
+    hint = _hint(path, data)
+    below = [(*path, *leaf) for leaf in leaves(value)] if isinstance(value, Mapping) else []
+    foreign = {leaf: name for leaf in below if (name := _foreign(leaf, len(path)))}
+    if foreign or not hint:
+        hints = {foreign.get(leaf, leaf): _hint(foreign.get(leaf, leaf), data) for leaf in below}
+        if any(hints.values()):
+            return [Problem(key, f"{dotted(key)}: {text or 'unknown key'}") for key, text in hints.items()]
+    return [Problem(path, f"{dotted(path)}: {hint or 'unknown key'}")]
+
+
+def _foreign(path: Path, least: int) -> Path:
+    """The part of a path, of at least this length, down to the deepest key that another library has; empty without."""
+    return next((path[:end] for end in range(len(path), least - 1, -1) if path[end - 1] in FOREIGN), ())
+
+
+def _hint(path: Path, data: Mapping[str, Any]) -> str:
+    """What to write in place of an unknown key; empty if that is not known."""
+    if path in SPLIT:
+        return SPLIT[path]
+    of_algorithm = path[1] if len(path) > 1 and path[0] == "algorithm" else None
+    if readers := [name for name, model in _algorithms().items() if of_algorithm in model.model_fields]:
+        return f"read by {' and '.join('algorithm=' + r for r in readers)} only"
+    if path[-1] in FOREIGN:
+        return f"unknown key; here {FOREIGN[str(path[-1])]}"
+    near = _option(path, data) or _did_you_mean(path)
+    return f"unknown key; did you mean {near}?" if near else ""
+
+
+def _option(path: Path, data: Mapping[str, Any]) -> str:
+    """The option of a domain's reward or environment that was written beside `options`; empty if it is none."""
+    if len(path) != 3 or path[0] not in ("reward", "env"):
+        return ""
+    table: SpecTable[Any] = REWARDS if path[0] == "reward" else ENVS
+    section: type[BaseModel] = RewardConfig if path[0] == "reward" else EnvConfig
+    name = data[str(path[0])][path[1]].get("name", section.model_fields["name"].default)
+    with contextlib.suppress(SpecError):
+        options = table[str(name)].section
+        if options is not None and path[2] in options.model_fields:
+            return dotted((*path[:2], "options", path[2]))
+    return ""
+
+
+def _wrong(path: Path, detail: Any) -> str:
+    """One line about a value that is missing or wrong."""
     name, kind = dotted(path) or "configuration", detail["type"]
-    if kind == "extra_forbidden" and path in SPLIT:
-        return f"{name}: {SPLIT[path]}"
     if path[:1] == ("env",) and len(path) == 2 and path[1] in EnvConfig.model_fields:
         key = path[1]
         return f"{name}: an environment belongs to a domain; give env.default.{key}, or env.DOMAIN.{key} for one domain"
-    if kind == "extra_forbidden":
-        if readers := [
-            name for name, model in _algorithms().items() if path[0] == "algorithm" and path[1] in model.model_fields
-        ]:
-            return f"{name}: read by {' and '.join('algorithm=' + r for r in readers)} only"
-        if path[-1] in FOREIGN:
-            return f"{name}: unknown key; here {FOREIGN[path[-1]]}"
-        near = _did_you_mean(path)
-        return f"{name}: unknown key" + (f"; did you mean {near}?" if near else "")
     if kind == "missing":
         return f"{name}: missing"
     if kind in ("union_tag_invalid", "literal_error"):
@@ -203,9 +246,9 @@ def _algorithms() -> dict[str, type[BaseModel]]:
 def _did_you_mean(path: Path) -> str:
     """The known key most similar to an unknown one: of the same name, then among its siblings, then anywhere; empty if
     there is none."""
-    known = {key for key in known_keys() if not _matches(key, path)}
-    if same := [dotted(key) for key in known if key[-1] == path[-1] and len(key) > 1 and "*" not in key]:
-        return min(same, key=lambda name: (len(name), name))
+    known = dict.fromkeys(key for key in known_keys() if not _matches(key, path))
+    if same := [key for key in known if key[-1] == path[-1] and len(key) > 1 and "*" not in key]:
+        return dotted(min(same, key=lambda key: (-len({*key} & {*path}), len(key))))
     siblings = {str(key[-1]): dotted((*path[:-1], key[-1])) for key in known if _matches(key[:-1], path[:-1])}
     if near := get_close_matches(str(path[-1]), list(siblings), n=1):
         return siblings[near[0]]

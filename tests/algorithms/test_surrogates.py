@@ -19,6 +19,7 @@ from hpcrl.metrics.stats import flatten
 from hpcrl.rollout.batch import Norms
 from hpcrl.spec.policy_loss import SURROGATE_KEYS
 from hpcrl.spec.problems import dotted
+from hpcrl.spec.tables import ENVS, REWARDS
 from tests.algorithms.pairs import make_pair
 from tests.algorithms.test_algorithms import advantages, make_batch, norms_of
 
@@ -219,6 +220,9 @@ def test_weights_by_difficulty_and_length_by_hand() -> None:
 
 def test_names_of_other_libraries_lead_to_keys_that_exist() -> None:
     known = {dotted(tuple("NAME" if part == "*" else part for part in key)) for key in known_keys()}
+    for kind, table in {"reward": REWARDS, "env": ENVS}.items():
+        sections = [spec.section for _, spec in table.items() if spec.section is not None]
+        known |= {f"{kind}.NAME.options.{key}" for section in sections for key in section.model_fields}
     assert not FOREIGN.keys() & {key.rsplit(".", 1)[-1] for key in known}, "what hpcrl knows needs no translation"
     for name, text in FOREIGN.items():
         keys = [word.strip(",;") for word in text.replace("(", " ").split() if "." in word or "_" in word]
