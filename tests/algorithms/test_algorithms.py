@@ -1,4 +1,4 @@
-"""The algorithms on packed batches: goldens, a naive loop, and every split into micro-batches."""
+"""The algorithms on packed batches: goldens and a naive loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hpcrl.algorithms import making
 from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
@@ -237,34 +235,6 @@ def test_loss_and_gradient_equal_a_naive_loop(config):
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(gradient, theta.grad, rtol=1e-5, atol=1e-6)
     assert stats["actor/total_loss"] == pytest.approx(loss, rel=1e-5)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    config=st.sampled_from(CONFIGS), homes=st.lists(st.integers(0, 3), min_size=7, max_size=7), seed=st.integers(0, 9)
-)
-def test_no_split_into_micro_batches_shows(config, homes, seed):
-    batch, table = mixed_batch(seed)
-    algorithm = make_pair(config)
-    advantages(algorithm, batch, table)
-    whole = loss_and_gradient(algorithm, batch, [range(7)])
-    split = loss_and_gradient(algorithm, batch, [[r for r in range(7) if homes[r] == part] for part in range(4)])
-    assert split[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(split[1], whole[1], rtol=1e-5, atol=1e-6)
-    assert split[2] == pytest.approx(whole[2], rel=1e-5, abs=1e-6)
-
-
-def test_the_split_test_can_fail():
-    """Averaging over micro-batches instead of summing over global counts would show."""
-    batch, table = mixed_batch()
-    algorithm = make_pair(GRPO())
-    advantages(algorithm, batch, table)
-    whole = loss_and_gradient(algorithm, batch, [range(7)])
-    wrong = []
-    for rows in ([0, 1, 2], [3, 4, 5, 6]):
-        part = batch.select(rows)
-        wrong.append(loss_and_gradient(algorithm, part, [range(part.num_sequences)])[0] / 2)
-    assert abs(sum(wrong) - whole[0]) > 1e-3
 
 
 def test_metrics_of_the_loss_by_hand():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hpcrl.algorithms.base import Algorithm, Outputs, RewardTable
+from hpcrl.algorithms.base import Outputs
 from hpcrl.algorithms.specs import GAE, Reinforce, TurnGAE
 from hpcrl.algorithms.value_loss import ValueLoss
 from hpcrl.metrics.stats import flatten, merge
@@ -120,60 +120,6 @@ def test_it_equals_a_naive_loop_with_kl_in_the_reward(gamma: float, lambd: float
     torch.testing.assert_close(batch.returns, expected[1])
     wrong = naive(batch, config.model_copy(update={"gamma": 0.8}))
     assert (wrong[0] - expected[0]).abs().max() > 0.1, "the test can fail"
-
-
-class Halves:
-    """The sum over two ranks, each with a part of the rows, run one after the other: what the first gives is taken from
-    a run before."""
-
-    def __init__(self, given: list[Tensor]):
-        self.given, self.own = list(given), list[Tensor]()
-
-    def __call__(self, own: Tensor) -> Tensor:
-        self.own.append(own)
-        return own + (self.given.pop(0) if self.given else torch.zeros_like(own))
-
-
-def on_two_ranks(algorithm: Algorithm, parts: list[Batch], table: RewardTable) -> list[dict[str, float]]:
-    """Credit of both parts as two ranks give it, found by repetition until the sums agree."""
-    assert algorithm.credit is not None
-    sums: list[list[Tensor]] = [[], []]
-    for _ in range(4):
-        stats, new = [], []
-        for number, part in enumerate(parts):
-            part.weights = torch.ones(part.num_sequences)
-            both = Halves(sums[1 - number])
-            stats.append(flatten(algorithm.credit.assign(part, table, both)))
-            new.append(both.own)
-        sums = new
-    return stats
-
-
-@pytest.mark.parametrize("split", [([0, 1, 2, 3, 4, 5, 6], []), ([6, 0, 3], [5, 1, 4, 2])], ids=["one empty", "mixed"])
-def test_order_and_ranks_do_not_matter(split: tuple[list[int], list[int]]) -> None:
-    batch, table = mixed_batch()
-    with_values(batch).weights = torch.ones(7)
-    algorithm = make_pair(GAE(gamma=0.9))
-    stats = flatten(algorithm.credit.assign(batch, table, lambda tensor: tensor))  # type: ignore[union-attr]
-    parts = [batch.select(rows) for rows in split]
-    for number, own in enumerate(on_two_ranks(algorithm, parts, table)):
-        whole = batch.select(split[number])
-        torch.testing.assert_close(parts[number].advantages, whole.advantages, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(parts[number].returns, whole.returns, rtol=1e-5, atol=1e-6)
-        assert own["critic/explained_variance"] == pytest.approx(stats["critic/explained_variance"], abs=1e-9)
-
-
-def test_padding_prompts_and_neighbours_do_not_matter() -> None:
-    """The same response with a longer prompt, and beside other rows."""
-    short, _ = make_batch([[0, 1, 1, 1]], [1.0], [0])
-    longer, table = make_batch([[0, 1], [0, 0, 0, 1, 1, 1, 0, 0], [0, 1, 1]], [5.0, 1.0, 2.0], [0, 1, 2])
-    short.values = torch.tensor([0, 0.5, -0.5, 1.0])
-    longer.values = torch.tensor([0, 3.0, 7, 7, 7, 0.5, -0.5, 1.0, 7, 7, 0, 2.0, 2.0])
-    pair = make_pair(GAE(whiten_advantages=False))
-    advantages(pair, short, RewardTable.of(short))
-    advantages(pair, longer, table)
-    assert longer.advantages[5:8].tolist() == short.advantages[1:].tolist()
-    assert longer.returns.tolist()[2:5] == [0, 0, 0] and longer.returns.tolist()[8:10] == [0, 0]
 
 
 def test_advantages_are_whitened_and_returns_are_not() -> None:

@@ -1,8 +1,7 @@
-"""Credits of turns, by hand and over ranks."""
+"""Credits of turns, by hand."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +17,7 @@ from hpcrl.config import ConfigError, parse
 from hpcrl.rollout.batch import Batch, Norms, batch_from_samples, concat, place_rewards
 from hpcrl.rollout.types import FinishReason, Sample
 from tests.algorithms.pairs import make_pair
-from tests.algorithms.test_algorithms import advantages, identity, make_batch
-from tests.algorithms.test_gae import with_values
+from tests.algorithms.test_algorithms import advantages, make_batch
 from tests.engines.worlds import by_steps
 from tests.engines.worlds import make_batch as random_rows
 
@@ -209,41 +207,6 @@ def test_a_step_is_a_sequence_of_its_own_in_ratios(level: str) -> None:
         outputs = Outputs(0.3 * drawn["now"] * batch.loss_mask)
         losses.append(float(make_pair(config).objective.loss(outputs, batch, Norms(30.0, 4.0))[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "section", [TurnReinforce(norm_mean_type="group"), GiGPO(whiten_advantages=True), TurnGAE(gamma=0.9)], ids=str
-)
-def test_how_rows_are_divided_over_ranks_changes_nothing(section: Any) -> None:
-    """One of three ranks has no rows."""
-    whole = with_values(played([0, 1, 2, 3]))
-    table = RewardTable.of(whole)
-    make_pair(section).credit.assign(whole, table, identity)
-    ranks = [[2], [], [3, 0, 1]]
-    barrier, slots = threading.Barrier(3), [torch.zeros(0)] * 3
-    found: dict[int, tuple[list[float], list[float]]] = {}
-
-    def work(number: int) -> None:
-        def all_sum(tensor: Tensor) -> Tensor:
-            slots[number] = tensor
-            barrier.wait(20)
-            total = sum(slots, torch.zeros_like(tensor))
-            barrier.wait(20)
-            return total
-
-        batch = with_values(played(ranks[number]))
-        make_pair(section).credit.assign(batch, table, all_sum)
-        for row, start, end in zip(ranks[number], batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
-            found[row] = batch.advantages[start:end].tolist(), batch.returns[start:end].tolist()
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for row, (start, end) in enumerate(zip(whole.cu_seqlens, whole.cu_seqlens[1:], strict=False)):
-        assert found[row][0] == pytest.approx(whole.advantages[start:end].tolist(), abs=1e-6)
-        assert found[row][1] == pytest.approx(whole.returns[start:end].tolist())
 
 
 def test_of_single_turns_it_is_reinforce() -> None:
