@@ -18,6 +18,7 @@ from hpcrl.rewards.notation import (
     UNIT_MARK,
     close,
     has_other_words,
+    has_variable,
     is_surely_unit,
     names,
     normalise,
@@ -275,11 +276,14 @@ def _words_equal(gold: str, given: str) -> bool | None:
 
 
 def _misread(gold: str, given: str) -> bool:
-    """Whether math-verify would misread one of the answers."""
+    """Whether math-verify would misread one of the answers, or expand an expression to compare it with a number."""
     if names(gold) != names(given):
         return True
     for text, other in ((gold, given), (given, gold)):
-        if _RELATION.match(text) or (quantity(text) is not None and _TUPLE.search(other)):
+        number = quantity(text)
+        if _RELATION.match(text) or (number is not None and _TUPLE.search(other)):
+            return True
+        if number is not None and not number.unit and has_variable(other):
             return True
     return bool(_EXCLUSION.search(gold)) != bool(_EXCLUSION.search(given))
 

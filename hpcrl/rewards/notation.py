@@ -125,6 +125,9 @@ _MATHEMATICAL = """
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TAKES_ARGUMENTS = re.compile(r"\\(?:(?P<two>[dtc]?frac)|sqrt(?:\s*\[[^\]]*\])?)(?![A-Za-z])")
 _ARGUMENT = re.compile(r"\s*(?:\{\s*[^\s}]|\\[A-Za-z]+|\\?[^\s{}])")
+_COMMAND = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\[A-Za-z]+")
+_BINDS = re.compile(r"\\(?:i{1,4}nt|oint|sum|prod|lim)(?![A-Za-z])")
+_VARIABLE = re.compile(r"[A-Za-df-hj-z]")
 _ENVIRONMENT = re.compile(r"\\(begin|end)(?![A-Za-z])")
 _NO_RIGHT_SIDE = re.compile(r"[\w)\]}]\s*(?:[=^/]|\\(?:cdot|times|div|pm)(?![A-Za-z]))\s*\$*\s*$")
 LENGTHS = frozenset(["mm", "cm", "dm", "km", "ft"])
@@ -291,8 +294,14 @@ def names(text: str) -> list[str]:
     return sorted(run for run in _letters(text) if len(run) > 1 and run.isupper())
 
 
+def has_variable(text: str) -> bool:
+    """Whether an expression has a letter that is no constant, nor a variable which a sum, product, integral or limit
+    binds."""
+    return not _BINDS.search(text) and bool(_VARIABLE.search(_COMMAND.sub(" ", text)))
+
+
 def _letters(text: str) -> list[str]:
-    return re.findall(r"[A-Za-z]{2,}", re.sub(r"\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\[A-Za-z]+", " ", text))
+    return re.findall(r"[A-Za-z]{2,}", _COMMAND.sub(" ", text))
 
 
 def _marked(match: re.Match[str]) -> str:
