@@ -1,4 +1,4 @@
-"""The reward of code: the forms of test cases, what is taken from a response, HumanEval, and sixteen ways to cheat."""
+"""The reward of code: the forms of test cases, what is taken from a response, HumanEval, and ways to cheat."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hpcrl.rewards.pool import RewardPool
 from hpcrl.rewards.sandbox.client import Sandbox
 from hpcrl.rewards.sandbox.wire import Unhashed, decode
 from tests.rewards.cheats import CHEATS
+from tests.rewards.mutants import mutants, verdict
 from tests.rewards.test_pool import collect
 
 LEAST = 1
@@ -283,15 +284,23 @@ def humaneval(shared_data: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_humaneval(make: Any, shared_data: Path) -> None:
-    """164 of 164 solutions are right, and 164 of 164 broken ones wrong."""
+    """164 of 164 solutions are right, and 164 of 164 with one small error wrong. Errors that the tests do not find are
+    right here as well."""
     reward, rows = make(), humaneval(shared_data)
     assert len(rows) == 164
     for row in rows:
         columns = {"test": row["test"], "entry_point": row["entry_point"], "prompt": row["prompt"]}
         assert reward.problem_of_row(None, columns) == ""
         assert score(reward, row["canonical_solution"], **columns).reward == 1.0, row["task_id"]
-        whole = f"```python\n{row['prompt']}    return None\n```"
-        assert score(reward, whole, **columns).reward == 0.0, row["task_id"]
+        for broken in mutants(row["prompt"] + row["canonical_solution"], row["entry_point"]):
+            expected = verdict(broken, row["test"], row["entry_point"])
+            if expected != "hangs":
+                found = score(reward, f"```python\n{broken}\n```", **columns)
+                assert found.reward == float(expected == "passes"), f"{row['task_id']}: {broken}"
+            if expected == "fails":
+                break
+        else:
+            pytest.fail(f"{row['task_id']} has no wrong variant")
 
 
 def test_in_a_pool_with_its_level_and_refused_below(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
