@@ -1,4 +1,4 @@
-"""Demands of a local run on this machine: its cores, and the device of models."""
+"""Demands of a local run on this machine: its cores, the device of models, and what engines need for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
+from hpcrl.config.abilities import chosen
 from hpcrl.node.devices import visible_gpus
+from hpcrl.spec.problems import dotted
 
 MOST_PER_CPU = 64
 """Maximum threads and processes of a run per core: with more, a machine runs out of memory or process ids before
@@ -19,6 +21,11 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     if excess := _excess(config, layout):
         text = f"cluster: {excess}; request fewer, or set cluster.oversubscribe=true"
         yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
+    if config.cluster.name == "local" and config.cluster.device != "cpu" and visible_gpus(os.environ):
+        for path, name, spec in chosen(config):
+            if lacking := spec.lacking_on_gpu():
+                text = f"{dotted(path)}: {name} is not fully installed; {lacking}; or set cluster.device=cpu"
+                yield Problem(path, text, (("cluster", "device"),))
 
 
 def machine_notes(config: Config, layout: RoleLayout) -> Iterator[str]:

@@ -115,7 +115,8 @@ class Judgement(msgspec.Struct, forbid_unknown_fields=True):
 class Needs:
     """Requirements of a run on a node. `gpu_files`: its GPUs must exist, not only be listed; `all_or_none`: this many
     GPUs, or none; `all_or_none_roles`: roles whose other nodes must make the same choice; `modules`: those of the
-    engines, with the extras that install them; `tested`: beginning of the versions that they were tested with."""
+    engines, with the extras that install them; `gpu_modules`: those that they need on a node with GPUs, with the way to
+    install them; `tested`: beginning of the versions that they were tested with."""
 
     ranks: tuple[int, ...]
     gpus: int
@@ -127,6 +128,7 @@ class Needs:
     all_or_none_roles: tuple[RoleName, ...] = ()
     memory_bytes: int = 0
     modules: Mapping[str, str] = field(default_factory=dict)
+    gpu_modules: Mapping[str, str] = field(default_factory=dict)
     tested: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -227,6 +229,7 @@ def needs_of(config: Config) -> list[Needs]:
     auto, with_model = config.cluster.device == "auto", layout.ranks_with_model
     kinds = planned_kinds(config, layout)
     modules = {module: extra for _, _, spec in chosen(config) for module, extra in spec.needs.items()}
+    on_gpu = {module: way for _, _, spec in chosen(config) for module, way in spec.needs_on_gpu.items()}
     tested = {module: versions for _, _, spec in chosen(config) for module, versions in spec.tested.items()}
     peers = {roles: _peers(layout, roles) for roles in {layout.roles_of(rank) for rank in range(layout.world_size)}}
     return [
@@ -243,6 +246,7 @@ def needs_of(config: Config) -> list[Needs]:
             ),
             0 if config.cluster.oversubscribe else host_bytes(kinds, [rank for rank in ranks if rank in with_model]),
             modules if with_model & {*ranks} else {},
+            on_gpu if with_model & {*ranks} and config.cluster.device != "cpu" else {},
             tested if with_model & {*ranks} else {},
         )
         for component in Placement.from_config(config, layout).components
@@ -277,7 +281,7 @@ def examine(node: int, needs: Needs, run_dir: Path, said: Meeting = ALONE) -> Re
         name=node_name(),
         ranks=list(needs.ranks),
         versions={"python": platform.python_version()}
-        | {name: version_of(name) for name in (*PACKAGES, *needs.modules)},
+        | {name: version_of(name) for name in (*PACKAGES, *needs.modules, *needs.gpu_modules)},
         gpus=gpus,
         open_files=hard if hard != resource.RLIM_INFINITY else sys.maxsize,
         run_free_bytes=run_free,
@@ -386,6 +390,11 @@ def _complaints(report: Report, need: Needs, usual: Mapping[str, str]) -> list[s
         f"has no {module}, which the run needs; install it there: {install([extra])}"
         for module, extra in need.modules.items()
         if not report.versions.get(module)
+    ]
+    found += [
+        f"has GPUs and no {module}, which the run needs on them; install it there: {way}"
+        for module, way in need.gpu_modules.items()
+        if report.gpus and not report.versions.get(module)
     ]
     if report.gpus < need.gpus:
         found.append(f"shows {report.gpus} GPU(s) of the {need.gpus} that the run asks for: cluster.exclude it")

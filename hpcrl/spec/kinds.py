@@ -46,6 +46,8 @@ class Spec:
     """Name of its section if the entry is given by its path instead of a name in a table."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Module that must be installed -> extra of hpcrl, or else package, that installs it."""
+    needs_on_gpu: Mapping[str, str] = field(default_factory=dict)
+    """Module that must be installed too where its ranks compute on GPUs -> how to install it."""
     tested: Mapping[str, str] = field(default_factory=dict)
     """Module -> beginning of the versions with which the part was tested; another version is told in the plan."""
     roles: tuple[str, ...] = ()
@@ -61,6 +63,11 @@ class Spec:
     def lacking(self) -> list[str]:
         """The extras or packages to install before it can be used."""
         return sorted({extra for module, extra in self.needs.items() if not _installed(module)})
+
+    def lacking_on_gpu(self) -> str:
+        """What to install here before it can compute on GPUs; empty if nothing is missing."""
+        missing = {module: way for module, way in self.needs_on_gpu.items() if not _installed(module)}
+        return "; ".join(f"on a GPU it needs {module}: {way}" for module, way in missing.items())
 
     def load(self) -> Any:
         """The object that `make` names. SpecError if it cannot be imported."""

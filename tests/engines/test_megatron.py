@@ -19,8 +19,10 @@ from hpcrl.config import TrainerConfig
 from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.megatron.engine import MegatronEngine
+from hpcrl.engines.train.megatron.model import check_layers
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.rollout.batch import Batch
+from hpcrl.spec.extras import without
 from hpcrl.trajectory import declare
 from tests.checkpoint.writing import write_files
 from tests.contracts.train import fsdp2, megatron
@@ -108,6 +110,19 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         (folder / "model.safetensors").unlink()
         with pytest.raises(ValueError, match=r"no model\.safetensors or model\.safetensors\.index\.json"):
             make(folder)
+
+
+def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-Core builds its layers from names that it has not imported."""
+    check_layers(on_gpu=False)
+    with without("transformer_engine"), pytest.raises(ValueError, match=r"needs transformer_engine: .*megatron\.def"):
+        check_layers(on_gpu=True)
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_layers(on_gpu=True)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from hpcrl.node.memory import memory_limit
 from hpcrl.node.preflight import examine, judge, needs_of
 from hpcrl.planner.memory import PROGRAM_BYTES
 from hpcrl.planner.shapes import read_shape, tiny_config
+from hpcrl.spec.extras import without
 
 ROOM = MOST_PER_CPU * len(os.sched_getaffinity(0))
 
@@ -52,6 +53,22 @@ def test_a_plan_for_other_machines_needs_no_room_on_this_one(
     assert main(words) == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.startswith(f"cluster: {ROOM + 1} ranks x 1 threads = ")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("gpus", "device", "refused"), [("0", "auto", True), ("0", "cpu", False), ("", "auto", False)])
+def test_an_engine_that_lacks_a_package_for_gpus_is_refused_where_there_are_some(
+    gpus: str, device: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, gpus)
+    with without("transformer_engine"):
+        found = check("trainer.engine=megatron", f"cluster.device={device}", "model.dtype=float32")
+    assert len(found) == refused
+    for text in found:
+        assert re.fullmatch(
+            r"trainer.engine: megatron is not fully installed; on a GPU it needs transformer_engine: .*pip install .*"
+            r"env/apptainer/megatron.def; or set cluster.device=cpu",
+            text,
+        )
 
 
 def test_threads_and_processes_of_rewards_and_environments_count() -> None:

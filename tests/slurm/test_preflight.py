@@ -221,6 +221,21 @@ def test_the_versions_of_what_the_engines_need_are_compared_where_they_are_neede
     assert remark(found[2:], [need]) == "vllm 0.31.1 is installed on the nodes, and hpcrl is written for 0.32.*"
 
 
+def test_what_an_engine_needs_on_gpus_is_asked_of_nodes_with_gpus_alone(tmp_path: Path) -> None:
+    need = dataclasses.replace(NEED, gpus=0, gpu_modules={"transformer_engine": "use the image"})
+    without = msgspec.structs.replace(GOOD, gpus=0)
+    has = msgspec.structs.replace(GOOD, versions=GOOD.versions | {"transformer_engine": "2.9"})
+    assert judge([has, without], [need, need]) == ""
+    line = judge([has, msgspec.structs.replace(GOOD, name="n2")], [need, need])
+    assert line == (
+        "node n2 has GPUs and no transformer_engine, which the run needs on them; install it there: use the image"
+    )
+    for device, asked in (("cuda", True), ("auto", True), ("cpu", False)):
+        run = make_run(tmp_path / device, f"cluster.device={device}", "trainer.engine=megatron")
+        of_nodes = [bool(needs.gpu_modules) for needs in needs_of(stored_config(run))]
+        assert of_nodes == [asked, asked, False], "the last node has no model"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with small_file_system(tmp_path, 8) as folder:

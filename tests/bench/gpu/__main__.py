@@ -34,12 +34,14 @@ from tests.bench.machine import tell
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """entry: module:function of a Check, which yields rows. num_gpus: needed at least. module: needed too."""
+    """entry: module:function of a Check, which yields rows. num_gpus: needed at least. module: needed too; gpu_module:
+    needed on a GPU."""
 
     entry: str
     limit_s: float
     num_gpus: int = 1
     module: str = ""
+    gpu_module: str = ""
 
 
 HERE = "tests.bench.gpu"
@@ -55,7 +57,7 @@ PARTS = {
     "two ranks": Part(f"{HERE}.peers:update", 60, num_gpus=2),
     "lost peer": Part(f"{HERE}.peers:lost_peer", 120, num_gpus=2),
     "training deepspeed": Part(f"{HERE}.training:deepspeed", 40, module="deepspeed"),
-    "training megatron": Part(f"{HERE}.training:megatron", 40, module="megatron"),
+    "training megatron": Part(f"{HERE}.training:megatron", 40, module="megatron", gpu_module="transformer_engine"),
 }
 """In this order: what most runs do comes first, should time run out."""
 FAILURES = ("bad", "failed")
@@ -77,9 +79,10 @@ def run_part(entry: str, check: Check) -> NoReturn:
 
 def rows_of(name: str, part: Part, check: Check, limit_s: float, num_gpus: int) -> Iterator[Row]:
     """The rows of a part that runs in another process, and how it failed."""
-    if part.module and importlib.util.find_spec(part.module) is None:
-        yield Row(name, verdict="not installed")
-        return
+    for module in (part.module, part.gpu_module if check.on_gpu else ""):
+        if module and importlib.util.find_spec(module) is None:
+            yield Row(name, verdict="not installed", note=module)
+            return
     if check.on_gpu and num_gpus < part.num_gpus:
         yield Row(name, verdict="not run", note=f"needs {part.num_gpus} GPUs, {num_gpus} found")
         return

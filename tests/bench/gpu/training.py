@@ -43,7 +43,7 @@ def deepspeed(check: Check) -> Iterator[Row]:
 
 
 def megatron(check: Check) -> Iterator[Row]:
-    """The same step with Megatron-Core, and with Transformer Engine where it is installed."""
+    """The same step with Megatron-Core, on a GPU with Transformer Engine's layers."""
     yield from _of_engine(check, "megatron")
 
 

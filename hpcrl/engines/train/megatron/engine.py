@@ -29,6 +29,7 @@ from hpcrl.engines.train.megatron.model import (
     LogprobsModel,
     Prediction,
     build,
+    check_layers,
     describe,
     initialize_parallel,
     transformer_config,
@@ -84,7 +85,7 @@ class MegatronEngine:
 
         total_steps: optimizer steps of the whole run, for the schedule. trainable=False: no gradients, no optimizer
         (the reference policy). replay: choose the experts in the batch's field `routes`. ValueError on every rank if
-        the folder cannot be used.
+        the folder cannot be used, or a GPU's rank lacks Transformer Engine.
         """
         cpu.install()
         self.config, self.own, self.model_path = config, own or MegatronConfig(), Path(model_path)
@@ -95,6 +96,7 @@ class MegatronEngine:
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
             torch.use_deterministic_algorithms(True)
         self.dtype = getattr(torch, config.param_dtype)
+        agreed(lambda: check_layers(on_gpu=self.device.type == "cuda"))
         self.description = agreed(lambda: describe(self.model_path))
         initialize_parallel(self.own)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()

@@ -31,7 +31,7 @@ from hpcrl.engines.train.megatron.families import attention_kinds, lacking
 from hpcrl.engines.train.megatron.latent import latent_options
 from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
-from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
 
 _INITIALIZED: list[Any] = []
@@ -51,6 +51,13 @@ class Description:
     window: int | None
     tops_normalised: bool
     options: dict[str, Any]
+
+
+def check_layers(on_gpu: bool) -> None:
+    """ValueError if there are no layers for the device: on GPUs they are Transformer Engine's, which Megatron-Core
+    imports only where it is installed."""
+    if on_gpu and (lacking := SPEC.lacking_on_gpu()):
+        raise ValueError(f"trainer.engine: megatron is not fully installed; {lacking}")
 
 
 def describe(folder: Path) -> Description:

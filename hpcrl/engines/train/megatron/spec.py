@@ -118,6 +118,10 @@ SPEC = TrainEngineSpec(
     unsupported=lacking,
     plan="hpcrl.engines.train.megatron.memory:PLAN",
     needs={"megatron.core": "megatron"},
+    needs_on_gpu={
+        "transformer_engine": "pip install --no-build-isolation 'transformer_engine[pytorch]' (it is compiled), or the "
+        "image of env/apptainer/megatron.def"
+    },
     tested={"megatron.core": "0.16."},
     deterministic=True,
     float32_head=True,
