@@ -157,7 +157,7 @@ def test_bfloat16_keeps_fp32_master_weights(tmp_path: Path) -> None:
         assert moved.float().mean() > 0.5  # one step is less than half of what bfloat16 tells apart
 
 
-def _resume_on_other_splits(model: Path, experts: Path, scratch: Path) -> None:
+def _resume_on_other_splits(model: Path, experts: Path, untied: Path, scratch: Path) -> None:
     first = make(model, tensor_parallel=2, sequence_parallel=True)
     train(first)
     folder = write(first, scratch / "state")
@@ -196,14 +196,25 @@ def _resume_on_other_splits(model: Path, experts: Path, scratch: Path) -> None:
     exported.load(scratch / "state")
     exported.export_hf(scratch / "hf")
 
+    # Only the last stage of a model with a head of its own has a tensor that a tied model lacks.
+    other = make(untied, pipeline_parallel=2)
+    folder = write(other, scratch / "untied.state")
+    assert other.load(folder) == []
+    before = weights_of_all_shares(exported)
+    with pytest.raises(ValueError, match=r"of another model: it has 1 tensors .*, such as output_layer\.weight"):
+        exported.load(folder)
+    after = weights_of_all_shares(exported)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items()), "nothing was read"
+
 
 @pytest.mark.slow
 def test_checkpoints_and_exports_of_two_ranks(tmp_path: Path) -> None:
     """TP2 resumes as PP2, CP2 and DP2, EP2 as DP2 and ETP2; Megatron's own reader finds the same weights; the exported
-    models are those that were trained."""
+    models are those that were trained; a checkpoint with weights that the model lacks is refused on all ranks."""
     model = make_model_folder("qwen2", tmp_path / "model", num_hidden_layers=2)
     experts = make_model_folder("qwen3_moe", tmp_path / "experts")
-    run_ranks(2, _resume_on_other_splits, model, experts, tmp_path)
+    untied = make_model_folder("qwen2", tmp_path / "untied", num_hidden_layers=2, tie_word_embeddings=False)
+    run_ranks(2, _resume_on_other_splits, model, experts, untied, tmp_path)
     for name, origin, state in (("hf", model, "state"), ("experts.hf", experts, "experts.state")):
         content = json.loads((tmp_path / name / "config.json").read_text())
         assert content["dtype"] == "float32"

@@ -7,7 +7,7 @@ import io
 import json
 import pickle
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -89,7 +89,12 @@ def _require_weights(folder: Path, names: Collection[str]) -> None:
     if dist.get_rank() != 0:
         return
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    if extra := [name for name in stored if name.startswith("model.") and name not in names]:
+    require_no_others(folder, (name for name in stored if name.startswith("model.")), names)
+
+
+def require_no_others(folder: Path, stored: Iterable[str], names: Collection[str]) -> None:
+    """ValueError if a checkpoint's weights have further names than those of the model."""
+    if extra := [name for name in stored if name not in names]:
         raise ValueError(
             f"checkpoint {folder} is of another model: it has {len(extra)} tensors that this model lacks, such as "
             f"{min(extra)}"

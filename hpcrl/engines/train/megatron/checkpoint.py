@@ -12,7 +12,7 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hpcrl.checkpoint.writer import Files, Pieces, SharedFile
-from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, shard_name
+from hpcrl.engines.train.dcp import ALIGNMENT, FACTS, facts, frame, random_state, require_no_others, shard_name
 from hpcrl.engines.train.megatron.optimizer import Optimizer
 from hpcrl.engines.train.megatron.weights import state_of
 
@@ -51,7 +51,8 @@ BACKEND = {
 """The content of metadata.json, by which Megatron-LM knows the format."""
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose number of rows depends on the split."""
-MASTER = "optimizer.state.fp32_param."
+STATE = "optimizer.state."
+MASTER = f"{STATE}fp32_param."
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ def pieces(chunks: Sequence[Any], optimizer: Optimizer) -> Iterator[StatePiece]:
                 first, state = optimizer.state_of(parameter) if name in parameters else (0, {})
                 for shard in value if isinstance(value, list) else [value]:
                     yield from _of_shard(shard, parameter, first, state, optimizer.is_distributed)
+
+
+def weight_names(chunks: Sequence[Any]) -> set[str]:
+    """Of the tensors of all stages, in a checkpoint. Collective over the engine's ranks."""
+    values = [value for chunk in chunks for value in _sharded(chunk).values()]
+    shards = [shard for value in values for shard in (value if isinstance(value, list) else [value])]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {shard.key for shard in shards if isinstance(shard, ShardedTensor)})
+    return set().union(*of_ranks)
 
 
 def _objects(chunks: Sequence[Any]) -> dict[str, bytes]:
@@ -126,9 +136,7 @@ def _of_shard(
             start = [*shard.global_offset]
             for axis, more in enumerate(offset, len(leading)):
                 start[axis] += more
-            yield StatePiece(
-                f"optimizer.state.{key}.{shard.key}", tuple(shard.global_shape), tuple(start), box, written
-            )
+            yield StatePiece(f"{STATE}{key}.{shard.key}", tuple(shard.global_shape), tuple(start), box, written)
 
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], range]]:
@@ -256,15 +264,18 @@ class _Planner(DefaultLoadPlanner):
 
 
 @torch.no_grad()
-def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer) -> None:
-    """Restore the tensors of a checkpoint of any split. Each rank reads what it holds. ValueError if Megatron-Core's
-    trainer has not written it, or for another model."""
+def read(folder: Path, chunks: Sequence[Any], optimizer: Optimizer, names: Collection[str]) -> None:
+    """Restore the tensors of a checkpoint of any split. Each rank reads what it holds. names: weight_names(chunks).
+    ValueError if Megatron-Core's trainer has not written it, or for another model."""
     if not (folder / "metadata.json").is_file():
         raise ValueError(
             f"checkpoint {folder}: no metadata.json; another engine wrote it: convert it with hpcrl.convert"
         )
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata.items()
+    weights = (name for name, one in stored if isinstance(one, TensorStorageMetadata) and not name.startswith(STATE))
+    require_no_others(folder, weights, names)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     wanted = list(pieces(chunks, optimizer))
     plan = reader.prepare_local_plan(LoadPlan(_items(folder, wanted, metadata)))

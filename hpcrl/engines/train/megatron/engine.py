@@ -363,10 +363,12 @@ class MegatronEngine:
         return self._snapshots.take(self.optimizer_step, copy)
 
     def load(self, folder: Path) -> list[str]:
-        """See TrainEngine. ValueError on every rank if the folder is not a Megatron trainer's checkpoint."""
+        """See TrainEngine. ValueError on every rank if the folder is not a Megatron trainer's checkpoint, or that of
+        another model."""
         optimizer, path = self.optimizer, Path(folder)
         assert optimizer is not None, "the engine was built with trainable=False"
-        self.optimizer_step, warned = dcp.restore(path, lambda: checkpoint.read(path, self.chunks, optimizer))
+        names = checkpoint.weight_names(self.chunks)
+        self.optimizer_step, warned = dcp.restore(path, lambda: checkpoint.read(path, self.chunks, optimizer, names))
         optimizer.set_step(self.optimizer_step)
         return warned
 
