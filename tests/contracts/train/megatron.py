@@ -40,21 +40,33 @@ YARN = {
     "n_group": 1,
     "topk_group": 1,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+"""Of four frequencies, the first lies between the two bounds, the others are divided."""
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 FOUR_LAYERS = {"num_hidden_layers": 4}
 SPLITS = {
     "dp2": Split(2, {}),
-    "dp2, optimizer on every rank": Split(2, {"distributed_optimizer": False}, family="llama"),
+    "dp2, optimizer on every rank, llama3 rope": Split(
+        2, {"distributed_optimizer": False}, family="llama", model={"rope_parameters": LLAMA3}
+    ),
     "dp2, overlapped": Split(2, OVERLAPPED),
     "tp2": Split(2, {"tensor_parallel": 2}),
     "tp2, one key head": Split(2, {"tensor_parallel": 2}, family="qwen3", model={"num_key_value_heads": 1}),
     "tp2 sp": Split(2, {"tensor_parallel": 2, "sequence_parallel": True}, family="qwen3"),
     "pp2": Split(2, {"pipeline_parallel": 2, "recompute": "full"}),
     "pp2 vpp2": Split(2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, model=FOUR_LAYERS),
-    "pp2, uneven": Split(
+    "pp2, uneven, linear rope": Split(
         2,
         {"pipeline_parallel": 2, "account_for_loss_in_pipeline_split": True},
         family="llama",
-        model={"num_hidden_layers": 3, "tie_word_embeddings": False},
+        model={"num_hidden_layers": 3, "tie_word_embeddings": False, "rope_parameters": LINEAR},
     ),
     "cp2": Split(2, {"context_parallel": 2}, family="mistral", model={"sliding_window": 6}),
     "ep2": Split(2, {"expert_parallel": 2}, family="qwen3_moe"),
