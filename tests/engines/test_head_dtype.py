@@ -83,6 +83,7 @@ def test_megatrons_head_is_as_exact_as_fsdp2s(tmp_path: Path, world_of_one: None
             temperature=0.7,
             chunk_tokens=5,
             group=dist.group.WORLD,
+            entropy=True,
             float32_head=name == "head",
         )
         (logprobs.sum() - entropies.sum()).backward()

@@ -63,7 +63,7 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: boo
     return logits if bias is None else logits.add_(bias)
 
 
-def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
+def blocks_of(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
     """(positions among all tokens, rows of the chunk), each of at most BLOCK_NUMBERS or one row; `start`: first
     position of the chunk."""
     size = max(1, BLOCK_NUMBERS // logits.shape[1])
@@ -90,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = _logits(hidden[chunk], weight, bias, head, temperature)
-            for rows, block in _blocks(logits, start):
+            for rows, block in blocks_of(logits, start):
                 log_p = block.log_softmax(-1)
                 logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
                 if with_entropy:
@@ -115,7 +115,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             grad = _logits(hidden[chunk], weight, bias, head, ctx.temperature)
-            for rows, block in _blocks(grad, start):
+            for rows, block in blocks_of(grad, start):
                 slope = None if head.softcap is None else 1 - (block / (factor * head.softcap)).square_()
                 coefficient = grad_logprobs[rows, None]
                 if grad_entropy is not None:

@@ -139,11 +139,12 @@ class MegatronEngine:
         use: Callable[..., tuple[Tensor, Any]],
         *,
         forward_only: bool,
+        entropy: bool = False,
         everywhere: bool = False,
     ) -> list[Any]:
         """What `use` returned for each micro-batch, on ranks of the last stage: (loss, result) from the micro-batch and
-        what the model computes of each token, log-probs and entropies (float32 [T], 0 outside loss_mask). Collective
-        over the engine's ranks."""
+        what the model computes of each token, log-probs and, where asked, entropies (float32 [T], 0 outside
+        loss_mask). Collective over the engine's ranks."""
         check_micro_batches(micro_batches, batch.num_sequences)
         plan = [*micro_batches] or [[]]
         while self.own.virtual_pipeline > 1 and len(plan) % self.own.pipeline_parallel:
@@ -170,6 +171,7 @@ class MegatronEngine:
                 tokens.targets,
                 temperature,
                 self.config.logits_chunk_tokens,
+                entropy,
                 self.config.head_dtype == "float32",
             )
             output = chunk(
@@ -273,8 +275,15 @@ class MegatronEngine:
             loss, stats = objective.loss(outputs, micro_batch, norms)
             return loss + anchor, stats
 
-        temperature = objective.temperature
-        found = self._run(batch, micro_batches, temperature, use, forward_only=False, everywhere=everywhere)
+        found = self._run(
+            batch,
+            micro_batches,
+            objective.temperature,
+            use,
+            forward_only=False,
+            entropy="entropy" in objective.outputs | objective.logged,
+            everywhere=everywhere,
+        )
         if self.router_losses is not None:
             rows = [row for micro_batch in micro_batches for row in micro_batch]
             num_layers = len(self.description.shape.expert_layers)
@@ -283,10 +292,10 @@ class MegatronEngine:
 
     def _outputs(self, objective: Objective, *found: Tensor) -> tuple[Outputs, Tensor]:
         """What the objective gets, and the sum of all that may have a gradient."""
-        logprobs, entropy = found
+        logprobs, *entropies = found
         if "entropy" in objective.outputs:
-            return Outputs(logprobs, entropy), logprobs.sum() + entropy.sum()
-        return Outputs(logprobs, entropy.detach() if "entropy" in objective.logged else None), logprobs.sum()
+            return Outputs(logprobs, entropies[0]), logprobs.sum() + entropies[0].sum()
+        return Outputs(logprobs, entropies[0].detach() if entropies else None), logprobs.sum()
 
     def _update(self) -> Stats:
         """Clip and step. Stats on data-parallel rank 0 only, to count once. Collective."""

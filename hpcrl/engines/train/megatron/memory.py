@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from hpcrl.cluster.layout import RoleLayout
@@ -17,7 +18,7 @@ from hpcrl.engines.train.megatron.parallel import (
 )
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.engines.train.megatron.traffic import stage_traffic
-from hpcrl.planner.activations import FP32, LOGITS_BLOCK, Tokens
+from hpcrl.planner.activations import FP32, Tokens, logits_bytes
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.memory_parts import BYTES, Change, Part, PlanRow, split_size
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, Parameter
@@ -27,7 +28,6 @@ from hpcrl.planner.trainer import forward_parts
 VALUE_HEAD = "score."
 LAST = ("lm_head.weight", "model.norm.weight", "model.language_model.norm.weight", VALUE_HEAD)
 """Parameters outside the layers that the last stage has."""
-LOGIT_COPIES = 3  # logits, softmax, gradient
 
 
 def _stages(shape: ModelShape, megatron: MegatronConfig) -> list[StageLayers]:
@@ -109,12 +109,8 @@ def _stage_parts(config: Config, shape: ModelShape, num_ranks: int, stage: int, 
     activations = in_flight * max(chunk for chunk, _ in kept) + max(layer for _, layer in kept)
     logits = 0
     if stage == megatron.pipeline_parallel - 1:
-        chunk = min(trainer.logits_chunk_tokens, tokens.predicted)
-        numbers = chunk * LOGIT_COPIES * FP32 + shape.hidden_size * (FP32 + compute)
-        logits = shape.vocab_size * numbers // megatron.tensor_parallel
-        if trainer.head_dtype and compute < FP32:  # the chunk's states and blocks of the matrix are converted
-            matrix = shape.vocab_size * shape.hidden_size // megatron.tensor_parallel
-            logits += (min(matrix, LOGITS_BLOCK) + chunk * shape.hidden_size) * FP32
+        part = dataclasses.replace(shape, vocab_size=-(-shape.vocab_size // megatron.tensor_parallel))
+        logits = logits_bytes(part, tokens, trainer.logits_chunk_tokens, compute, bool(trainer.head_dtype))
     # Ranks that generate too and have all layers gather the experts of a layer as one tensor.
     largest = PLAN.largest_tensor(shape) if megatron.pipeline_parallel > 1 else max(p.size for p in shape.parameters)
     return [

@@ -187,18 +187,20 @@ def transformer_config(
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the last stage computes: log-probs of `targets` int64 [N] from the states at `before` int64 [N], the places
-    among this rank's tokens."""
+    """What the last stage computes: log-probs, and entropies where asked, of `targets` int64 [N] from the states at
+    `before` int64 [N], the places among this rank's tokens."""
 
     before: Tensor
     targets: Tensor
     temperature: float
     chunk_tokens: int
+    entropy: bool = False
     float32_head: bool = False
 
 
 class LogprobsModel(GPTModel):
-    """GPTModel whose last stage returns log-probs and entropies, float32 [N], of a Prediction given as its labels."""
+    """GPTModel whose last stage returns (log-probs, entropies) or (log-probs,), float32 [N], of a Prediction given as
+    its labels."""
 
     words: int  # of the vocabulary without padding
 
@@ -212,16 +214,18 @@ class LogprobsModel(GPTModel):
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
         head = self.output_layer.weight
-        return vocabulary_logprobs(
+        logprobs, entropies = vocabulary_logprobs(
             hidden_states[:, 0].index_select(0, labels.before),
             self.shared_embedding_or_output_weight() if head is None else head,
             labels.targets,
             vocab_size=self.words,
             temperature=labels.temperature,
             chunk_tokens=labels.chunk_tokens,
+            entropy=labels.entropy,
             float32_head=labels.float32_head,
             group=group,
         )
+        return (logprobs,) if entropies is None else (logprobs, entropies)
 
 
 def build(
