@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
 import os
@@ -27,6 +26,7 @@ from hpcrl.metrics.stats import Stats
 from hpcrl.planner.memory import may_take_turns
 from hpcrl.rollout.batch import Batch, Norms
 from tests.checkpoint.writing import write_files
+from tests.engines.moving import Left
 from tests.engines.worlds import (
     Weighted,
     make_batch,
@@ -206,25 +206,6 @@ def test_a_damaged_checkpoint_is_one_line(folder: Path, world_of_one: None, tmp_
 def test_impossible_settings(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.deepspeed.{message}"):
         parse({"trainer": {"engine": "deepspeed", "deepspeed": section}})
-
-
-class Left:
-    """Memory from which something moved."""
-
-    def __init__(self) -> None:
-        self._storages: list[torch.UntypedStorage] = []
-
-    def copy(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-        self._storages.append(storage)
-        return storage.clone()
-
-    def overwrite(self) -> int:
-        """Returns how many bytes they were."""
-        for storage in self._storages:
-            ctypes.memset(storage.data_ptr(), 255, storage.nbytes())  # NaN in every type
-        num_bytes = sum(storage.nbytes() for storage in self._storages)
-        self._storages.clear()
-        return num_bytes
 
 
 def _take_turns(monkeypatch: pytest.MonkeyPatch) -> Left:

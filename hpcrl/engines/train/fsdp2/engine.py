@@ -23,6 +23,7 @@ from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.routes import routes_of
+from hpcrl.engines.train import moving
 from hpcrl.engines.train.agreement import agreed
 from hpcrl.engines.train.base import check_micro_batches
 from hpcrl.engines.train.dcp import Base
@@ -424,20 +425,20 @@ class FSDP2Engine:
 
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host; parameters shared with a generator stay."""
-        self._move(torch.device("cpu"), weights and not self._lent)
+        if self.device.type != "cpu" and not self.own.cpu_offload:
+            self._move(torch.device("cpu"), weights and not self._lent)
 
     def onload(self) -> None:
         """See TrainEngine."""
-        self._move(self.device, not self._lent)
+        if self.device.type != "cpu" and not self.own.cpu_offload:
+            self._move(self.device, not self._lent)
 
     def _move(self, device: torch.device, weights: bool) -> None:
-        if self.device.type == "cpu" or self.own.cpu_offload:
-            return
         if weights:
-            self.model.to(device)
+            self.model._apply(lambda tensor: moving.moved(tensor, device))
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             for name, value in state.items():
-                state[name] = value.to(device)
+                state[name] = moving.moved(value, device)
         if device.type == "cpu":
             torch.cuda.empty_cache()
 

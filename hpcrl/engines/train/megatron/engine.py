@@ -20,7 +20,7 @@ from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.engines.routes import routes_of
-from hpcrl.engines.train import dcp
+from hpcrl.engines.train import dcp, moving
 from hpcrl.engines.train.agreement import agreed
 from hpcrl.engines.train.base import check_micro_batches
 from hpcrl.engines.train.megatron import checkpoint, cpu
@@ -332,20 +332,24 @@ class MegatronEngine:
     def offload(self, weights: bool = True) -> None:
         """See TrainEngine. Does nothing if the parameters are on the host."""
         self._gather()
-        if self.device.type == "cpu":
-            return
+        if self.device.type != "cpu":
+            self._to_host(weights)
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """See TrainEngine."""
+        if self.device.type != "cpu":
+            self._to_device()
+
+    def _to_host(self, weights: bool) -> None:
         if self.optimizer is not None:
             self.optimizer.move(_CPU)
         for buffer in self._buffers():
             buffer.offload_to_cpu(move_params=weights, move_grads=True)
         if weights:
             self._move_parameters(_CPU)
-        torch.cuda.empty_cache()
 
-    def onload(self) -> None:
-        """See TrainEngine."""
-        if self.device.type == "cpu":
-            return
+    def _to_device(self) -> None:
         for buffer in self._buffers():
             buffer.reload_from_cpu()
         self._move_parameters(self.device)
@@ -361,7 +365,7 @@ class MegatronEngine:
         if not (self.trainable and self.own.distributed_optimizer):
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
-                    parameter.data = parameter.data.to(device)
+                    parameter.data = moving.moved(parameter.data, device)
 
     def snapshot(self, copy: bool = True) -> Files:
         """See TrainEngine. OSError if this rank lacks memory for the first copy."""

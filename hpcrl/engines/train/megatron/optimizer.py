@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from hpcrl.config import TrainerConfig
+from hpcrl.engines.train import moving
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -108,9 +109,10 @@ class Optimizer:
             for group in optimizer.param_groups:
                 for main in group["params"]:
                     state = optimizer.optimizer.state[main]
-                    state |= {key: value.to(device) for key, value in state.items() if isinstance(value, Tensor)}
+                    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                    state |= {key: moving.moved(value, device) for key, value in tensors.items()}
                     if self.has_masters:
-                        main.data = main.data.to(device)
+                        main.data = moving.moved(main.data, device)
 
     def step(self, rate: float) -> float:
         """Clip the gradients of all ranks and update the weights; nothing if their norm is not finite. Returns the
