@@ -9,6 +9,7 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
+from hpcrl.engines.train.megatron import spec
 from hpcrl.engines.train.megatron.activations import megatron_activations
 from hpcrl.engines.train.megatron.memory import (
     megatron_parts,
@@ -28,6 +29,7 @@ from hpcrl.planner.trainer import checkpoint_bytes
 from tests.planner.models import PUBLISHED
 from tests.planner.test_parallel import COUNTED, LARGEST, run_of
 
+FIRST, LAST = spec.ENDS
 SIZES = MegatronConfig(**LARGEST)
 
 
@@ -152,6 +154,11 @@ def test_bytes_of_a_checkpoint(shape: ModelShape) -> None:
         (32, {"pipeline_parallel": 4, "virtual_pipeline": 2}),
         (31, {"pipeline_parallel": 2, "virtual_pipeline": 4, "account_for_loss_in_pipeline_split": True}),
         (15, {"pipeline_parallel": 4, "account_for_embedding_in_pipeline_split": True}),
+        (14, {"pipeline_parallel": 4, FIRST: 2}),
+        (14, {"pipeline_parallel": 4, LAST: 5}),
+        (26, {"pipeline_parallel": 4, "virtual_pipeline": 2, FIRST: 4, LAST: 6}),
+        (6, {"pipeline_parallel": 2, "virtual_pipeline": 2, FIRST: 2}),
+        (5, {"pipeline_parallel": 2, FIRST: 2, LAST: 3}),
     ],
 )
 def test_layers_are_split_as_megatron_core_splits_them(layers: int, change: dict[str, Any]) -> None:
@@ -167,8 +174,7 @@ def test_layers_are_split_as_megatron_core_splits_them(layers: int, change: dict
         num_attention_heads=4,
         pipeline_model_parallel_size=sizes.pipeline_parallel,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        account_for_embedding_in_pipeline_split=sizes.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=sizes.account_for_loss_in_pipeline_split,
+        **{key: getattr(sizes, key) for key in (*spec.COUNTED, *spec.ENDS)},
         pipeline_dtype="bf16",
     )
     stages = split_layers(layers, sizes)

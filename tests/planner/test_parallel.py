@@ -9,11 +9,12 @@ import pytest
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, ConfigError, parse
 from hpcrl.engines.train.megatron.parallel import Degrees, padded_vocabulary, split_layers
-from hpcrl.engines.train.megatron.spec import MegatronConfig
+from hpcrl.engines.train.megatron.spec import ENDS, MegatronConfig
 from hpcrl.planner.memory import check_sizes
 from hpcrl.planner.shapes import read_shape
 from tests.planner.models import PUBLISHED
 
+FIRST, LAST = ENDS
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 LARGEST: dict[str, Any] = {
     "tensor_parallel": 4,
@@ -69,6 +70,13 @@ def test_94_layers_with_embedding_and_loss_over_eight_stages_of_six_chunks() -> 
         (94, {"pipeline_parallel": 8}, None),
         (94, {"pipeline_parallel": 8, "virtual_pipeline": 5, **COUNTED}, None),
         (4, {"pipeline_parallel": 3, "virtual_pipeline": 2, **COUNTED}, [1, 2, 1]),
+        (14, {"pipeline_parallel": 4, FIRST: 2}, [2, 4, 4, 4]),
+        (14, {"pipeline_parallel": 4, FIRST: 3, LAST: 1}, [3, 5, 5, 1]),
+        (5, {"pipeline_parallel": 2, FIRST: 2, LAST: 3}, [2, 3]),
+        (5, {"pipeline_parallel": 2, FIRST: 2, LAST: 2}, None),
+        (2, {"pipeline_parallel": 3, FIRST: 1, LAST: 1}, None),
+        (14, {"pipeline_parallel": 4, "virtual_pipeline": 2, FIRST: 2}, [2, 4, 4, 4]),
+        (14, {"pipeline_parallel": 4, "virtual_pipeline": 2, FIRST: 5}, None),
     ],
 )
 def test_layers_of_each_stage(layers: int, sizes: dict[str, Any], counts: list[int] | None) -> None:
@@ -115,6 +123,13 @@ def test_sizes_that_fit(model: str, ranks: int, change: dict[str, Any]) -> None:
         ("Qwen3-235B-A22B", 256, LARGEST | {"expert_parallel": 64}, "x pipeline 8 = 512 ranks hold all experts"),
         ("Qwen3-235B-A22B", 256, LARGEST | {"virtual_pipeline": 5}, "= 96 do not divide over 8 stages x 5 chunks = 40"),
         ("Qwen3-235B-A22B", 8, {"pipeline_parallel": 8}, "account_for_embedding_in_pipeline_split=true"),
+        ("Qwen2.5-7B", 8, {"pipeline_parallel": 4, FIRST: 8}, f"; {FIRST}=7 divides"),
+        (
+            "Qwen2.5-7B",
+            8,
+            {"pipeline_parallel": 2, FIRST: 9, LAST: 9},
+            f"28 layers with {FIRST}=9 and {LAST}=9 do not divide over 0 other",
+        ),
         ("Qwen2.5-7B", 8, {"virtual_pipeline": 2}, "2 chunks need pipeline_parallel above 1"),
     ],
 )
@@ -132,6 +147,15 @@ def test_parameters_are_gathered_later_only_with_what_that_needs() -> None:
         with pytest.raises(ConfigError, match="overlap_parameters: true needs overlap_gradients=true and distributed"):
             run_of(8, overlap_parameters=True, **lacking)
     assert run_of(8, overlap_parameters=True, overlap_gradients=True)
+
+
+@pytest.mark.parametrize("key", ENDS)
+def test_layers_of_an_end_need_stages_and_exclude_what_counts_as_a_layer(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: 2 layers of one of several stages; set pipeline_parallel"):
+        run_of(8, **{key: 2})
+    with pytest.raises(ConfigError, match=f"{key}: 2 excludes account_for_embedding_in_pipeline_split=true"):
+        run_of(8, pipeline_parallel=4, **{key: 2}, **COUNTED)
+    assert run_of(8, pipeline_parallel=4, **{key: 2})
 
 
 @pytest.mark.parametrize(("layers", "embedding", "loss"), [(30, True, True), (31, True, False), (32, False, False)])

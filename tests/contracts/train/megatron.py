@@ -68,6 +68,11 @@ SPLITS = {
         family="llama",
         model={"num_hidden_layers": 3, "tie_word_embeddings": False, "rope_parameters": LINEAR},
     ),
+    "pp2 vpp2, 2 + 4 layers": Split(
+        2,
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "num_layers_in_first_pipeline_stage": 2},
+        model={"num_hidden_layers": 6},
+    ),
     "cp2": Split(2, {"context_parallel": 2}, family="mistral", model={"sliding_window": 6}),
     "ep2": Split(2, {"expert_parallel": 2}, family="qwen3_moe"),
     "ep2, overlapped": Split(2, OVERLAPPED | {"expert_parallel": 2}, family="qwen3_moe"),

@@ -31,7 +31,7 @@ from hpcrl.engines.train.megatron.families import attention_kinds, lacking
 from hpcrl.engines.train.megatron.latent import latent_options
 from hpcrl.engines.train.megatron.logprobs import vocabulary_logprobs
 from hpcrl.engines.train.megatron.parallel import padded_vocabulary, split_layers
-from hpcrl.engines.train.megatron.spec import SPEC, MegatronConfig
+from hpcrl.engines.train.megatron.spec import COUNTED, ENDS, SPEC, MegatronConfig
 from hpcrl.planner.shapes import CannotPlanError, ModelShape, read_shape
 
 _INITIALIZED: list[Any] = []
@@ -161,8 +161,7 @@ def transformer_config(
         context_parallel_size=megatron.context_parallel,
         expert_model_parallel_size=megatron.expert_parallel,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel,
-        account_for_embedding_in_pipeline_split=megatron.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=megatron.account_for_loss_in_pipeline_split,
+        **{key: getattr(megatron, key) for key in (*COUNTED, *ENDS)},
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config, Problem
-from hpcrl.engines.train.megatron.spec import MegatronConfig, indivisible, problem
+from hpcrl.engines.train.megatron.spec import COUNTED, MegatronConfig, indivisible, problem
 from hpcrl.planner.batch import samples_of_an_update
 from hpcrl.planner.shapes import ModelShape
 
@@ -50,17 +50,42 @@ def padded_vocabulary(vocab_size: int, megatron: MegatronConfig) -> int:
 
 
 def split_layers(num_layers: int, megatron: MegatronConfig) -> list[StageLayers] | None:
-    """The layers of every stage; None if they cannot be divided evenly. Chunk c of stage s is the (c x stages + s)th of
-    the model. An embedding or a loss that counts as a layer replaces one in the first or last chunk."""
-    first = int(megatron.account_for_embedding_in_pipeline_split)
-    last = int(megatron.account_for_loss_in_pipeline_split)
+    """The layers of every stage; None if they cannot be divided as configured. Chunk c of stage s is the
+    (c x stages + s)th of the model."""
     stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
-    size, rest = divmod(num_layers + first + last, stages * chunks)
-    if rest or size < max(first, last):
+    counts = (_with_given_ends if megatron.layers_of_ends else _evenly)(num_layers, megatron)
+    if not counts:
         return None
-    starts = [max(0, number * size - first) for number in range(stages * chunks)] + [num_layers]
-    spans = [tuple(range(start, end)) for start, end in pairwise(starts)]
+    spans = [tuple(range(start, end)) for start, end in pairwise(accumulate(counts, initial=0))]
     return [tuple(spans[chunk * stages + stage] for chunk in range(chunks)) for stage in range(stages)]
+
+
+def _evenly(num_layers: int, megatron: MegatronConfig) -> list[int]:
+    """Layers of each chunk in the model's order; empty if it does not divide. An embedding or a loss that counts as a
+    layer replaces one in the first or last chunk."""
+    first, last = (int(getattr(megatron, key)) for key in COUNTED)
+    places = megatron.pipeline_parallel * megatron.virtual_pipeline
+    size, rest = divmod(num_layers + first + last, places)
+    if rest or size < max(first, last):
+        return []
+    counts = [size] * places
+    counts[0] -= first
+    counts[-1] -= last
+    return counts
+
+
+def _with_given_ends(num_layers: int, megatron: MegatronConfig) -> list[int]:
+    """The same with the layers of the first or the last stage given, and the others divided evenly."""
+    stages, chunks = megatron.pipeline_parallel, megatron.virtual_pipeline
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    between = stages - len(megatron.layers_of_ends)
+    left = num_layers - sum(megatron.layers_of_ends.values())
+    size, rest = divmod(left, between) if between else (0, left)
+    if rest or size < bool(between):
+        return []
+    of_stages = [size] * stages
+    of_stages[0], of_stages[-1] = first or size, last or size
+    return [] if any(count % chunks for count in of_stages) else [count // chunks for count in of_stages] * chunks
 
 
 def check_split(config: Config, layout: RoleLayout, shape: ModelShape) -> list[Problem]:
@@ -123,23 +148,36 @@ def _stages(megatron: MegatronConfig, shape: ModelShape) -> Iterator[Problem]:
         return
     if split_layers(shape.num_layers, megatron) is not None:
         return
-    flags = {
-        "account_for_embedding_in_pipeline_split": megatron.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": megatron.account_for_loss_in_pipeline_split,
-    }
-    counted = sum(flags.values())
+    if given := megatron.layers_of_ends:
+        key, between = next(iter(given)), stages - len(given)
+        shown = " and ".join(f"{end}={count}" for end, count in given.items())
+        text = f"{shape.num_layers} layers with {shown} do not divide over {between} other stages, {chunks} chunks each"
+        yield problem(key, f"{text}; {_other_end(shape.num_layers, megatron, key)}", *given, "pipeline_parallel")
+        return
+    counted = sum(getattr(megatron, key) for key in COUNTED)
     total, places = shape.num_layers + counted, stages * chunks
     what = f"{shape.num_layers} layers" + (f" + {counted} for embedding and loss = {total}" if counted else "")
     text = f"{what} do not divide over {stages} stages x {chunks} chunks = {places}"
-    yield problem("pipeline_parallel", f"{text}; {_way_out(shape.num_layers, megatron)}", "virtual_pipeline", *flags)
+    yield problem("pipeline_parallel", f"{text}; {_way_out(shape.num_layers, megatron)}", "virtual_pipeline", *COUNTED)
+
+
+def _other_end(num_layers: int, megatron: MegatronConfig, key: str) -> str:
+    """A solution: the nearest number of layers of an end, a key of layers_of_ends."""
+    possible = [
+        count
+        for count in range(1, num_layers)
+        if split_layers(num_layers, megatron.model_copy(update={key: count})) is not None
+    ]
+    if not possible:
+        return "choose another pipeline_parallel or virtual_pipeline"
+    return f"{key}={min(possible, key=lambda count: abs(count - megatron.layers_of_ends[key]))} divides"
 
 
 def _way_out(num_layers: int, megatron: MegatronConfig) -> str:
     """A solution: other counting of the embedding and the loss, else the nearest number of chunks. Counting the loss
     alone divides where counting the embedding alone does."""
-    keys = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     for values in ((True, True), (True, False), (False, False)):
-        counted = dict(zip(keys, values, strict=True))
+        counted = dict(zip(COUNTED, values, strict=True))
         if split_layers(num_layers, megatron.model_copy(update=counted)) is not None:
             return " ".join(f"{key}={str(value).lower()}" for key, value in counted.items()) + " divides"
     possible = [

@@ -15,6 +15,9 @@ from hpcrl.spec.problems import Problem, engine_problem
 AT = ("trainer", "megatron")
 problem = functools.partial(engine_problem, AT)
 
+ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
 
 class MegatronConfig(Section):
     """How Megatron-Core splits the model over the trainer's ranks; the remaining factor is data parallel."""
@@ -37,6 +40,10 @@ class MegatronConfig(Section):
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
     """Count the vocabulary projection as a layer of the last stage."""
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """Layers of the first stage; null: as many as the stages between. Not with account_for_*."""
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """Layers of the last stage; null: as many as the stages between. Not with account_for_*."""
     recompute: Literal["none", "selective", "full"] = "selective"
     """Activations recomputed in the backward pass: none, those of attention, or all except each layer's input."""
     distributed_optimizer: bool = True
@@ -56,6 +63,11 @@ class MegatronConfig(Section):
     expert_bias_rate: NonNegative = 0.0
     """Mixture of experts whose routers have a bias of each expert (DeepSeek-V3): change of a bias in a step, towards an
     even load (arXiv 2408.15664; .001 in the model's own training). 0: they stay as they are."""
+
+    @property
+    def layers_of_ends(self) -> dict[str, int]:
+        """Of the keys of the first and the last stage's layers, those that are set."""
+        return {key: count for key in ENDS if (count := getattr(self, key)) is not None}
 
     @property
     def ranks_of_a_copy(self) -> int:
@@ -107,6 +119,11 @@ def _check(config: Any) -> Iterator[Problem]:
     if own.overlap_parameters and not (own.overlap_gradients and own.distributed_optimizer):
         text = "true needs overlap_gradients=true and distributed_optimizer=true"
         yield problem("overlap_parameters", text, "overlap_gradients", "distributed_optimizer")
+    for key, count in own.layers_of_ends.items():
+        if own.pipeline_parallel == 1:
+            yield problem(key, f"{count} layers of one of several stages; set pipeline_parallel", "pipeline_parallel")
+        elif counted := [other for other in COUNTED if getattr(own, other)]:
+            yield problem(key, f"{count} excludes {counted[0]}=true; set one of them", *counted)
 
 
 SPEC = TrainEngineSpec(
