@@ -19,7 +19,7 @@ from hpcrl.config import TrainerConfig
 from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.train.fsdp2.engine import FSDP2Engine
 from hpcrl.engines.train.megatron.engine import MegatronEngine
-from hpcrl.engines.train.megatron.model import check_layers
+from hpcrl.engines.train.megatron.model import check_layers, recomputation
 from hpcrl.engines.train.megatron.spec import MegatronConfig
 from hpcrl.rollout.batch import Batch
 from hpcrl.spec.extras import without
@@ -123,6 +123,18 @@ def test_a_gpu_without_transformer_engine_is_refused_before_megatron_fails(
     (tmp_path / "transformer_engine/__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     check_layers(on_gpu=True)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_is_recomputed_is_what_the_key_says(on_gpu: bool) -> None:
+    asked = {value: recomputation(MegatronConfig(recompute=value), on_gpu) for value in ("none", "selective", "full")}
+    of_attention = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    assert asked["none"] == {} and asked["selective"] == ({} if on_gpu else of_attention)
+    assert asked["full"] == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
 
 
 @pytest.mark.slow

@@ -115,6 +115,16 @@ def _virtual(megatron: MegatronConfig) -> int | None:
     return megatron.virtual_pipeline if megatron.virtual_pipeline > 1 else None
 
 
+def recomputation(megatron: MegatronConfig, on_gpu: bool) -> dict[str, Any]:
+    """Megatron's keys for `recompute`. Transformer Engine's fused attention keeps no scores: to compute it once more
+    would spare no memory."""
+    if megatron.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if megatron.recompute == "selective" and not on_gpu:
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
 def transformer_config(
     model: Description, megatron: MegatronConfig, dtype: torch.dtype, *, deterministic: bool
 ) -> TransformerConfig:
@@ -132,10 +142,7 @@ def transformer_config(
             "moe_grouped_gemm": on_cuda,
             "moe_layer_freq": [int(layer in shape.expert_layers) for layer in range(shape.num_layers)],
         }
-    if megatron.recompute == "full":
-        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif megatron.recompute == "selective" and not on_cuda:  # Transformer Engine's attention recomputes by itself
-        options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    options |= recomputation(megatron, on_cuda)
     latent = shape.latent is not None
     return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=shape.num_layers,

@@ -45,7 +45,8 @@ class MegatronConfig(Section):
     num_layers_in_last_pipeline_stage: Positive | None = None
     """Layers of the last stage; null: as many as the stages between. Not with account_for_*."""
     recompute: Literal["none", "selective", "full"] = "selective"
-    """Activations recomputed in the backward pass: none, those of attention, or all except each layer's input."""
+    """Activations recomputed in the backward pass: none, those within attention, or all except each layer's input. On
+    GPUs fused attention keeps none of its own, and selective is the same as none."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_gradients: bool = False
