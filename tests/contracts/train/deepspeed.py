@@ -21,6 +21,7 @@ SPLITS = {
     "zero3": Split(2, {"zero_stage": 3}, family="qwen3_moe"),
     "zero3_offload": Split(2, {"zero_stage": 3, **OFFLOAD}),
     "zero3_disk": Split(2, {"zero_stage": 3, **DISK}),
+    "zero2, four ranks": Split(4, {"zero_stage": 2}),
     "zero3, many ranks": Split(8, {"zero_stage": 3}, family="qwen3_moe"),
 }
 
