@@ -129,6 +129,11 @@ def test_what_is_missing_is_said(check: Check, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(f"{HERE}.__main__.importlib.util.find_spec", lambda name: None)
     for name in ("fsdp2 and vllm", "decode vllm", "training deepspeed", "training megatron"):
         assert [r.verdict for r in rows_of(name, PARTS[name], check, 60.0, 0)] == ["not installed"], name
+    found = {"transformer_engine": None}
+    monkeypatch.setattr(f"{HERE}.__main__.importlib.util.find_spec", lambda name: found.get(name, name))
+    on_gpu = dataclasses.replace(check, device="cuda")
+    (row,) = rows_of("training megatron", PARTS["training megatron"], on_gpu, 60.0, 1)
+    assert (row.verdict, row.note) == ("not installed", "transformer_engine")
 
 
 def test_without_a_gpu_the_way_out_is_named(

@@ -21,17 +21,25 @@ def check_machine(config: Config, layout: RoleLayout) -> Iterator[Problem]:
     if excess := _excess(config, layout):
         text = f"cluster: {excess}; request fewer, or set cluster.oversubscribe=true"
         yield Problem(("cluster",), text, (("layout",), ("reward",), ("env",)))
-    if config.cluster.name == "local" and config.cluster.device != "cpu" and visible_gpus(os.environ):
-        for path, name, spec in chosen(config):
-            if lacking := spec.lacking_on_gpu():
-                text = f"{dotted(path)}: {name} is not fully installed; {lacking}; or set cluster.device=cpu"
-                yield Problem(path, text, (("cluster", "device"),))
+    yield from _lacking(config)
 
 
 def machine_notes(config: Config, layout: RoleLayout) -> Iterator[str]:
     """A note of the plan of a local run that this machine cannot carry: the plan may be for other machines."""
     if excess := _excess(config, layout):
         yield f"note: this machine refuses a start: {excess}"
+    for problem in _lacking(config):
+        yield f"note: this machine refuses a start: {problem.text}"
+
+
+def _lacking(config: Config) -> Iterator[Problem]:
+    """Engines of a local run that are not installed for the GPUs of this machine."""
+    if config.cluster.name != "local" or config.cluster.device == "cpu" or not visible_gpus(os.environ):
+        return
+    for path, name, spec in chosen(config):
+        if lacking := spec.lacking_on_gpu():
+            text = f"{dotted(path)}: {name} is not fully installed; {lacking}; or set cluster.device=cpu"
+            yield Problem(path, text, (("cluster", "device"),))
 
 
 def _excess(config: Config, layout: RoleLayout) -> str:

@@ -13,7 +13,7 @@ from hpcrl.cluster.placement import check_placement
 from hpcrl.config import load
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
-from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row
+from hpcrl.launch.machine import MOST_PER_CPU, check_machine, device_row, machine_notes
 from hpcrl.launch.resources import check_host_memory, size
 from hpcrl.node.devices import VISIBLE
 from hpcrl.node.memory import memory_limit
@@ -61,7 +61,10 @@ def test_an_engine_that_lacks_a_package_for_gpus_is_refused_where_there_are_some
 ) -> None:
     monkeypatch.setenv(VISIBLE, gpus)
     with without("transformer_engine"):
-        found = check("trainer.engine=megatron", f"cluster.device={device}", "model.dtype=float32")
+        config = load(["trainer.engine=megatron", f"cluster.device={device}"])
+        layout = RoleLayout.from_config(config)
+        found = [problem.text for problem in check_machine(config, layout)]
+        assert [f"note: this machine refuses a start: {text}" for text in found] == [*machine_notes(config, layout)]
     assert len(found) == refused
     for text in found:
         assert re.fullmatch(
