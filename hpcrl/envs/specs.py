@@ -39,7 +39,20 @@ def _success(rule: str) -> str:
     return rule
 
 
+def _success_seen(rule: str) -> str:
+    if rule not in ("reward", "done") and not re.fullmatch(r"observation\..+", rule):
+        raise ValueError(f"{rule!r} is none of reward, done and observation.FIELD")
+    return rule
+
+
+def _shows_answer(action: dict[str, Any]) -> dict[str, Any]:
+    if "{answer}" not in str(action):
+        raise ValueError(f"no field of {action} has {{answer}}, what the response gives")
+    return action
+
+
 Penalty = Annotated[float, Field(le=0), NUMBER]
+ImportPath = Annotated[str, Field(pattern=r"^[^\s:]+:[^\s:]+$")]
 
 
 class GameOptions(Section):
@@ -199,6 +212,55 @@ class GymnasiumOptions(GameOptions):
         return self
 
 
+class VerifiersOptions(Section):
+    """Options of the environment verifiers."""
+
+    id: str = ""
+    """The environment's name for verifiers.load_environment(), which is that of an installed package of its own."""
+    entry_point: str = ""
+    """Instead of id: a class or a function that gives an environment, package.module:NAME."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the environment."""
+    task: Literal["dataset", "row"] = "dataset"
+    """What an episode starts with: dataset: the row of the environment's own data set that the seed chooses, of the one
+    for evaluation in data.val; row: the messages, `answer` and `info` of the prompt's row."""
+    format: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
+    """How the model writes calls of the environment's tools; auto: what its chat template asks for."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.id) == bool(self.entry_point):
+            raise ValueError("give either id, such as wordle, or entry_point, package.module:NAME")
+        return self
+
+
+class OpenEnvOptions(GameOptions):
+    """Options of the environment openenv. {actions} says that actions are texts."""
+
+    prompt: str = "{observation}\nGive one action in each answer, as in {answer}."
+    """First prompt; it should say what the environment is about and what its actions are."""
+    invalid: str = "That is not a valid action.\n{observation}\nGive one action in each answer, as in {answer}."
+    """Text after a response without a valid action."""
+    url: Annotated[str, Field(pattern=r"^(https?|wss?)://[^\s/]+(/[^\s]*)?$")]
+    """Address of the environment's server, such as http://node7:8000."""
+    client: ImportPath = "openenv.core:GenericEnvClient"
+    """The client's class, package.module:Class; the default one serves every environment."""
+    action_class: Annotated[str, Field(pattern=r"^$|^[^\s:]+:[^\s:]+$")] = ""
+    """The class of actions that a client of the environment's own takes, package.module:Class; empty: a mapping."""
+    action: Annotated[dict[str, Any], AfterValidator(_shows_answer)] = {"message": "{answer}"}
+    """The fields of an action; {answer} in a text, at any depth, is what the response gives."""
+    observation: str = ""
+    """What {observation} shows: a field of the observation, or what is in it, such as messages.-1.content; empty: all
+    fields as JSON."""
+    reset: dict[str, Any] = {}
+    """Arguments of reset() besides the seed; those in the row's column `reset`, a mapping, replace them."""
+    success: Annotated[str, AfterValidator(_success_seen)] = "reward"
+    """When an episode succeeds: reward: its last reward is positive; done: it has ended; observation.FIELD: this is
+    true at its end."""
+    timeout_s: Seconds = 60.0
+    """Timeout of the connection and of each answer, seconds."""
+
+
 class TaskOptions(GameOptions):
     """Options of an environment whose texts have the field {task}, what it asks for, instead of {symbols}."""
 
@@ -351,6 +413,22 @@ GYMNASIUM = EnvSpec(
     section=GymnasiumOptions,
     needs={"gymnasium": "gymnasium"},
     probe="hpcrl.envs.gymnasium:probe",
+)
+VERIFIERS = EnvSpec(
+    about="An environment of verifiers, with its own data set and rubric.",
+    make="hpcrl.envs.verifiers:Verifiers",
+    section=VerifiersOptions,
+    needs={"verifiers": "verifiers==0.1.14"},
+    tested={"verifiers": "0.1.14"},
+    probe="hpcrl.envs.verifiers:probe",
+)
+OPENENV = EnvSpec(
+    about="An environment behind a server of OpenEnv, by any of its clients.",
+    make="hpcrl.envs.openenv:OpenEnv",
+    section=OpenEnvOptions,
+    needs={"openenv": "openenv==0.10.0"},
+    tested={"openenv": "0.10"},
+    probe="hpcrl.envs.openenv:probe",
 )
 WEBSHOP = EnvSpec(
     about="WebShop: search for a product and buy it.",

@@ -117,6 +117,8 @@ ENVS = SpecTable(
         "guess": "hpcrl.envs.specs:GUESS",
         "tic_tac_toe": "hpcrl.envs.specs:TIC_TAC_TOE",
         "gymnasium": "hpcrl.envs.specs:GYMNASIUM",
+        "verifiers": "hpcrl.envs.specs:VERIFIERS",
+        "openenv": "hpcrl.envs.specs:OPENENV",
         "tools": "hpcrl.envs.tools.specs:TOOLS",
         "remote": "hpcrl.envs.specs:REMOTE",
         "webshop": "hpcrl.envs.specs:WEBSHOP",

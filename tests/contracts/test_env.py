@@ -66,9 +66,9 @@ CASES = [
     Case("gymnasium", {"id": "Blackjack-v1"}, tagged(*"111")),
     Case("gymnasium", {"id": "Taxi-v4", "highlight": "@"}, tagged(*"012301230123")),
 ]
-ELSEWHERE = {"textworld", "swe", "remote"}
-"""Environments whose own tests apply this suite (tests/envs/): to games that they make or play elsewhere, and not to
-each hostile text where an episode takes a new sandbox."""
+ELSEWHERE = {"textworld", "swe", "remote", "verifiers", "openenv"}
+"""Environments whose own tests apply this suite (tests/envs/): to games that they make or play elsewhere, to packages
+that are not installed beside the others, and not to each hostile text where an episode takes a new sandbox."""
 GAMES = [case for case in CASES if case.name not in ("scripted", "tools")]
 WITH_EXPERT = [case for case in GAMES if ENVS[case.name].has_expert]
 
