@@ -16,7 +16,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import verifiers as vf
@@ -26,6 +26,7 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 from hpcrl.data.env_sources import HALF
 from hpcrl.envs.specs import VerifiersOptions
 from hpcrl.envs.tools.calls import FORMATS, format_of
+from hpcrl.envs.tools.calls import ToolCall as Call
 from hpcrl.rewards.extract import after_thinking
 
 
@@ -93,6 +94,8 @@ class Verifiers:
         self._options, self._template = options, chat_template
         self._messages, self._task = list(messages), {"answer": answer or "", "info": info or {}}
         self._rollout: asyncio.Task[Any] | None = None
+        if self._env.tool_defs:
+            self._reader()
 
     async def reset(self, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The first request of a new rollout. VerifiersError if there is none."""
@@ -103,9 +106,6 @@ class Verifiers:
         if request is None:
             raise VerifiersError(f"the rollout ended before the first turn: {self._result()['stop_condition']}")
         self._shown, self._tools = request.messages, request.tools
-        if self._tools:
-            name = self._options.format
-            self._calls = FORMATS[format_of(self._template) if name == "auto" else name]
         return request.messages, {"tools": request.tools} if request.tools else {}
 
     async def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, bool, dict[str, Any]]:
@@ -168,12 +168,17 @@ class Verifiers:
             messages = [{"role": "system", "content": system}, *messages]
         return {"prompt": messages, "example_id": seed, **self._task}
 
+    def _reader(self) -> Callable[[str], Iterator[Call]]:
+        """What reads the calls in a response. ValueError if the chat template asks for none of the known formats."""
+        name = self._options.format
+        return FORMATS[format_of(self._template) if name == "auto" else name]
+
     def _response(self, action: str) -> ResponseMessage:
         """The model's text, with the calls in it if the environment has tools. What is wrong with a call takes the
         place of its arguments, which are then no JSON: the environment answers that."""
         text = action.encode(errors="replace").decode()  # pydantic takes no lone surrogates
         calls = []
-        for number, call in enumerate(self._calls(after_thinking(text)) if self._tools else ()):
+        for number, call in enumerate(self._reader()(after_thinking(text)) if self._tools else ()):
             arguments = call.problem or json.dumps(dict(call.arguments))
             name = f"call{self._turn % 1000:03d}{number % 100:02d}"
             calls.append(ToolCall(id=name, name=call.name or "unknown", arguments=arguments))
@@ -206,7 +211,7 @@ def _loaded(name: str, entry_point: str, kwargs: str) -> Any:
             signal.signal(number, handler)  # an environment takes those of the process
     if not isinstance(made, vf.Environment):
         raise ValueError(f"{at}: {path!r} gives no environment of verifiers but {type(made).__name__}")
-    if made.rubric.has_group_rewards:
+    if made.requires_group_rollouts:
         raise ValueError(f"{at}: the rubric of {path!r} compares siblings; use it as reward function with add_reward")
     return made
 

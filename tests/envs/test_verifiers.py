@@ -204,7 +204,7 @@ def test_what_an_environment_does_wrong_reaches_the_role(
         ({"id": "no-such-env"}, "id: 'no-such-env' gives no environment with the arguments {}: ValueError: Could not"),
         ({"entry_point": f"{HERE}:fails", "kwargs": {"text": "x"}}, "gives no environment with the arguments {'text':"),
         ({"entry_point": f"{HERE}:data"}, "entry_point: 'tests.envs.verifiers_envs:data' gives no environment of veri"),
-        ({"entry_point": f"{HERE}:Comparing"}, "compares siblings; use it as reward function with add_reward"),
+        ({"entry_point": f"{HERE}:comparing"}, "compares siblings; use it as reward function with add_reward"),
     ],
 )
 def test_wrong_environments_are_named_by_env_ranks(options: dict[str, Any], problem: str) -> None:
@@ -213,6 +213,16 @@ def test_wrong_environments_are_named_by_env_ranks(options: dict[str, Any], prob
     with pytest.raises(ValueError, match=r"env\.default\.options\.") as raised:
         check_env(config.envs["default"], "default")
     assert problem in str(raised.value)
+
+
+@pytest.mark.usefixtures("loop")
+def test_a_model_must_write_calls_in_a_known_format() -> None:
+    config = EnvConfig(name="verifiers", options={"entry_point": f"{HERE}:adding"})
+    with pytest.raises(ValueError, match=r"env\.default\.options\.format: the model's chat template asks for calls"):
+        check_env(config, "default", "{{ tools }} <function=")
+    check_env(
+        EnvConfig(name="verifiers", options={"entry_point": f"{HERE}:Rough"}), "default", "{{ tools }} <function="
+    )
 
 
 @pytest.mark.usefixtures("loop")

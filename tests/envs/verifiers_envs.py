@@ -42,8 +42,8 @@ def adding() -> vf.ToolEnv:
 class Rough(vf.MultiTurnEnv):
     """Does what the response says."""
 
-    def __init__(self) -> None:
-        super().__init__(dataset=data("yes"), rubric=vf.Rubric([says_answer]), max_turns=9)
+    def __init__(self, function: Any = says_answer) -> None:
+        super().__init__(dataset=data("yes"), rubric=vf.Rubric([function]), max_turns=9)
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
         said = messages[-1]["content"]
@@ -68,14 +68,12 @@ class Rough(vf.MultiTurnEnv):
         CLEANED.append(state["answer"])
 
 
-class Comparing(Rough):
-    def __init__(self) -> None:
-        super().__init__()
+def longest(states: list[Any]) -> list[float]:
+    return [0.0] * len(states)
 
-        def longest(states: list[Any]) -> list[float]:
-            return [0.0] * len(states)
 
-        self.rubric = vf.Rubric([longest])
+def comparing() -> Rough:
+    return Rough(longest)
 
 
 def fails(text: str = "") -> None:
