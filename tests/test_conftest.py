@@ -17,12 +17,13 @@ MODULES = {
     "test_two.py": "import pytest\n\npytest.importorskip('no_such_library')\n\ndef test_never():\n    pass\n",
     "test_three.py": "import pytest\n\n@pytest.mark.xfail(strict=True)\ndef test_known():\n    assert False\n",
     "test_five.py": "import pytest\n\n@pytest.mark.gpu\ndef test_gpu():\n    pytest.skip('as if there were none')\n",
+    "test_six.py": "import pytest\n\n@pytest.mark.outside\ndef test_outside():\n    pytest.skip('none')\n",
     "test_four.py": "import pytest\n\n@pytest.mark.soak\ndef test_long():\n    assert False\n",
 }
 
 
-def closing_line(folder: Path, require: str) -> str:
-    environment = os.environ | {"HPCRL_REQUIRE_ALL": require}
+def closing_line(folder: Path, require: str, outside: str = "0") -> str:
+    environment = os.environ | {"HPCRL_REQUIRE_ALL": require, "HPCRL_REQUIRE_OUTSIDE": outside}
     words = [
         "-q",
         "--continue-on-collection-errors",
@@ -50,8 +51,9 @@ def suite(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_skip_passes_for_a_user_and_fails_where_all_is_required_but_for_a_gpu(suite: Path) -> None:
-    assert closing_line(suite, "0") == "1 passed, 3 skipped, 1 deselected, 1 xfailed"
-    assert closing_line(suite, "1") == "1 failed, 1 passed, 1 skipped, 1 deselected, 1 xfailed, 1 error"
+    assert closing_line(suite, "0") == "1 passed, 4 skipped, 1 deselected, 1 xfailed"
+    assert closing_line(suite, "1") == "1 failed, 1 passed, 2 skipped, 1 deselected, 1 xfailed, 1 error"
+    assert closing_line(suite, "1", "1") == "2 failed, 1 passed, 1 skipped, 1 deselected, 1 xfailed, 1 error"
 
 
 LOG = """

@@ -69,9 +69,11 @@ class OpenEnv(Game[OpenEnvOptions]):
         """OpenEnvError if the connection broke in the meantime."""
         before = self._text
         try:
-            result = self._client.step(self._action_class(**_filled(self.options.action, action)))
+            made = self._action_class(**_filled(self.options.action, action))
         except ValidationError as error:
             raise NotAnAction from error
+        try:
+            result = self._client.step(made)
         except RuntimeError as error:
             self._check_session()
             if str(error).endswith(REFUSED):
