@@ -41,6 +41,8 @@ from hpcrl.roles.hosts import Hosts
 from hpcrl.rollout.types import FinishReason, episode_seed, is_held_out, split_sample_id
 
 ERROR_CHARS = 2000
+NOTHING_PLAYED = {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": 0.0}
+"""Metrics of an episode without a turn. One that fails has them too, since means over the others would be too good."""
 
 
 @dataclass(eq=False)
@@ -218,7 +220,8 @@ class EnvRole:
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
             kind = "" if isinstance(failure, EnvProcessError) else f"{type(failure).__name__}: "
             error = _text(config.name, f"{kind}{failure}")
-            result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error), True, True
+            metrics = NOTHING_PLAYED | {"turns": float(len(episode.rewards)), "failed": 1.0}
+            result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error, metrics), True, True
         episode.at_work = False
         if isinstance(playing.played.exception(), _TooLate):
             del self._episodes[turn.sample]  # its thread closes the environment if the call ever returns
@@ -269,7 +272,7 @@ class EnvRole:
             observation, info = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
             if tools := (info or {}).get("tools"):
                 episode.row["tools"], episode.adds_tools = with_tools(episode.row["tools"], tools), True
-            return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0), ended=False)
+            return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0, "", dict(NOTHING_PLAYED)), ended=False)
         assert episode.env is not None, "an episode begins with its first turn"
         observation, gained, terminated, truncated, info = await self._hosts.returned(
             section, episode.env.step(turn.text)
@@ -283,7 +286,7 @@ class EnvRole:
         episode.rewards.append(reward)
         total = sum(episode.rewards)
         score = metrics.get("success", total)
-        metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics
+        metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics | {"failed": 0.0}
         over = bool(terminated or truncated) or turn.reason == FinishReason.LENGTH or self._is_spent(turn, episode)
         if over:
             metrics = {"truncated": float(not terminated)} | metrics

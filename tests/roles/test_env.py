@@ -120,7 +120,8 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     assert delta.sample == sample and len(delta.token_ids) > 4
     second = play(stage, role, turn(sample))
     assert (second.ended, second.result.reward, second.result.score) == (True, 0.5, 1.0)
-    assert second.result.metrics == {"return": 0.5, "turns": 2.0, "success": 1.0, "n": 1.0, "truncated": 0.0}
+    told = {"return": 0.5, "turns": 2.0, "success": 1.0, "n": 1.0, "truncated": 0.0, "failed": 0.0}
+    assert second.result.metrics == told
     assert second.result.turn_rewards == [0.25, 0.25]
 
 
@@ -139,6 +140,8 @@ def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: st
     observed = first_turn(stage, role, how)
     assert observed.ended and observed.result.reward == 0.0
     assert observed.result.error.startswith(error) and len(observed.result.error) < 3000
+    assert observed.result.metrics.pop("turns") in (0.0, 1.0)
+    assert observed.result.metrics == {"success": 0.0, "return": 0.0, "failed": 1.0}, "or only survivors would count"
     other = first_turn(stage, role, "plain")
     assert not other.ended and not other.result.error
 
@@ -380,12 +383,15 @@ def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_en
 
 
 @pytest.mark.parametrize(
-    ("how", "error"),
-    [("does not begin", "OSError: no game"), ("long board", "tokens is too long, there is room for 100")],
+    ("how", "error", "failed"),
+    [("does not begin", "OSError: no game", 1.0), ("long board", "tokens is too long, there is room for 100", 0.0)],
 )
-def test_an_episode_that_cannot_begin_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
+def test_an_episode_that_cannot_begin_costs_its_sample(
+    stage: Stage, role: EnvRole, how: str, error: str, failed: float
+) -> None:
     begun = play(stage, role, turn(make_sample_id(next(UIDS), 0, 0), how))
     assert begun.ended and begun.result.reward == 0.0 and error in begun.result.error
+    assert begun.result.metrics == {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": failed}
 
 
 def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> None:
@@ -400,7 +406,7 @@ def test_domains_have_environments_and_threads_of_their_own(stage: Stage) -> Non
     first, second, third = stage.heard()
     assert (first.sample, first.ended, first.add_reward, first.result.reward) == (scored, True, True, 0.25)
     assert (second.sample, second.ended, second.add_reward) == (hangs, True, False)
-    assert "env.default.timeout_s" in second.result.error
+    assert "env.default.timeout_s" in second.result.error and second.result.metrics["failed"] == 1.0
     assert (third.sample, third.ended) == (waits, False)
     odd_env.RELEASE.set()
     role.close()
