@@ -45,8 +45,8 @@ demo-agentic: setup ## the same with episodes: a tiny model learns FrozenLake, f
 	@$(PY) -m hpcrl.launch +experiment=demo_agentic model.path=runs/demo_agentic_sft/hf
 	@echo
 	@echo "plot        runs/demo_agentic/plot.png"
-	@printf 'before      %s\n' runs/demo_agentic/episodes/step_000000/*.gif
-	@printf 'after       %s\n' "$$(ls -d runs/demo_agentic/episodes/step_* | tail -n 1)"/*.gif
+	@printf 'before      %s\n' runs/demo_agentic/episodes/step_000000/*/*.gif
+	@printf 'after       %s\n' "$$(ls -d runs/demo_agentic/episodes/step_* | tail -n 1)"/*/*.gif
 	@echo "checkpoint  runs/demo_agentic/hf (Hugging Face format)"
 
 test: $(DEV) ## every test

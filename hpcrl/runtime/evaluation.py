@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import Config
@@ -28,6 +29,7 @@ from hpcrl.runtime.generation import evaluation_sampling, replica_capacity
 from hpcrl.runtime.parts import timed
 
 SHOWN_CHARS = 100
+MAX_FOLDER_CHARS = 200
 
 
 class Evaluation:
@@ -115,22 +117,33 @@ class Evaluation:
         return examples
 
     def _keep_episodes(self, step: int, harvest: Harvest) -> None:
-        """Write the first, the best and the worst of the held-out episodes."""
-        groups = zip(self._prompts, harvest.groups, strict=True)
-        played = [group.samples[0] for prompt, group in groups if self._config.env_of(prompt.domain) is not None]
-        if not played:
+        """Write the first, the best and the worst of the held-out episodes of each domain."""
+        played: dict[str, list[DoneSample]] = {}
+        for prompt, group in zip(self._prompts, harvest.groups, strict=True):
+            if self._config.env_of(prompt.domain) is not None:
+                played.setdefault(prompt.domain, []).append(group.samples[0])
+        chosen: dict[Path, DoneSample] = {}
+        for domain, samples in played.items():
+            folder = self._episodes / step_name(step) / _folder_name(domain)
+            shown = {"first": samples[0], "best": max(samples, key=_worth), "worst": min(samples, key=_worth)}
+            chosen |= {folder / name: sample for name, sample in shown.items()}
+        if not chosen:
             return
-        chosen = {"first": played[0], "best": max(played, key=_worth), "worst": min(played, key=_worth)}
         ids = [sample.id for sample in chosen.values()]
         ends = self._controller.call({rank: PeekEnd(ids) for rank in self._env_ranks})
-        for number, (name, sample) in enumerate(chosen.items()):
+        for number, (path, sample) in enumerate(chosen.items()):
             answers = self._controller.call({sample.replica: Peek([sample.id], whole=True)})
             if not answers:  # its replica was lost
                 continue
             shown_last = max((done.texts[number] for done in ends.values()), default="") or "[]"
             messages = json.loads(answers[sample.replica].texts[0]) + json.loads(shown_last)
             episode = Episode(messages, sample.turn_rewards, sample.reward, sample.score, sample.error)
-            write_episode(self._episodes / step_name(step), name, episode)
+            write_episode(path.parent, path.name, episode)
+
+
+def _folder_name(domain: str) -> str:
+    """A domain, which data may name, as the name of a folder."""
+    return quote(domain, safe="", errors="replace").replace(".", "%2E")[:MAX_FOLDER_CHARS]
 
 
 def _worth(sample: DoneSample) -> tuple[float, float]:

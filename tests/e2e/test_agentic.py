@@ -64,7 +64,7 @@ def test_episodes_are_trained_told_and_shown_and_a_kill_changes_none(tmp_path: P
     assert shapes[True, True] and shapes[True, False], "episodes of several turns, by steps and by trajectory"
 
     for step in (0, 5):
-        folder = whole / "episodes" / f"step_{step:06d}"
+        folder = whole / "episodes" / f"step_{step:06d}" / "default"
         assert {path.stem for path in folder.iterdir()} == {"first", "best", "worst"}
         assert all((folder / f"{name}.html").is_file() for name in ("first", "best", "worst"))
         assert all(Image.open(film).n_frames > 1 for film in folder.glob("*.gif"))
@@ -150,7 +150,7 @@ def test_the_first_steps_of_the_demonstration(tmp_path: Path) -> None:
     words = ["+experiment=demo_agentic", f"model.path={tmp_path / 'warm' / 'hf'}", *both, *step]
     start = Start(tmp_path / "run", words)
     assert start.wait(200.0) == ExitCode.DONE, start.text
-    assert all([*(tmp_path / "run" / "episodes" / f"step_{number:06d}").glob("*.gif")] for number in (0, 1))
-    first = (tmp_path / "run" / "episodes" / "step_000000" / "first.txt").read_text()
+    assert all([*(tmp_path / "run" / "episodes" / f"step_{number:06d}").glob("*/*.gif")] for number in (0, 1))
+    first = (tmp_path / "run" / "episodes" / "step_000000" / "frozen_lake" / "first.txt").read_text()
     assert re.search(r"^P\d,\d G\d,\d$", first, re.MULTILINE)
     assert (tmp_path / "run" / "plot.png").is_file()

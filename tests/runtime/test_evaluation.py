@@ -9,7 +9,7 @@ import pytest
 from hpcrl.rollout.loop import Harvest
 from hpcrl.rollout.scheduling.events import DoneSample, Group
 from hpcrl.rollout.types import MAX_HELD_OUT, FinishReason, Sizes, held_out_uid, make_sample_id
-from hpcrl.runtime.evaluation import Evaluation, _score_stats
+from hpcrl.runtime.evaluation import Evaluation, _folder_name, _score_stats
 
 
 def test_rewards_that_could_not_be_computed_are_told_beside_the_score() -> None:
@@ -44,3 +44,8 @@ def test_damaged_examples_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert evaluation.before_and_after(3) == ""
     assert evaluation.before_and_after(3) == ""
     assert f"hpcrl: {tmp_path}/examples.json cannot be read: " in capsys.readouterr().out
+
+
+def test_a_domain_that_data_names_becomes_one_folder() -> None:
+    assert [_folder_name(name) for name in ("lake", "a/b", "..")] == ["lake", "a%2Fb", "%2E%2E"]
+    assert len(_folder_name("\udcff" + "x" * 1000).encode()) == 200
