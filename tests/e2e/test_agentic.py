@@ -15,6 +15,7 @@ from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
 
+textworld = pytest.importorskip("textworld")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORDS = ["+experiment=agentic_tiny", "deterministic=true", "rollout.max_new_tokens=8"]
@@ -128,14 +129,29 @@ def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
 
 
 def test_the_small_twin_of_the_worlds_runs(tmp_path: Path) -> None:
-    """The shop and a repair in a sandbox, with a model that knows neither."""
-    start = Start(tmp_path / "run", ["+experiment=agentic_worlds_tiny", "max_steps=1", "eval_every=1"])
+    """A room, a shop, a repair in a sandbox, sums with Python as a tool, and TextWorld in place of ALFWorld."""
+    game = textworld.GameOptions()
+    game.seeds, game.nb_rooms, game.nb_objects, game.quest_length, game.path = 1, 2, 4, 1, str(tmp_path / "game.z8")
+    textworld.make(game)
+    games, domains = ("push", "shop", "fix", "home"), ("push", "shop", "fix", "home", "sums")
+    data = "[{path: task:add, tag: sums}, " + ", ".join(f"{{path: env:{name}}}" for name in games) + "]"
+    shares = ", ".join(f"{name}: 0.2" for name in domains)
+    words = ["+experiment=agentic_worlds_tiny", "max_steps=1", "eval_every=1", f"data.train={data}", f"data.val={data}"]
+    words += [f"data.domain_interleave_probs={{{shares}}}", "rollout.num_prompts=5", "eval.num_prompts=5"]
+    words += ["+env.home={name: textworld, max_turns: 2}", f"+env.home.options={{games: [{game.path}], tag: ''}}"]
+    start = Start(tmp_path / "run", words)
     assert start.wait(200.0) == ExitCode.DONE, start.text
     *_, last = read_metrics(tmp_path / "run")
-    for domain in ("shop", "fix"):
+    for domain in domains:
         turns = last[f"env/{domain}/turns"]
         assert turns is not None and turns >= 1
-        assert last[f"env/{domain}/success"] == last[f"val/env/{domain}/success"] == 0
+        assert last[f"env/{domain}/failed"] == last[f"val/env/{domain}/failed"] == 0
+        assert (tmp_path / "run" / "episodes" / "step_000001" / domain / "best.txt").is_file()
+    assert all(last[f"env/{game}/success"] == last[f"val/env/{game}/success"] == 0 for game in games)
+    assert last["env/sums/tool_calls"] == 0 and last["val/env/sums/no_answer"] == 1, "a metric of the domain's reward"
+    told = RolloutReader(tmp_path / "run").read(1)
+    prompts = [told.messages(row)[0]["content"] for row in range(10)]
+    assert sum(prompt.startswith("add: ") for prompt in prompts) == 2
 
 
 def test_the_first_steps_of_the_demonstration(tmp_path: Path) -> None:
