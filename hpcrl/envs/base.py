@@ -38,3 +38,21 @@ def shortened(text: str, most_chars: int) -> str:
         return text
     half = most_chars // 2
     return f"{text[:half]}\n[{len(text) - most_chars} characters left out]\n{text[len(text) - most_chars + half :]}"
+
+
+def num_chars(observation: Observation) -> int:
+    """Characters of an observation: of all texts of its messages, and one for each message."""
+    if isinstance(observation, str):
+        return len(observation)
+    return sum(1 + sum(len(text) for text in message.values() if isinstance(text, str)) for message in observation)
+
+
+def cut(observation: Observation, most_chars: int) -> Observation:
+    """The observation with most_chars of its longest message, as shortened() leaves them."""
+    if isinstance(observation, str):
+        return shortened(observation, most_chars)
+    if not observation:
+        return observation
+    place = max(range(len(observation)), key=lambda number: len(observation[number]["content"]))
+    longest = {**observation[place], "content": shortened(observation[place]["content"], most_chars)}
+    return [*observation[:place], longest, *observation[place + 1 :]]

@@ -26,6 +26,8 @@ LENGTH = struct.Struct("<I")
 PID = struct.Struct("<i")
 """Of a new process, or minus the error number of the fork that failed."""
 START_TIMEOUT_S = 120.0
+MOST_BYTES = 64 << 20
+"""Longest message from a process."""
 CLOSE_S = 5
 """Seconds for the close() of an environment, which is then killed."""
 
@@ -152,9 +154,11 @@ class EnvProcess:
         self._at_work = True  # stays if the process has ended, so that close() kills what it has left
         try:
             write(self._connection, msgspec.msgpack.encode(message))
-            returned = msgspec.msgpack.decode(read(self._connection), type=EnvReturned)
+            returned = msgspec.msgpack.decode(read(self._connection, MOST_BYTES), type=EnvReturned)
         except (OSError, EOFError):
             raise EnvProcessError("the environment's process has ended") from None
+        except ValueError as error:
+            raise EnvProcessError(f"the environment's process returned {error}") from None
         self._at_work = False
         if returned.error:
             raise EnvProcessError(returned.error)
@@ -166,9 +170,12 @@ def write(connection: socket.socket, body: bytes) -> None:
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def read(connection: socket.socket) -> bytes:
-    """Receive a message. EOFError if the other side has closed."""
-    return _exactly(connection, LENGTH.unpack(_exactly(connection, LENGTH.size))[0])
+def read(connection: socket.socket, most_bytes: int | None = None) -> bytes:
+    """Receive a message. EOFError if the other side has closed, ValueError for a message that is longer."""
+    count = LENGTH.unpack(_exactly(connection, LENGTH.size))[0]
+    if most_bytes is not None and count > most_bytes:
+        raise ValueError(f"{count} bytes, of which {most_bytes} are read at most")
+    return _exactly(connection, count)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
+from hpcrl.envs.base import cut
 from hpcrl.envs.making import env_class, make_env
-from hpcrl.envs.processes import CLOSE_S, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
+from hpcrl.envs.processes import CLOSE_S, MOST_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
 from hpcrl.signals import die_with, let_signals_pass
 
 KEPT = ("metrics", "tools")
@@ -87,6 +88,9 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
                 observation, reward, terminated, truncated, info = returned(env.step(call.action))
                 value = [observation, float(reward), bool(terminated), bool(truncated), _kept(info)]
             body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
+            if len(body) > MOST_BYTES and value and config.long_observation == "shorten":
+                value[0] = cut(value[0], MOST_BYTES // 16)
+                body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
         except BaseException as error:  # user code may call sys.exit
             text = f"{type(error).__name__}: {error}"
             body = msgspec.msgpack.encode(EnvReturned(error=text.encode(errors="replace").decode()[:2000]))

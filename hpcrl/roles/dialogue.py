@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from hpcrl.data.chat import encode, render
 from hpcrl.data.rows import Messages
-from hpcrl.envs.base import Observation, shortened
+from hpcrl.envs.base import Observation, cut, num_chars
 
 CONTENT = "0CONTENT0"
 """Placeholder for the model's text; letters and digits, which no template trims or escapes."""
@@ -89,25 +89,14 @@ def fitting(
 ) -> tuple[Messages, np.ndarray]:
     """What `tokens` gives for the observation with as much of the beginning and the end of its longest message as
     leaves at most `room` tokens; with nothing of it if that is still too much."""
-    texts = [observation] if isinstance(observation, str) else [message["content"] for message in observation]
-    if not any(texts):
-        return tokens(observation)
-    place = max(range(len(texts)), key=lambda number: len(texts[number]))
-
-    def with_chars(count: int) -> tuple[Messages, np.ndarray]:
-        text = shortened(texts[place], count)
-        if isinstance(observation, str):
-            return tokens(text)
-        return tokens([*observation[:place], {**observation[place], "content": text}, *observation[place + 1 :]])
-
-    fits, too_many = 0, len(texts[place])
+    fits, too_many = 0, num_chars(observation)
     while too_many - fits > 1:
         count = (fits + too_many) // 2
-        if len(with_chars(count)[1]) > room:
+        if len(tokens(cut(observation, count))[1]) > room:
             too_many = count
         else:
             fits = count
-    return with_chars(fits)
+    return tokens(cut(observation, fits))
 
 
 def window(shown: Sequence[Messages], said: Sequence[str], history: int) -> Messages:

@@ -21,7 +21,7 @@ from hpcrl.control.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredS
 from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.data.rows import Messages
-from hpcrl.envs.base import Env
+from hpcrl.envs.base import Env, cut, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.rewards.extract import after_thinking
@@ -41,6 +41,8 @@ from hpcrl.roles.hosts import Hosts
 from hpcrl.rollout.types import FinishReason, episode_seed, is_held_out, split_sample_id
 
 ERROR_CHARS = 2000
+LAST_CHARS = 100_000
+"""Of what a held-out episode shows last, which only its page shows."""
 NOTHING_PLAYED = {"success": 0.0, "return": 0.0, "turns": 0.0, "failed": 0.0}
 """Metrics of an episode without a turn. One that fails has them too, since means over the others would be too good."""
 
@@ -76,6 +78,10 @@ class _Played:
 
 class _TooLate(Exception):
     """A turn took longer than env.<domain>.timeout_s."""
+
+
+class _NoRoom(Exception):
+    """An observation leaves no room for another turn."""
 
 
 class _Playing:
@@ -125,6 +131,7 @@ class EnvRole:
         self._examples = {name: _examples(worker, name, env) for name, env in worker.config.envs.items()}
         self._config, self._hosts = worker.config, Hosts(worker.config, chat_template(worker.tokenizer))
         self._worker = worker
+        self._token_chars = max(map(len, worker.tokenizer.get_vocab()))  # no token stands for more
         limits = [env.max_seconds for env in worker.config.envs.values() if env.max_seconds is not None]
         self._clock, self._now = AwakeClock(min(limits, default=math.inf)), 0.0
         self._episodes: dict[int, _Episode] = {}  # by sample, without those that were given up and still run
@@ -208,15 +215,12 @@ class EnvRole:
             result, ended = played.result, played.ended
             if ended and is_held_out(turn.sample):
                 with contextlib.suppress(TypeError, ValueError):  # nobody needs it any more
-                    self._ends[turn.sample] = json.dumps(as_messages(played.observation))
+                    if num_chars(shown := cut(as_messages(played.observation), LAST_CHARS)) < 2 * LAST_CHARS:
+                        self._ends[turn.sample] = json.dumps(shown)
             elif not ended:
                 reply = self._reply(turn, episode, played.observation)
-                if (count := len(reply.token_ids) // 4) > turn.room:
-                    what = "a prompt" if config.by_steps else "an observation"
-                    if config.examples and (turn.begins or config.by_steps):
-                        what = f"a prompt with {config.examples} examples (env.{playing.section}.examples)"
-                    text = f"{what} of {count} tokens is too long, there is room for {turn.room}"
-                    result, ended = msgspec.structs.replace(result, error=_text(config.name, text)), True
+        except _NoRoom as problem:
+            result, ended = msgspec.structs.replace(result, error=_text(config.name, str(problem))), True
         except (Exception, SystemExit) as failure:  # one bad environment is data, not a crash
             kind = "" if isinstance(failure, EnvProcessError) else f"{type(failure).__name__}: "
             error = _text(config.name, f"{kind}{failure}")
@@ -238,11 +242,24 @@ class EnvRole:
 
     def _reply(self, turn: Turn, episode: _Episode, observation: Any) -> TurnDelta:
         """An observation as messages, and as tokens: those that follow the turn or, by steps, the next turn's own
-        prompt. TypeError for an observation that is neither text nor messages."""
-        tokens = functools.partial(self._tokens, turn, episode)
+        prompt. _NoRoom if they are too many; TypeError for an observation that is neither text nor messages."""
+        config, tokens = self._env(turn), functools.partial(self._tokens, turn, episode)
+        shortens, most_chars = config.long_observation == "shorten", max(0, turn.room) * self._token_chars
+        as_messages(observation)
+        if shortens:
+            observation = cut(observation, most_chars)
+        # What cannot fit is not tokenised, which would delay the rank's other episodes. A note of what is left out, and
+        # messages beside the longest one, add to the characters.
+        if (count := num_chars(observation)) > 2 * most_chars:
+            raise _NoRoom(f"an observation of {count} characters is too long, there is room for {turn.room} tokens")
         messages, token_ids = tokens(observation)
-        if len(token_ids) > turn.room and self._env(turn).long_observation == "shorten":
+        if len(token_ids) > turn.room and shortens:
             messages, token_ids = fitting(observation, turn.room, tokens)
+        if (count := len(token_ids)) > turn.room:
+            what = "a prompt" if config.by_steps else "an observation"
+            if config.examples and (turn.begins or config.by_steps):
+                what = f"a prompt with {config.examples} examples (env.{self._section(turn)}.examples)"
+            raise _NoRoom(f"{what} of {count} tokens is too long, there is room for {turn.room}")
         episode.shown.append(heard(self._worker.tokenizer, messages, episode.row["tools"]))
         if not turn.begins:
             episode.said.append(self._remembered(turn))

@@ -33,6 +33,8 @@ class RoughEnv:
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "raises":
                 raise KeyError("\udcff")
+            case "endless":
+                return "again " * 20_000_000, 0.5, False, False, {}
             case "no text":
                 return "\udcff", 0.5, False, False, {}
             case "an object":

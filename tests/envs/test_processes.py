@@ -72,6 +72,7 @@ def test_an_episode_in_a_process(several: EnvProcesses, tmp_path: Path) -> None:
         ("leaves by sys.exit", "SystemExit: 3"),
         ("no text", "UnicodeEncodeError"),
         ("an object", "object cannot be sent"),
+        ("endless", r"the environment's process returned 120\d{6} bytes, of which 67108864 are read at most"),
         ("exits", "the environment's process has ended"),
         ("crashes", "the environment's process has ended"),
     ],
@@ -82,6 +83,16 @@ def test_what_a_step_does_is_an_error_of_the_call(several: EnvProcesses, tmp_pat
     with pytest.raises(EnvProcessError, match=error):
         env.step("x")
     env.close()
+
+
+def test_an_endless_observation_is_shortened_where_asked(tmp_path: Path) -> None:
+    several = EnvProcesses(EnvConfig.model_validate(ROUGH | {"long_observation": "shorten"}))
+    env = make(several, "endless", tmp_path)
+    env.reset(1)
+    text = env.step("x")[0]
+    assert text.startswith("again again ") and " characters left out]\n" in text and len(text) < processes.MOST_BYTES
+    env.close()
+    several.close()
 
 
 def test_one_that_cannot_be_made(several: EnvProcesses, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ MEETING = threading.Barrier(2, timeout=20)
 RELEASE = threading.Event()
 MADE_LATE: list[str] = []
 SEEDS: list[int] = []
+ENDLESS = "again " * 10_000_000
 
 
 class OddEnv:
@@ -72,6 +73,18 @@ class OddEnv:
                 return "again", "much", False, False, {}
             case "long":
                 return "again " * 1000, 0.25, False, False, {}
+            case "endless":
+                return ENDLESS, 0.25, False, False, {}
+            case "endless tool":
+                return [{"role": "tool", "content": ENDLESS, "name": "f"}], 0.25, False, False, {}
+            case "endless name":
+                return [{"role": "tool", "content": "42", "name": ENDLESS}], 0.25, False, False, {}
+            case "endless dialogue":
+                return [{"role": "user", "content": ""}] * 100_000, 0.25, False, False, {}
+            case "endless at the end" if over:
+                return ENDLESS, 0.25, True, False, {}
+            case "empty" | "no message":
+                return "" if self._how == "empty" else [], 0.25, over, False, {}
         done = np.bool_(over)
         return "again", np.float32(0.25), done, np.bool_(False), {"metrics": {"success": np.float64(over), "n": 1}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ import pytest
 
 from hpcrl.control.messages import EndEpisodes, Observed, PeekEnd, Turn, TurnDelta
 from hpcrl.data.env_sources import HALF, MAX_SEED
+from hpcrl.envs.base import num_chars
 from hpcrl.envs.examples import example_messages
+from hpcrl.roles import env as role_env
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import episode_seed, held_out_uid, make_sample_id
 from tests.envs.test_remote import serving
@@ -26,6 +29,7 @@ from tests.roles.test_templates import QWEN2_5, QWEN3
 
 ODD = {"name": "class", "class_path": "tests.roles.odd_env:OddEnv", "max_turns": 3}
 SETTINGS = {"env": {"default": ODD}}
+KINDS = ("end", "shorten")
 UIDS = iter(range(1, 1000))
 
 
@@ -147,9 +151,9 @@ def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: st
 
 
 def test_an_observation_without_room_ends_the_episode_with_the_reward_so_far(stage: Stage, role: EnvRole) -> None:
-    observed = first_turn(stage, role, "long")
+    observed = first_turn(stage, role, "long", room=900)
     assert observed.ended and observed.result.reward == 0.25
-    assert "tokens is too long, there is room for 100" in observed.result.error
+    assert " tokens is too long, there is room for 900" in observed.result.error
     roomy = first_turn(stage, role, "long", room=10_000)
     assert not roomy.ended and not roomy.result.error
 
@@ -173,6 +177,47 @@ def test_an_observation_without_room_is_shortened_where_asked(stage: Stage, epis
         assert before.startswith("again again ") and after.endswith("again again ")
     role.close()
     stage.heard()
+
+
+@pytest.mark.parametrize("how", ["endless", "endless tool", "endless name", "endless dialogue"])
+def test_an_observation_that_cannot_fit_is_not_tokenised(
+    stage: Stage, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would delay all other episodes of the rank."""
+    ends, shortens = (
+        EnvRole(stage.worker(1, {"env": {"default": {**ODD, "long_observation": what}}})) for what in KINDS
+    )
+    shown: list[int] = []
+    observation_ids = role_env.observation_ids
+
+    def noted(tokenizer: Any, messages: Any, *rest: Any) -> np.ndarray:
+        shown.append(num_chars(messages))
+        return observation_ids(tokenizer, messages, *rest)
+
+    monkeypatch.setattr(role_env, "observation_ids", noted)
+    observed = first_turn(stage, ends, how)
+    assert observed.ended and observed.result.reward == 0.25 and observed.result.metrics["failed"] == 0.0
+    assert re.search(
+        r"an observation of \d{6,} characters is too long, there is room for 100 tokens", observed.result.error
+    )
+    assert not shown
+    observed = first_turn(stage, shortens, how)
+    assert observed.ended is (how in ("endless name", "endless dialogue")), "only contents are shortened"
+    assert max(shown, default=0) < 10_000
+    for role in (ends, shortens):
+        role.close()
+    stage.deltas()
+
+
+def test_an_empty_observation_is_an_empty_message_or_none(stage: Stage, role: EnvRole) -> None:
+    told = {"empty": "user\n<|im_end|>\n<|im_start|>", "no message": ""}
+    for how, text in told.items():
+        observed = first_turn(stage, role, how)
+        assert not observed.ended and not observed.result.error
+        [delta] = stage.deltas()
+        ids = np.frombuffer(delta.token_ids, np.int32)
+        assert role._worker.tokenizer.decode(ids) == f"\n<|im_start|>{text}assistant\n"
+        assert play(stage, role, turn(observed.sample)).ended
 
 
 def test_a_response_cut_by_its_length_ends_the_episode(stage: Stage, role: EnvRole) -> None:
@@ -384,7 +429,7 @@ def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_en
 
 @pytest.mark.parametrize(
     ("how", "error", "failed"),
-    [("does not begin", "OSError: no game", 1.0), ("long board", "tokens is too long, there is room for 100", 0.0)],
+    [("does not begin", "OSError: no game", 1.0), ("long board", "is too long, there is room for 100 tokens", 0.0)],
 )
 def test_an_episode_that_cannot_begin_costs_its_sample(
     stage: Stage, role: EnvRole, how: str, error: str, failed: float
@@ -447,6 +492,11 @@ def test_what_a_held_out_episode_shows_last_is_kept_for_the_evaluation(stage: St
     asked = PeekEnd([own, other, make_sample_id(held_out_uid(0, 2), 0, 0)])
     assert handler(asked, 7).texts == ['[{"role": "user", "content": "again"}]', "", ""]
     assert handler(asked, 8).texts == ["", "", ""], "kept for one evaluation"
+    play(stage, role, turn(own, "endless at the end"))
+    play(stage, role, turn(own))
+    assert play(stage, role, turn(own)).ended
+    [kept, *_] = handler(asked, 8).texts
+    assert kept.startswith('[{"role": "user", "content": "again again ') and 100_000 < len(kept) < 101_000
     play(stage, role, turn(own, "an object at the end"))
     play(stage, role, turn(own))
     assert not play(stage, role, turn(own)).result.error
