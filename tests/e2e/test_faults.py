@@ -21,6 +21,7 @@ from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
 from tests.disks import small_file_system
 from tests.e2e.program import Start
+from tests.e2e.test_resume import check_accounts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -222,6 +223,43 @@ def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_wi
     start.wait_until(lambda: start.step >= before + 3)
     os.kill(start.ranks[3], signal.SIGSTOP)
     assert_ended(start, ExitCode.DEADLINE, rf"rank 3 \(env\) .*{silent}", within_s=COMMAND_S)
+
+
+FALLING = """env=scripted env.default.name=class env.default.class_path=tests.e2e.user_code:FallingEnv max_steps=8
+rollout.save_rollouts=true rollout.restart_failed_episodes=true +env.default.options.folder="""
+
+
+def waiting(start: Start, folder: Path) -> tuple[int, int]:
+    """Once an episode waits to be killed: its rank, and the process that forked its own."""
+    start.wait_until((folder / "waits").exists)
+    rank, parent = (folder / "waits").read_text().split()
+    return int(rank), int(parent)
+
+
+def test_an_env_rank_killed_in_an_episode_and_an_episode_that_raises_cost_nothing(runs: Runs) -> None:
+    start = runs.start("run", APART.format("env"), f"{FALLING}{runs.folder}")
+    rank, _ = waiting(start, runs.folder)
+    os.kill(start.ranks[rank], signal.SIGKILL)
+    assert start.wait() == ExitCode.DONE, start.text
+    assert re.search(rf"rank {rank} \(env\) .* SIGKILL .*; the run goes on without it", start.text), start.text
+    rows = read_metrics(runs.folder / "run")
+    assert [row["step"] for row in rows] == list(range(9))
+    told = [[row[f"scheduler/{name}"] for row in rows[1:]] for name in ("score_errors", "restarted")]
+    assert [sum(counts) for counts in told] == [1, 1], "the episode that raised was played again"
+    assert [(row["env/default/failed"] or 0.0) > 0 for row in rows[1:]] == [count > 0 for count in told[0]]
+    check_accounts(runs.folder / "run")
+
+
+def test_without_the_process_that_forks_environments_the_run_ends_and_resumes(runs: Runs) -> None:
+    words = "layout=single", f"{FALLING}{runs.folder}", "env.default.runs_in=process"
+    start = runs.start("run", *words)
+    _, parent = waiting(start, runs.folder)
+    os.kill(parent, signal.SIGKILL)
+    cause = r"the process that forks those of environment class has ended with code -9"
+    assert_ended(start, ExitCode.RANK_FAILED, cause, within_s=COMMAND_S)
+    start = runs.ended("run", *words)
+    assert start.process.returncode == ExitCode.DONE, start.text
+    check_accounts(runs.folder / "run")
 
 
 ENDS = {

@@ -40,14 +40,44 @@ class RoughEnv:
         return ("again", 0.0, False, False, {}) if self._turn == 1 else ("", float(len(action)), True, False, {})
 
 
+class FallingEnv:
+    """Two turns. In the second, the first episode of a run raises, and the next one that gets there waits to be killed:
+    its rank and the process that forked its own stand in `folder`/waits."""
+
+    def __init__(self, folder: str):
+        self._folder, self._turn = Path(folder), 0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._turn += 1
+        if self._turn == 1:
+            return "again", 0.0, False, False, {}
+        if claimed(self._folder / "raises"):
+            raise KeyError("the first episode")
+        if claimed(self._folder / "sleeps"):
+            (self._folder / "part").write_text(f"{os.environ['HPCRL_RANK']} {os.getppid()}")
+            (self._folder / "part").rename(self._folder / "waits")
+            time.sleep(3600)
+        return "", float(len(action)), True, False, {}
+
+
+def claimed(path: Path) -> bool:
+    """Whether this is the first call of a run with this path."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def rough_reward(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, folder: str = ""
 ) -> float:
     """The first response of the run hangs, the second kills its process, the third is worth NaN; others are scored."""
     for name in ("hang", "kill", "nan"):
-        try:
-            (Path(folder) / name).touch(exist_ok=False)
-        except FileExistsError:
+        if not claimed(Path(folder) / name):
             continue
         if name == "hang":
             time.sleep(3600)
@@ -98,13 +128,10 @@ def of_two_domains(items: Sequence[RewardItem], folder: str, fast: int) -> list[
     for item in items:
         name = f"{item.domain}.{item.sample_id}.{os.environ['HPCRL_RANK']}"
         if item.domain == "slow":
-            try:
-                (notes / "first").touch(exist_ok=False)
-            except FileExistsError:
-                while len(list(notes.glob("fast.*"))) < fast:
-                    time.sleep(0.01)
-            else:
+            if claimed(notes / "first"):
                 os.kill(os.getppid(), signal.SIGKILL)
                 time.sleep(60)
+            while len(list(notes.glob("fast.*"))) < fast:
+                time.sleep(0.01)
         (notes / name).touch()
     return [float(item.response == item.answer) for item in items]
