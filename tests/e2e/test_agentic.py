@@ -14,6 +14,7 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from hpcrl.rollout.store import RolloutReader
 from tests.e2e.program import Start
+from tests.e2e.test_resume import check_accounts
 
 textworld = pytest.importorskip("textworld")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -119,6 +120,29 @@ def test_a_critic_learns_the_returns_of_turns(tmp_path: Path, walker_model: Path
             assert batch.returns[tokens][turns == turn][-1].item() == pytest.approx(following, abs=1e-6)
         longest = max(longest, int(turns.max()) + 1)
     assert longest > 1
+
+
+@pytest.mark.parametrize("more", [[], BY_STEPS], ids=["trajectories", "steps and GiGPO"])
+def test_episodes_go_on_while_others_are_trained_and_a_kill_loses_none(
+    tmp_path: Path, walker_model: Path, more: list[str]
+) -> None:
+    """On ranks of their own, with weights that arrive within episodes."""
+    words = ["+experiment=agentic_tiny", *more, f"model.path={walker_model}", "rollout.max_new_tokens=8"]
+    words += ["layout=disaggregated", "layout.trainer.num_ranks=1", "layout.generator.num_ranks=1", "save_every=1"]
+    words += ["rollout.max_lag=1", "algorithm.correction=truncate", "max_steps=8", "eval_every=8"]
+    run_dir = tmp_path / "run"
+    start = Start(run_dir, words)
+    start.wait_until(lambda: start.step > 3)
+    start.kill()
+    check_accounts(run_dir, prompts_stay=False)
+    start = Start(run_dir, words)
+    assert start.wait(200.0) == ExitCode.DONE, start.text
+    check_accounts(run_dir, prompts_stay=False)
+    _, *rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    assert max(row["scheduler/version_lag/max"] or 0.0 for row in rows) == 1
+    failed = [row[name] for row in rows for name in ("env/default/failed", "env/steps/failed") if name in row]
+    assert len(failed) >= 8 and not any(failed) and all(row["actor/grad_norm"] is not None for row in rows)
 
 
 def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:

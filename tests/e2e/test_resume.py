@@ -397,9 +397,10 @@ def check_kills(runs: Runs, rng: random.Random, after_steps: Sequence[int], max_
     assert {0, min(max_lag, 1)} <= lags <= set(range(max_lag + 1))
 
 
-def check_accounts(run_dir: Path) -> None:
+def check_accounts(run_dir: Path, prompts_stay: bool = True) -> None:
     """On the committed lineage each prompt has one disposition or is open, and the ledger's counts are those. Open are
-    no more than may be on their way, and none that the rules of starvation would have let in long ago."""
+    no more than may be on their way, and none that the rules of starvation would have let in long ago. prompts_stay: no
+    environment replaces them."""
     step = committed_step(run_dir)
     if step < 0:
         return
@@ -420,9 +421,9 @@ def check_accounts(run_dir: Path) -> None:
     prompts = drawn(run_dir, ledger["next_uid"])
     for number in RolloutReader(run_dir).steps():
         batch = RolloutReader(run_dir).batch(number)
-        assert len(np.unique(batch.group_ids.numpy())) == 4
+        assert len(np.unique(batch.group_ids.numpy())) == rollout.num_prompts
         for uid, start in zip(batch.group_ids.tolist(), batch.cu_seqlens.tolist(), strict=False):
-            ids = prompts[uid].token_ids
+            ids = prompts[uid].token_ids if prompts_stay else ()
             assert tuple(batch.token_ids[start : start + len(ids)].tolist()) == ids
 
 
