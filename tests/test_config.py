@@ -378,6 +378,10 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
             "env.default.thinking: cut, but an episode by trajectory keeps every token; use env.default.episode=steps",
         ),
         (
+            ["+env.default.memory_mib=512"],
+            "env.default.memory_mib: 512, but only a process of an episode has this limit; use env.",
+        ),
+        (
             ["deterministic=true", "rollout.extra_members=2"],
             "rollout.extra_members: 2, but deterministic=true waits for",
         ),

@@ -39,6 +39,7 @@ def check(config: Config) -> list[Problem]:
         *_filters(config),
         *_fake(config),
         *_redundancy(config),
+        *_environments(config),
         *_asynchronous(config),
         *_evaluation(config),
         *_optimizer(config),
@@ -406,6 +407,17 @@ def _model(config: Config) -> Iterator[Problem]:
     yield from check_family(config, tiny.architecture, (*at, "architecture"))
     yield from check_trainable(config, {"model_type": tiny.architecture}, (*at, "architecture"))
     yield from check_length(config, tiny.max_position_embeddings, "model.tiny.max_position_embeddings")
+
+
+def _environments(config: Config) -> Iterator[Problem]:
+    for domain, env in config.envs.items():
+        if env.memory_mib is not None and env.runs_in != "process":
+            text = f"env.{domain}.memory_mib: {env.memory_mib}, but only a process of an episode has this limit"
+            yield Problem(
+                ("env", domain, "memory_mib"),
+                f"{text}; use env.{domain}.runs_in=process or env.{domain}.memory_mib=null",
+                (("env", domain, "runs_in"),),
+            )
 
 
 def _user_code(config: Config) -> Iterator[Problem]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from hpcrl.config.names import listed
-from hpcrl.spec.fields import Count, Natural, Positive, Seconds, Section
+from hpcrl.spec.fields import NUMBER, Count, Natural, Positive, Seconds, Section
 from hpcrl.spec.tables import ENVS, REWARDS
 
 
@@ -75,6 +75,9 @@ class EnvConfig(Section):
     num_threads: Count = 1
     """Turns that are played concurrently on an env rank; with runs_in=task there is no limit. More than 1 helps
     environments that wait (for a network or a process); with runs_in=thread their code must be thread-safe."""
+    memory_mib: Annotated[int, Field(ge=64), NUMBER] | None = None
+    """With runs_in=process: most private memory of each process of an episode, MiB, with that of the imported modules;
+    null: no limit."""
     timeout_s: Seconds | None = None
     """Timeout for one turn, seconds; null: half of timeouts.command_s. A sample whose turn exceeds it ends with reward
     0; the turn's thread is abandoned, its task cancelled or its process killed."""

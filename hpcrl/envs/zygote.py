@@ -1,7 +1,8 @@
 """The process that forks those of a section's environments: `python -m hpcrl.envs.zygote PARENT_PID DESCRIPTOR`.
 
 It has one thread and imports neither torch nor code of ranks. Its children are in sessions of their own and die with
-it; what user code prints goes to the rank's log.
+it; what user code prints goes to the rank's log. Each child has a folder for temporary files, which is removed when the
+child ends, or before the next fork if the child was killed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ import contextlib
 import errno
 import inspect
 import os
+import resource
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,11 +47,18 @@ def main() -> None:
         write(control, str(error).encode())
         return
     write(control, b"")
+    with tempfile.TemporaryDirectory(prefix="hpcrl-env-", ignore_cleanup_errors=True) as folder:
+        _fork_episodes(config, control, Path(folder))
+
+
+def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> None:
+    """Until the other side closes; then wait for the children. folder: for theirs."""
     own = os.getpid()
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not word:
             break
+        _remove_left(folder)
         try:
             pid = os.fork()
         except OSError as error:  # no memory or too many processes, for now
@@ -56,13 +69,38 @@ def main() -> None:
             die_with(own)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
-                _serve(config, socket.socket(fileno=descriptors[0]))
+                with _settled(config, folder / str(os.getpid())):
+                    _serve(config, socket.socket(fileno=descriptors[0]))
             finally:
                 os.killpg(0, signal.SIGKILL)  # with what the environment has started
         os.close(descriptors[0])
         control.sendall(PID.pack(pid))
     with contextlib.suppress(ChildProcessError):
         os.wait()  # for all of them
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the folders of children that were killed."""
+    for left in folder.iterdir():
+        if not Path(f"/proc/{left.name}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _settled(config: EnvConfig, folder: Path) -> Iterator[None]:
+    """With the configured limit of memory, and with this folder for temporary files."""
+    folder.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    if config.memory_mib is not None:
+        # Not the address space, of which libraries reserve more than they use.
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        most = config.memory_mib << 20
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve(config: EnvConfig, connection: socket.socket) -> None:
@@ -93,6 +131,8 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
                 body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
         except BaseException as error:  # user code may call sys.exit
             text = f"{type(error).__name__}: {error}"
+            if isinstance(error, MemoryError) and config.memory_mib is not None:
+                text = f"MemoryError: it needs more than memory_mib={config.memory_mib}"
             body = msgspec.msgpack.encode(EnvReturned(error=text.encode(errors="replace").decode()[:2000]))
         write(connection, body)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))

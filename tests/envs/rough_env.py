@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ class RoughEnv:
         if answer == "cannot be made":
             raise OSError("no game")
         self._how, self._folder = answer, Path(folder)
+        self._kept: list[bytes] = []
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         return f"start {seed}", {"tools": [], "own": object()}
@@ -31,6 +33,15 @@ class RoughEnv:
                 raise SystemExit(3)
             case "crashes":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            case "leaks":
+                while True:
+                    self._kept.append(bytes(64 << 20))
+            case "writes" | "writes and hangs":
+                name = Path(tempfile.mkdtemp(), "file")
+                name.write_bytes(bytes(1 << 20))
+                (self._folder / "written").write_text(str(name))
+                if self._how == "writes and hangs":
+                    time.sleep(600)
             case "raises":
                 raise KeyError("\udcff")
             case "endless":

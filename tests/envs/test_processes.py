@@ -35,6 +35,15 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def step(env: EnvProcess) -> str:
+    """What a step raises."""
+    try:
+        env.step("x")
+    except EnvProcessError as error:
+        return str(error)
+    return ""
+
+
 def runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
@@ -105,14 +114,7 @@ def test_one_that_cannot_be_made(several: EnvProcesses, tmp_path: Path) -> None:
 def test_one_that_hangs_is_killed_with_what_it_has_started(several: EnvProcesses, tmp_path: Path) -> None:
     env, raised = make(several, "hangs", tmp_path), []
     env.reset(1)
-
-    def step() -> None:
-        try:
-            env.step("x")
-        except EnvProcessError as error:
-            raised.append(str(error))
-
-    thread = threading.Thread(target=step, daemon=True)
+    thread = threading.Thread(target=lambda: raised.append(step(env)), daemon=True)
     thread.start()
     until(lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2)
     pids = [int(word) for word in (tmp_path / "started").read_text().split()]
@@ -121,6 +123,41 @@ def test_one_that_hangs_is_killed_with_what_it_has_started(several: EnvProcesses
     thread.join(20)
     assert raised == ["the environment's process has ended"] and not (tmp_path / "closed").exists()
     until(lambda: not any(map(runs, pids)))
+
+
+def test_one_that_leaks_reaches_its_limit_alone(tmp_path: Path) -> None:
+    several = EnvProcesses(EnvConfig.model_validate(ROUGH | {"runs_in": "process", "memory_mib": 512}))
+    leaks, other = make(several, "leaks", tmp_path), make(several, "plain", tmp_path)
+    leaks.reset(1)
+    other.reset(1)
+    with pytest.raises(EnvProcessError, match="MemoryError: it needs more than memory_mib=512"):
+        leaks.step("x")
+    assert other.step("x")[0] == "x?"
+    several.close()
+
+
+def test_temporary_files_go_with_their_process(tmp_path: Path) -> None:
+    """Of one that is killed, before the next begins."""
+    several = EnvProcesses(EnvConfig.model_validate(ROUGH))
+    made, files = [], []
+    for how in ("writes", "writes and hangs"):
+        (tmp_path / how).mkdir()
+        made.append(make(several, how, tmp_path / how))
+        made[-1].reset(1)
+        threading.Thread(target=step, args=(made[-1],), daemon=True).start()
+        until((tmp_path / how / "written").exists)
+        files.append(Path((tmp_path / how / "written").read_text()))
+    (own, killed), bases = (file.parents[1] for file in files), {file.parents[2] for file in files}
+    assert own != killed and killed.exists() and len(bases) == 1
+    until(lambda: not made[0]._at_work)
+    made[0].close()
+    until(lambda: not own.exists())
+    made[1].close()
+    until(lambda: not psutil.pid_exists(made[1]._pid))
+    make(several, "plain", tmp_path).reset(1)
+    assert not killed.exists()
+    several.close()
+    assert not any(base.exists() for base in bases)
 
 
 def test_what_an_environment_leaves_behind_ends_with_it(several: EnvProcesses, tmp_path: Path) -> None:
