@@ -27,7 +27,7 @@ SPEC = PipelineSpec(
 
 
 def agentic(run: Run) -> None:
-    """Train the policy of `run` to its last step. A sample is an episode: its turns are one sequence, of which the
-    model's tokens are trained, with the rewards of its environment (StarPO's trajectories, arXiv 2504.20073). All else,
-    with what runs in the background, is that of rlvr()."""
+    """Train the policy of `run` to its last step. A sample is an episode, of which the model's tokens are trained, with
+    the rewards of its environment: its turns are one sequence (StarPO's trajectories, arXiv 2504.20073), or with
+    episode=steps each a sequence of its own. All else, with what runs in the background, is that of rlvr()."""
     rlvr(run)

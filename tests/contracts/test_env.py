@@ -127,6 +127,24 @@ def test_two_episodes_at_once_do_not_know_each_other(case: Case) -> None:
     assert together == alone
 
 
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_close_may_come_at_any_time_and_ends_no_other_episode(case: Case) -> None:
+    """Before the first reset, too: the role closes what it has made."""
+    alone = play(made(case), 3, case.responses)
+    other = made(case)
+    played = [other.reset(3)[0]]
+    for turns in (None, 0, 1, len(case.responses)):
+        env = made(case)
+        if turns is not None:
+            play(env, 3, case.responses[:turns])
+        if close := getattr(env, "close", None):
+            close()
+    played += [json.loads(json.dumps(other.step(response))) for response in case.responses[: len(alone) - 1]]
+    if close := getattr(other, "close", None):
+        close()
+    assert played == alone
+
+
 @pytest.mark.parametrize("case", GAMES, ids=name_of)
 def test_seeds_give_different_episodes(case: Case) -> None:
     played = {json.dumps(play(made(case), seed, case.responses[:5])) for seed in range(40)}

@@ -45,6 +45,7 @@ def test_the_contract_of_environments() -> None:
     first = contract.play(contract.made(case), 5, case.responses)
     assert contract.play(contract.made(case), 5, case.responses) == first
     contract.test_two_episodes_at_once_do_not_know_each_other(case)
+    contract.made(case).close()  # type: ignore[attr-defined]  # before its first reset
     for response in ("", "<bash>", "<bash>\0</bash>", "<bash>\ud800</bash>", "<bash>" + "9" * 50_000 + "</bash>"):
         contract.test_what_is_no_action_changes_nothing_and_is_counted(case._replace(responses=[]), response)
     contract.test_a_step_needs_a_running_episode(case)

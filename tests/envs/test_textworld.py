@@ -45,6 +45,7 @@ def test_the_contract_of_environments(folder: Path) -> None:
     case = contract.Case("textworld", {"games": [str(folder)]}, WALK)
     contract.test_an_episode_is_a_function_of_seed_and_actions(case)
     contract.test_two_episodes_at_once_do_not_know_each_other(case)
+    contract.test_close_may_come_at_any_time_and_ends_no_other_episode(case)
     for response in contract.HOSTILE[::4]:
         contract.test_what_is_no_action_changes_nothing_and_is_counted(case, response)
     contract.test_texts_come_from_options(case)
