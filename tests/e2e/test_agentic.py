@@ -142,7 +142,7 @@ def test_episodes_go_on_while_others_are_trained_and_a_kill_loses_none(
     assert [row["step"] for row in rows] == [*range(1, 9)]
     assert max(row["scheduler/version_lag/max"] or 0.0 for row in rows) == 1
     failed = [row[name] for row in rows for name in ("env/default/failed", "env/steps/failed") if name in row]
-    assert len(failed) >= 8 and not any(failed) and all(row["actor/grad_norm"] is not None for row in rows)
+    assert failed and not any(failed) and all(row["actor/grad_norm"] is not None for row in rows)
 
 
 def test_the_pipeline_needs_an_environment(tmp_path: Path) -> None:
