@@ -46,9 +46,10 @@ def main() -> None:
     except ValueError as error:
         write(control, str(error).encode())
         return
+    folder = Path(tempfile.mkdtemp(prefix="hpcrl-env-"))
     write(control, b"")
-    with tempfile.TemporaryDirectory(prefix="hpcrl-env-", ignore_cleanup_errors=True) as folder:
-        _fork_episodes(config, control, Path(folder))
+    _fork_episodes(config, control, folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> None:
@@ -81,7 +82,7 @@ def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> N
 
 def _remove_left(folder: Path) -> None:
     """Remove the folders of children that were killed."""
-    for left in folder.iterdir():
+    for left in folder.iterdir() if folder.exists() else ():  # which those who clean /tmp may remove
         if not Path(f"/proc/{left.name}").exists():
             shutil.rmtree(left, ignore_errors=True)
 
@@ -89,7 +90,7 @@ def _remove_left(folder: Path) -> None:
 @contextlib.contextmanager
 def _settled(config: EnvConfig, folder: Path) -> Iterator[None]:
     """With the configured limit of memory, and with this folder for temporary files."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     if config.memory_mib is not None:
         # Not the address space, of which libraries reserve more than they use.

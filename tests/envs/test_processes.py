@@ -133,6 +133,8 @@ def test_one_that_leaks_reaches_its_limit_alone(tmp_path: Path) -> None:
     with pytest.raises(EnvProcessError, match="MemoryError: it needs more than memory_mib=512"):
         leaks.step("x")
     assert other.step("x")[0] == "x?"
+    for env in (leaks, other):
+        env.close()
     several.close()
 
 
