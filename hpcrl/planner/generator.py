@@ -113,30 +113,40 @@ def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles
     to yield a tensor: on either side two steps, and where tensors come in pieces the one that is put together."""
     if layout.generates_on_trainers:
         return []
-    plan, wire, parts = train_plan(config), BYTES[config.generator.dtype], []
-    published = trained(config, shape)
-    step = min(BUCKET_BYTES, published.num_parameters * wire)
+    plan, needed, parts = train_plan(config), needed_bytes(config, layout, shape), []
+    step = min(BUCKET_BYTES, sum(needed))
     if "trainer" in roles:
         sent = 2 * step // plan.num_senders(config, len(layout.ranks["trainer"]))
         parts.append(Part("trainer", "weights to send", sent, ("publish",)))
     if "generator" in roles:
-        received = 2 * min(BUCKET_BYTES // layout.generator_tensor_parallel, step)
-        received += plan.largest_tensor(published) * wire
+        received = 2 * step * max(needed) // sum(needed)
+        received += plan.largest_tensor(trained(config, shape)) * BYTES[config.generator.dtype]
         parts.append(Part("generator", "weights received", received, ("publish",)))
     return parts
 
 
+def needed_bytes(config: Config, layout: RoleLayout, shape: ModelShape) -> list[int]:
+    """Bytes of new weights that each rank of a replica must get."""
+    need, size = GEN_ENGINES[config.gen_engine].need, layout.generator_tensor_parallel
+    return [
+        sum(
+            ITEM_BYTES[needed.dtype or config.model.dtype] * sum(map(count, needed.boxes))
+            for p in trained(config, shape).parameters
+            for needed in (need(config, shape, p.name, p.shape, index, size),)
+        )
+        for index in range(size)
+    ]
+
+
 def update_traffic(config: Config, layout: RoleLayout, shape: ModelShape) -> tuple[int, int]:
-    """(bytes to the first generator rank, bytes from a trainer rank on average) of a weight update, as if no rank had
-    both roles; the trainers' gather, if generators run there, brings each rank what it lacks."""
-    need, size = GEN_ENGINES[config.generator.engine].need, layout.generator_tensor_parallel
-    needs = [(p, need(config, p.name, tuple(p.shape), 0, size)) for p in trained(config, shape).parameters]
-    received = sum(ITEM_BYTES[n.dtype or config.model.dtype] * count(box) for p, n in needs for box in n.boxes)
+    """(most bytes to a generator rank, bytes from a trainer rank on average) of a weight update, as if no rank had both
+    roles; the trainers' gather, if generators run there, brings each rank all that it lacks of the whole tensors."""
     trainers = len(layout.ranks["trainer"])
     if layout.generates_on_trainers:
-        received -= received // trainers
-        return received, received
-    return received, received * len(layout.ranks["generator"]) // trainers
+        whole = trained(config, shape).num_parameters * BYTES[config.generator.dtype]
+        return whole - whole // trainers, whole - whole // trainers
+    needed = needed_bytes(config, layout, shape)
+    return max(needed), sum(needed) * len(layout.replicas) // trainers
 
 
 def prefill_width(shape: ModelShape) -> int:

@@ -110,6 +110,11 @@ class ModelShape:
     shared_size: int = 0
     """Width of the experts that every token has."""
 
+    @cached_property
+    def splits(self) -> dict[str, ParameterSplit]:
+        """How tensor parallelism splits each parameter, by name."""
+        return {parameter.name: parameter.split for parameter in self.parameters}
+
     @property
     def qk_norm(self) -> bool:
         """Whether query and key heads are normalised."""
@@ -176,6 +181,14 @@ def shape_of(folder: str | None, key: str) -> ModelShape:
         return read_shape(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise CannotPlanError(f"{key}: {path} cannot be read: {error}") from error
+
+
+def known_shape(folder: Path) -> ModelShape | None:
+    """The parameters of the model in a folder; None if they are not known."""
+    try:
+        return shape_of(str(folder), "model.path")
+    except CannotPlanError:
+        return None
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:

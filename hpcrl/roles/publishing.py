@@ -4,6 +4,7 @@ rank has both roles, else from the ranks that hold them to those that need them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from hpcrl.comm.weights_plan import arriving_dtype
 from hpcrl.control.messages import Done, Pull
 from hpcrl.control.world import PEER_SHARE
 from hpcrl.engines.gen.base import ShowsWeights
+from hpcrl.planner.shapes import ModelShape, known_shape
 from hpcrl.roles.base import Rank, without
 from hpcrl.roles.generator import GeneratorRole
 from hpcrl.roles.trainer import TrainerRole
@@ -159,8 +161,13 @@ class Publishing:
     def _needs(self, layout: Sequence[Held]) -> list[list[Need]]:
         """What each rank of a replica needs of every tensor."""
         config, size = self._worker.config, self._worker.layout.generator_tensor_parallel
-        need = GEN_ENGINES[config.gen_engine].need
-        return [[need(config, held.name, held.shape, index, size) for held in layout] for index in range(size)]
+        need, model = GEN_ENGINES[config.gen_engine].need, self._model
+        return [[need(config, model, held.name, held.shape, index, size) for held in layout] for index in range(size)]
+
+    @cached_property
+    def _model(self) -> ModelShape | None:
+        """The model's parameters, if they are known."""
+        return known_shape(self._worker.model_path)
 
     @property
     def _generator(self) -> GeneratorRole:

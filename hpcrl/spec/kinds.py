@@ -190,9 +190,11 @@ class GenEngineSpec(Spec):
     Its section stands under generator.NAME.
     """
 
-    need: Callable[[Any, str, tuple[int, ...], int, int], Need] = all_in_generators_dtype
-    """`need(config, name, shape, index, num_ranks)`: what rank `index` of the num_ranks of a replica must get of this
-    weight. load_weights() gets tensors of full shape; numbers outside the need are arbitrary."""
+    need: Callable[[Any, Any, str, tuple[int, ...], int, int], Need] = all_in_generators_dtype
+    """`need(config, model, name, shape, index, num_ranks)`: what rank `index` of the num_ranks of a replica must get of
+    this weight. model: the model's ModelShape (hpcrl.planner.shapes), None if its parameters are not known.
+    load_weights() gets tensors of full shape, those of which the rank needs something; numbers outside the need are
+    arbitrary."""
     families: tuple[str, ...] | None = None
     """Model families it runs, as config.json's model_type; None: all."""
     unsupported: Callable[[Mapping[str, Any], int], Iterable[str]] = lambda model, longest: ()

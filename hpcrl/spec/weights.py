@@ -72,6 +72,8 @@ def count(box: Box) -> int:
     return math.prod(last - first for first, last in box)
 
 
-def all_in_generators_dtype(config: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> Need:
+def all_in_generators_dtype(
+    config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int
+) -> Need:
     """The need of an engine that reads every tensor on every rank, and keeps it in generator.dtype."""
     return Need(config.generator.dtype, (everything(shape),))

@@ -313,7 +313,7 @@ def _all(group: Any, value: float, op: Any = dist.ReduceOp.SUM) -> float:
 RUNS = {
     "Qwen2.5-7B": (8, 8, 1),
     "Qwen3-30B-A3B": (16, 16, 1),
-    "Qwen3-235B-A22B": (256, 64, 1),
+    "Qwen3-235B-A22B": (256, 64, 8),
 }
 """Trainers, generators, ranks of a replica."""
 
@@ -323,12 +323,13 @@ def planned() -> Iterator[dict[str, object]]:
     for model, (trainers, generators, tensor) in RUNS.items():
         shape = read_shape(PUBLISHED[model][0])
         own = {"num_ranks": generators, "colocate_with": None, "tensor_parallel": tensor}
-        words = {"layout": {"trainer": {"num_ranks": trainers}, "generator": own}, "generator": {"dtype": "bfloat16"}}
-        config = parse(words)
+        engine = {"engine": "vllm", "dtype": "bfloat16"}
+        config = parse({"layout": {"trainer": {"num_ranks": trainers}, "generator": own}, "generator": engine})
         received, sent = update_traffic(config, RoleLayout.from_config(config), shape)
         seconds = {str(rate): round(max(received, sent) / rate / 1e9, 2) for rate in (12.5, 25, 50, 100)}
         gib = {"received_gib": round(received / 2**30, 1), "sent_gib": round(sent / 2**30, 1)}
-        yield {"model": model, "trainers": trainers, "generators": generators, **gib, "seconds_at_gb_per_s": seconds}
+        ranks = {"trainers": trainers, "generators": generators, "tensor_parallel": tensor}
+        yield {"model": model, **ranks, **gib, "seconds_at_gb_per_s": seconds}
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from hpcrl.config import LoRAConfig
 from hpcrl.planner.lora import adapters
-from hpcrl.planner.shapes import CannotPlanError, read_shape
+from hpcrl.planner.shapes import known_shape
 
 
 class WeightNames:
@@ -23,9 +22,7 @@ class WeightNames:
     def of(cls, folder: Path, lora: LoRAConfig | None = None) -> WeightNames:
         """Of a folder in HF layout, or of the adapters beside it; nothing is checked for a family whose parameters are
         not known."""
-        try:
-            shape = read_shape(json.loads((folder / "config.json").read_text()))
-        except CannotPlanError:
+        if (shape := known_shape(folder)) is None:
             return cls({})
         parameters = adapters(lora, shape) if lora is not None else shape.parameters
         return cls({parameter.name: parameter.shape for parameter in parameters})

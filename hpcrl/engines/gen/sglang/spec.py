@@ -85,9 +85,9 @@ def share(config: Any) -> float | None:
     return given or (BESIDE_SHARE if config.layout.generator.colocate_with is not None else None)
 
 
-def _need(config: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> Need:
+def _need(config: Any, model: Any, name: str, shape: Sequence[int], index: int, num_ranks: int) -> Need:
     """The first rank passes all weights on to the engine, tensor by tensor; the others get none."""
-    return all_in_generators_dtype(config, name, shape, index, num_ranks) if index == 0 else Need("", ())
+    return all_in_generators_dtype(config, model, name, shape, index, num_ranks) if index == 0 else Need("", ())
 
 
 SPEC = GenEngineSpec(

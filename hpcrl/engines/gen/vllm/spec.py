@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from hpcrl.engines.gen.vllm.slices import slices
 from hpcrl.spec.extras import version_of
 from hpcrl.spec.fields import NUMBER, Section
 from hpcrl.spec.installed import fields, folder_of, table_keys, unknown_options
 from hpcrl.spec.kinds import GenEngineSpec
 from hpcrl.spec.problems import Problem
+from hpcrl.spec.weights import Need
 
 OWN = {
     "model": "model.path",
@@ -107,6 +109,12 @@ def start_share(config: Any) -> float:
     return TURNS_SHARE if on_trainers and in_step and config.layout.offload != "never" else BESIDE_SHARE
 
 
+def _need(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> Need:
+    """The slices that vLLM's loaders take of each tensor."""
+    options = config.generator.section(VLLMConfig).options
+    return Need(config.generator.dtype, slices(options, model, name, shape, index, num_ranks))
+
+
 SPEC = GenEngineSpec(
     about="vLLM, in the rank's own process.",
     needs={"vllm": "vllm"},
@@ -116,6 +124,7 @@ SPEC = GenEngineSpec(
     check=_check,
     unsupported=_unsupported,
     resume_keys=("kv_cache_gib", "memory_share", "eager"),
+    need=_need,
     tensor_parallel=True,
     recompute=True,
     float32_head=True,

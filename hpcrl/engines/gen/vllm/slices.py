@@ -1,0 +1,62 @@
+"""The part of each weight that a tensor parallel rank of vLLM 0.32 reads (its weight loaders in
+vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py and fused_moe/routed_experts.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.spec.weights import Box, everything
+
+if TYPE_CHECKING:  # it reads the specifications
+    from hpcrl.planner.shapes import ModelShape
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+"""Whose slices are tested (Mistral is vLLM's Llama); ranks get the whole of other families."""
+RESHAPING = {
+    *("enable_elastic_ep", "enable_eplb", "eplb_config", "expert_placement_strategy", "hf_config_path"),
+    *("model_class_overrides", "model_impl", "prefill_context_parallel_size", "quantization", "quantization_config"),
+}
+"""Arguments of vLLM's EngineArgs with which a rank may read other parts."""
+VOCABULARY_BLOCK = 64
+"""vLLM pads the vocabulary to a multiple of this."""
+
+
+def slices(
+    options: Mapping[str, Any], model: ModelShape | None, name: str, shape: tuple[int, ...], index: int, num_ranks: int
+) -> tuple[Box, ...]:
+    """Disjoint boxes of a weight of this name and shape, at least one: what rank `index` of num_ranks reads. options:
+    generator.vllm.options. model: None if its parameters are not known."""
+    split = model.splits.get(name, "whole") if model is not None else "whole"
+    if num_ranks == 1 or split == "whole" or model is None or model.family not in FAMILIES or RESHAPING & {*options}:
+        return (everything(shape),)
+    if split == "vocabulary":
+        return (_along(shape, 0, *_words(shape[0], index, num_ranks)),)
+    axis, number, blocks = 0, 1, num_ranks  # matrices stacked along an axis, and into how many blocks each is divided
+    if split == "key":
+        blocks = min(model.num_kv_heads, num_ranks)  # consecutive ranks have the same head if there are more of them
+    elif split == "row":
+        axis = 1
+    elif split == "expert" and not options.get("enable_expert_parallel"):
+        axis, number = (1, 2) if name.endswith("gate_up_proj") else (2, 1)
+    size, place = shape[axis] // number, index * blocks // num_ranks
+    return tuple(_along(shape, axis, *_block(start, size, place, blocks)) for start in range(0, shape[axis], size))
+
+
+def _block(start: int, size: int, index: int, blocks: int) -> tuple[int, int]:
+    """Bounds of one of the blocks; the first are larger by one if their number does not divide the size."""
+    each, more = divmod(size, blocks)
+    first = start + index * each + min(index, more)
+    return first, first + each + (index < more)
+
+
+def _words(rows: int, index: int, num_ranks: int) -> tuple[int, int]:
+    """Rows of the vocabulary. A rank whose rows are all padding gets the last one: vLLM wants every tensor."""
+    padded = -(-rows // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
+    first = min(padded * index // num_ranks, rows - 1)
+    return first, max(first + 1, min(padded * (index + 1) // num_ranks, rows))
+
+
+def _along(shape: tuple[int, ...], axis: int, first: int, end: int) -> Box:
+    """The tensor between two bounds of an axis."""
+    return (*everything(shape[:axis]), (first, end), *everything(shape[axis + 1 :]))
