@@ -120,7 +120,7 @@ def hand_over_parts(config: Config, layout: RoleLayout, shape: ModelShape, roles
         parts.append(Part("trainer", "weights to send", sent, ("publish",)))
     if "generator" in roles:
         received = 2 * step * max(needed) // sum(needed)
-        received += plan.largest_tensor(trained(config, shape)) * BYTES[config.generator.dtype]
+        received += max(p.size for p in trained(config, shape).parameters) * BYTES[config.generator.dtype]
         parts.append(Part("generator", "weights received", received, ("publish",)))
     return parts
 

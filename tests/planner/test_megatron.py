@@ -91,13 +91,13 @@ def test_a_critic_has_a_row_on_the_last_stage_in_place_of_a_vocabulary() -> None
 
 def test_no_rank_holds_a_copy_of_the_weights_that_travel(shape: ModelShape) -> None:
     """On a trainer rank two steps of 256 MiB; on a generator rank of eight an eighth of that, and the largest tensor,
-    the embedding of 151936 x 4096 in bf16. Nothing in host memory."""
+    gate and up of the 128 experts of a layer, 2 x 1536 x 4096 each in bf16. Nothing in host memory."""
     config = run_of(256, generator=8, **LARGEST)
     config = config.model_copy(update={"generator": config.generator.model_copy(update={"dtype": "bfloat16"})})
     parts = hand_over_parts(config, RoleLayout.from_config(config), shape, ("trainer", "generator"))
     assert [(part.role, part.num_bytes, part.on_host) for part in parts] == [
         ("trainer", 2 * (256 << 20), False),
-        ("generator", 2 * (32 << 20) + 2 * 151_936 * 4096, False),
+        ("generator", 2 * (32 << 20) + 2 * 128 * 3072 * 4096, False),
     ]
 
 
