@@ -2,6 +2,7 @@
 
 The checksum of a tensor is the sum, modulo 2**64, of the bits of each number times an odd factor of its place. So the
 sums of disjoint parts add up to that of the tensor, whichever ranks hold the parts, and numbers at wrong places count.
+Zeros of both signs are the same number: an engine may show weights as products with the identity, which lose it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def checksum(part: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype | 
         for (first, last), size in zip(at, shape, strict=True):
             places = (places * size)[..., None] + torch.arange(first, last, device=part.device)
         converted = chunk.to(dtype or chunk.dtype).contiguous()
+        converted = converted.masked_fill(converted == 0, 0)
         total += (converted.view(BITS[converted.element_size()]) * (places * FACTOR + 1)).sum()
     return total
 

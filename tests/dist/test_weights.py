@@ -301,6 +301,12 @@ def test_a_checksum_takes_little_memory_however_large_a_row_is(monkeypatch: pyte
     assert found == [expected]
 
 
+def test_zeros_of_both_signs_have_one_checksum() -> None:
+    zeros, signed = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
+    assert checksum(zeros, everything((3,)), (3,)) == checksum(signed, everything((3,)), (3,))
+    assert checksum(zeros, everything((3,)), (3,)) != checksum(signed + 1e-30, everything((3,)), (3,))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.timeout(240)

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpcrl.comm.weights_check import LoadedSums, held_sums
 from hpcrl.config import TinyModel
 from hpcrl.engines.gen.base import Output, ReplicaRanks, Request, SamplingParams
 from hpcrl.engines.routes import RouteShape
 from hpcrl.engines.tiny import make_tiny_model
+from hpcrl.spec.weights import Held, Need, everything
 from tests.contracts.gen.vllm import leave_groups
 from tests.engines.test_head_dtype import large_logits
 from tests.engines.test_lora import LORA, check_generator
@@ -168,10 +170,25 @@ def model_logprobs(model: Any, request: Request, output: Output) -> np.ndarray:
     return chosen
 
 
+def not_loaded(engine: Any, model: Any) -> list[str]:
+    """The weights that the engine shows otherwise than the model has them, by checksums as of check_weights=true; all
+    that it does not show."""
+    named = dict(model.named_parameters())
+    layout = [Held.whole(name, "float32", tensor.shape, [0]) for name, tensor in named.items()]
+    needs = [Need("float32", (everything(tensor.shape),)) for tensor in named.values()]
+    loaded = LoadedSums(layout, needs)
+    for _ in loaded.noting(engine.loaded_weights(list(named))):
+        pass
+    return loaded.differing(held_sums(0, layout, [needs], named.values())[0])
+
+
 @pytest.mark.numerics
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_after_an_update_are_those_of_the_new_weights(family: str, tmp_path: Path) -> None:
-    """Also of requests that waited, with prompts of which the cache has what the old weights computed."""
+def test_logprobs_after_an_update_are_those_of_the_new_weights(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of requests that waited, with prompts of which the cache has what the old weights computed. The engine shows
+    the new weights, and what it still computes with if the packed copies of a CPU are not made anew."""
     folder = family_folder(family, tmp_path / "model")
     engine = make_engine(folder, options={"block_size": 32})
     asked = [Request(i, [(11 * i + k) % 90 for k in range(40 + i)], SamplingParams(12), seed=i) for i in range(3)]
@@ -180,7 +197,15 @@ def test_logprobs_after_an_update_are_those_of_the_new_weights(family: str, tmp_
         engine.load_weights(((name, tensor.detach()) for name, tensor in model.named_parameters()), version)
         for i, output in answers(engine, () if version else asked).items():
             np.testing.assert_allclose(output.gen_logprobs, model_logprobs(model, asked[i], output), atol=2e-5)
+        assert not_loaded(engine, model) == []
         engine.add(asked)  # until the next weights
+    monkeypatch.setattr("hpcrl.engines.gen.vllm.engine.repair_after_load", lambda model: None)
+    model = changed(folder, 2)
+    engine.load_weights(((name, tensor.detach()) for name, tensor in model.named_parameters()), 2)
+    experts = [f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
+    head = ["model.embed_tokens.weight"] if model.config.tie_word_embeddings else []
+    stale = [] if torch.cuda.is_available() else [*head, *(experts if "moe" in family else ())]
+    assert not_loaded(engine, model) == stale
     engine.close()
 
 

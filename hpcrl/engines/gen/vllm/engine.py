@@ -35,10 +35,12 @@ from hpcrl.engines.gen.vllm.replica import arguments as replica_arguments
 from hpcrl.engines.gen.vllm.replica import keeping_default_group, world_of
 from hpcrl.engines.gen.vllm.routes import RouteRecorder
 from hpcrl.engines.gen.vllm.sampler import Drawing, Sampler
+from hpcrl.engines.gen.vllm.shown import shown
+from hpcrl.engines.gen.vllm.slices import are_known
 from hpcrl.engines.gen.vllm.spec import VLLMConfig, shares_gpu, start_share
 from hpcrl.engines.gen.vllm.weights import repair_after_load
 from hpcrl.engines.routes import RouteShape, routes_of
-from hpcrl.planner.shapes import read_shape
+from hpcrl.planner.shapes import known_shape, read_shape
 from hpcrl.rollout.types import FinishReason
 from hpcrl.trajectory import Field
 
@@ -172,7 +174,8 @@ class VLLMEngine:
         self.version = 0 if load else -1
         self.max_slots = max_slots
         self._max_length, self._vocab_size = max_length, config.model_config.get_vocab_size()
-        self._names = WeightNames.of(Path(model_path), lora)
+        self._names, self._model = WeightNames.of(Path(model_path), lora), known_shape(Path(model_path))
+        self._replica, self._options = replica, dict(options or {})
         self._adapter = Adapter(self._runner, lora) if lora is not None else None
         self._stops = StopStrings(tokenizer, self._vocab_size) if tokenizer is not None else None
         self._growing: dict[int, _Growing] = {}
@@ -240,6 +243,12 @@ class VLLMEngine:
         self._engine.abort_request([str(request.id) for request in waiting])
         for request in waiting:  # else they would begin with what the weights before have computed
             self._queue(request)
+
+    def loaded_weights(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ShowsWeights: nothing of adapters, and of models of which it is not known how vLLM divides them."""
+        if self._adapter is None and self._model is not None and are_known(self._options, self._model):
+            place = self._replica.index, len(self._replica.ranks)
+            yield from shown(self._runner.get_model(), self._model, names, self._options, *place)
 
     def recompute(self) -> None:
         """See GenEngine: running requests are preempted, and their tokens are prefilled again."""

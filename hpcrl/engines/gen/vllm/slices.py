@@ -22,13 +22,18 @@ VOCABULARY_BLOCK = 64
 """vLLM pads the vocabulary to a multiple of this."""
 
 
+def are_known(options: Mapping[str, Any], model: ModelShape) -> bool:
+    """Whether it is tested how vLLM divides the weights of this model."""
+    return model.family in FAMILIES and not RESHAPING & options.keys()
+
+
 def slices(
     options: Mapping[str, Any], model: ModelShape | None, name: str, shape: tuple[int, ...], index: int, num_ranks: int
 ) -> tuple[Box, ...]:
     """Disjoint boxes of a weight of this name and shape, at least one: what rank `index` of num_ranks reads. options:
     generator.vllm.options. model: None if its parameters are not known."""
-    split = model.splits.get(name, "whole") if model is not None else "whole"
-    if num_ranks == 1 or split == "whole" or model is None or model.family not in FAMILIES or RESHAPING & {*options}:
+    split = model.splits.get(name, "whole") if model is not None and are_known(options, model) else "whole"
+    if num_ranks == 1 or split == "whole" or model is None:
         return (everything(shape),)
     if split == "vocabulary":
         return (_along(shape, 0, *_words(shape[0], index, num_ranks)),)
