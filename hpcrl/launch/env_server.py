@@ -4,15 +4,18 @@ python -m hpcrl.launch.env_server [--host HOST] [--port PORT] [--token-env NAME]
     env.NAME.KEY=VALUE ...
 
 It hosts every section `env` of the configuration, prints its address, and plays each session in the thread of the
-request. Requests are JSON objects of the types below, posted to /reset, /step, /close and /sections.
+request; coroutines of an environment run in one event loop of the server. Requests are JSON objects of the types
+below, posted to /reset, /step, /close and /sections.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import hmac
 import http.server
+import inspect
 import json
 import os
 import secrets
@@ -20,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +79,8 @@ class EnvRefused(Exception):
 @dataclass(eq=False)
 class _Session:
     env: Env
-    used: float
+    returned: Callable[[Any], Any]
+    used: float = 0.0
     steps: int = 0
     last: dict[str, Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -84,7 +88,7 @@ class _Session:
     def close(self) -> None:
         if hasattr(self.env, "close"):
             with contextlib.suppress(Exception, SystemExit):
-                self.env.close()
+                self.returned(self.env.close())
 
 
 class EnvServer(http.server.ThreadingHTTPServer):
@@ -108,6 +112,8 @@ class EnvServer(http.server.ThreadingHTTPServer):
         self._envs, self._token, self._idle_s, self._max_sessions = config.envs, token, idle_s, max_sessions
         self._sessions: dict[str, _Session] = {}
         self._lock = threading.Lock()
+        self._tasks = asyncio.new_event_loop()
+        threading.Thread(target=self._tasks.run_forever, name="coroutines", daemon=True).start()
         self.address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
         super().__init__(at, _Handler)
 
@@ -119,6 +125,10 @@ class EnvServer(http.server.ThreadingHTTPServer):
             over = [self._sessions.pop(name) for name in left if not self._sessions[name].lock.locked()]
         for session in over:
             threading.Thread(target=session.close, name="close", daemon=True).start()
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._tasks.call_soon_threadsafe(self._tasks.stop)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that breaks is the client's affair."""
@@ -149,9 +159,10 @@ class EnvServer(http.server.ThreadingHTTPServer):
         if len(self._sessions) >= self._max_sessions:
             raise EnvRefused(503, f"the server has {self._max_sessions} sessions, as many as --max-sessions allows")
         named = {name: asked.row.pop(name, None) for name in ("prompt", "answer", "messages")}
-        session = _Session(make_env(self._envs[asked.section], named | {"extra": asked.row}, asked.chat_template), 0.0)
+        env = make_env(self._envs[asked.section], named | {"extra": asked.row}, asked.chat_template)
+        session = _Session(env, self._returned)
         try:
-            observation, info = session.env.reset(asked.seed)
+            observation, info = self._returned(env.reset(asked.seed))
         except BaseException:
             session.close()
             raise
@@ -172,7 +183,7 @@ class EnvServer(http.server.ThreadingHTTPServer):
             if asked.number != session.steps:
                 raise EnvRefused(409, f"step {asked.number} of the session after {session.steps} steps")
             try:
-                observation, reward, terminated, truncated, info = session.env.step(asked.action)
+                observation, reward, terminated, truncated, info = self._returned(session.env.step(asked.action))
             except BaseException:  # a repeated request must not play the step again
                 self._close(EnvClose(asked.session))
                 raise
@@ -180,6 +191,10 @@ class EnvServer(http.server.ThreadingHTTPServer):
             ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
             session.last = {"observation": observation, "reward": float(reward), **ends, "info": _told(info)}
             return session.last
+
+    def _returned(self, value: Any) -> Any:
+        """The value, or what the coroutine returns."""
+        return asyncio.run_coroutine_threadsafe(value, self._tasks).result() if inspect.iscoroutine(value) else value
 
     def _close(self, asked: EnvClose) -> dict[str, Any]:
         with self._lock:

@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2}),
     "qwen3_moe": ("qwen3_moe", UNTIED | EXPERTS),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {}),
 }
 ASKED = [Request(i, [63, 99, i], SamplingParams(max_new_tokens=2, ignore_eos=True), seed=i) for i in range(2)]
 """With the last words of either rank, of a vocabulary of 100 that vLLM pads to 128."""

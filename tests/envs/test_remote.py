@@ -99,6 +99,16 @@ def test_a_game_is_the_same_behind_a_server() -> None:
         there.close()
 
 
+def test_a_server_plays_coroutines() -> None:
+    """Those of a remote environment: the server asks another one."""
+    CLOSED.clear()
+    with serving(default=NOTED) as url, serving(default={"name": "remote", "options": {"url": url}}) as relay:
+        made = remote(relay)
+        assert made.reset(3)[0].startswith("4 left") and made.step("end")[1] == 0.5
+        made.close()
+    assert CLOSED == ["4 left "]
+
+
 def test_columns_template_and_tools_travel_and_a_session_is_closed_once() -> None:
     CLOSED.clear()
     with serving(default=NOTED) as url:
