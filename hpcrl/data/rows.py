@@ -136,7 +136,9 @@ def _messages(value: Any, where: str, key: str) -> Messages:
         if not value.strip():
             raise BadRow(f"{where}: {key} is empty")
         return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
+    if value == []:
+        raise BadRow(f"{where}: {key} is empty")
+    if not isinstance(value, list):
         raise BadRow(f"{where}: {key} must be text or a list of messages, it is {type(value).__name__}")
     for n, message in enumerate(value):
         if not isinstance(message, dict) or message.get("role") not in ROLES:

@@ -63,7 +63,10 @@ class RemoteEnv:
 
 async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dict[str, Any]:
     """The server's answer. RemoteEnvError says why there is none."""
-    token = os.environ.get(options.token_env, "") if options.token_env else ""
+    try:
+        token = token_of(options)
+    except ValueError as error:
+        raise RemoteEnvError(f"{options.url}: {error}") from None
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     url, body = f"{options.url.rstrip('/')}/{what}", json.dumps(content).encode()
@@ -89,6 +92,19 @@ async def ask(options: RemoteOptions, what: str, content: dict[str, Any]) -> dic
     return given
 
 
+def token_of(options: RemoteOptions) -> str:
+    """The server's token, empty without token_env. ValueError, which does not show it, for one that cannot be sent."""
+    if not options.token_env:
+        return ""
+    token = os.environ.get(options.token_env, "")
+    if not token:
+        raise ValueError(f"token_env: the environment variable {options.token_env} is not set where the env ranks run")
+    if not (token.isascii() and token.isprintable()):
+        what = "characters that no HTTP header can have, such as the end of a line"
+        raise ValueError(f"token_env: the token in {options.token_env} has {what}")
+    return token
+
+
 async def _read(answer: httpx2.Response) -> bytes:
     """The body, up to the limit."""
     read = bytearray()
@@ -109,6 +125,7 @@ def probe(options: RemoteOptions, own_code: bool) -> None:
     """ValueError if the server does not answer or hosts no such section; only env ranks ask it."""
     if not own_code:
         return
+    token_of(options)
     try:
         sections = asyncio.run(ask(options, "sections", {}))["sections"]
     except RemoteEnvError as error:

@@ -25,20 +25,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
 from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
-from hpcrl.envs.base import Env
+from hpcrl.envs.base import Env, raised
 from hpcrl.envs.making import check_env, make_env
 from hpcrl.envs.remote import MOST_BYTES
 from hpcrl.exitcodes import ExitCode
+from hpcrl.rewards.guarded import RAISED
 
 MOST_SESSIONS = 4096
 READ_S = 30.0
 """Time for the next bytes of a request."""
+DISCARD_S, DISCARDED_BYTES = 0.2, 1 << 16
+"""Of a request whose body is not read: time for the next bytes, and how many are taken at once."""
+UNREAD = (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
@@ -87,7 +92,7 @@ class _Session:
 
     def close(self) -> None:
         if hasattr(self.env, "close"):
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(*RAISED):
                 self.returned(self.env.close())
 
 
@@ -136,11 +141,13 @@ class EnvServer(http.server.ThreadingHTTPServer):
     def admit(self, path: str, token: str, length: str) -> int:
         """The bytes of a request's body, from its Content-Length; EnvRefused, with a status, if none is read."""
         if self._token and not hmac.compare_digest(token.encode(), f"Bearer {self._token}".encode()):
-            raise EnvRefused(401, "the token is wrong")
+            raise EnvRefused(HTTPStatus.UNAUTHORIZED, "the token is wrong")
         if path not in _ANSWERS:
             raise EnvRefused(404, f"nothing is served at {path[:60]!r}")
         if not length.isdecimal() or int(length) > MOST_BYTES:
-            raise EnvRefused(413, f"a request has a Content-Length of at most {MOST_BYTES} bytes")
+            raise EnvRefused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has a Content-Length of at most {MOST_BYTES} bytes"
+            )
         return int(length)
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
@@ -227,8 +234,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             data = json.dumps(content).encode()
         except EnvRefused as error:
             status, content = error.status, {"error": str(error)}
-        except (Exception, SystemExit) as error:  # what an environment raises costs its own session
-            text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
+        except RAISED as error:  # what an environment raises costs its own session
+            text = raised(error)[:2000].encode(errors="replace").decode()
             status, content = 500, {"error": text}
         if status != 200:
             data = json.dumps(content).encode()
@@ -237,6 +244,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+        if status in UNREAD:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Take the body, up to a limit: a client that cannot send all of it would not read the answer."""
+        self.close_connection, end = True, time.monotonic() + READ_S
+        self.connection.settimeout(DISCARD_S)
+        with contextlib.suppress(OSError):
+            for _ in range(2 * MOST_BYTES // DISCARDED_BYTES):
+                if time.monotonic() > end or not self.rfile.read1(DISCARDED_BYTES):
+                    return
 
     def log_message(self, *args: object) -> None:
         pass
@@ -267,6 +285,9 @@ def main(argv: Sequence[str]) -> int:
         if not config.envs:
             raise ValueError("no environment is configured; give env.default.name")
         server = EnvServer(config, (given.host, given.port), token, given.idle_s, given.max_sessions)
+    except OverflowError:
+        print(f"--port {given.port}: a port is a number from 0 to 65535", file=sys.stderr)
+        return ExitCode.BAD_INPUT
     except (ConfigError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return ExitCode.BAD_INPUT

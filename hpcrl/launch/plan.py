@@ -50,12 +50,8 @@ def describe(
         rollouts = "rollouts/ " if config.generates and config.rollout.save_rollouts else ""
         episodes = "episodes/ " if config.envs and config.evaluates else ""
         exports = "hf/ hf_critic/" if config.uses_critic else "hf/"
-        rows.append(
-            (
-                "files",
-                f"config.yaml metrics.jsonl tensorboard/ {rollouts}{episodes}checkpoints/ {exports} plot.png logs/",
-            )
-        )
+        results = f"tensorboard/ {rollouts}{episodes}checkpoints/ {exports} plot.png logs/"
+        rows.append(("files", f"config.yaml plan.txt metrics.jsonl {results}"))
     return "\n".join(f"{name:<8}{text}" for name, text in rows)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.adapters import adapted
 from hpcrl.rewards.base import Reward, RewardItem, Score
+from hpcrl.rewards.guarded import RAISED
 
 # signature -> sets of parameter names, any of which identifies it
 SIGNATURES: dict[str, list[tuple[str, ...]]] = {
@@ -228,7 +229,7 @@ def load_function(path: str) -> Callable[..., Any]:
     else:
         try:
             module = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:
+        except RAISED as error:
             raise ValueError(f"{path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:
@@ -236,7 +237,7 @@ def load_function(path: str) -> Callable[..., Any]:
     if inspect.isclass(function):
         try:
             function = function()
-        except (Exception, SystemExit) as error:
+        except RAISED as error:
             raise ValueError(f"{path}: {name}() raised {type(error).__name__}: {error}") from error
     function = adapted(function, path)
     if not callable(function):
@@ -259,7 +260,7 @@ def _load_file(name: str, path: str) -> Any:
     sys.path.insert(0, str(file.resolve().parent))  # files beside it can be imported, as when it is run
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise ValueError(f"{path}: running the file failed: {type(error).__name__}: {error}") from error
     return module
 

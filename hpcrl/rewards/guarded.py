@@ -19,6 +19,10 @@ SUM_TOLERANCE = 1e-5
 """Relative to the sum of magnitudes, for float32 sums of many parts."""
 
 
+RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
+"""What code of a user may raise: any of these costs a sample, not the process that scores or plays it."""
+
+
 def describe(error: BaseException) -> str:
     """One line that describes the exception."""
     try:
@@ -43,7 +47,7 @@ def score_each(reward: Reward, items: Sequence[RewardItem]) -> list[Score] | Non
     try:
         scores = reward.score(items)
         return _one_each(items, asyncio.run(_awaited(scores)) if inspect.isawaitable(scores) else scores)
-    except (Exception, SystemExit) as error:  # sys.exit() in a reward ends a sample, not its process
+    except RAISED as error:
         return _failure(reward, items, describe(error))
 
 
@@ -57,7 +61,7 @@ async def score_each_async(reward: Reward, items: Sequence[RewardItem], timeout_
             scores = reward.score(items)
             assert inspect.isawaitable(scores)
             return _one_each(items, await scores)
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         late = isinstance(error, TimeoutError) and limit.expired()
         return _failure(reward, items, f"timeout after {timeout_s:g} s" if late else describe(error))
     finally:

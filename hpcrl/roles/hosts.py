@@ -15,6 +15,7 @@ from hpcrl.config import Config, EnvConfig
 from hpcrl.envs.base import Env
 from hpcrl.envs.making import check_env, make_env, runs_in
 from hpcrl.envs.processes import EnvProcess, EnvProcesses
+from hpcrl.rewards.guarded import RAISED
 
 NO_LIMIT = 1 << 30
 CLOSE_S = 5.0
@@ -84,7 +85,7 @@ class Hosts:
                 thread.start()
 
     def _close(self, close: Callable[[], Any]) -> None:
-        with contextlib.suppress(Exception, SystemExit):
+        with contextlib.suppress(*RAISED):
             if inspect.iscoroutine(closing := close()):
                 asyncio.run_coroutine_threadsafe(closing, self._running_loop())
         self._closing.discard(threading.current_thread())

@@ -23,6 +23,16 @@ def read_options(schema: type[Options], options: Mapping[str, Any]) -> Options:
             if detail["type"] == "extra_forbidden":
                 problems.append(f"there is no option {name!r} (there are: {', '.join(schema.model_fields) or 'none'})")
             else:
-                text = detail["msg"].removeprefix("Value error, ")
+                text = _told(detail)
                 problems.append(f"{name}: {text}" if name else text)
         raise ValueError("; ".join(problems)) from error
+
+
+def _told(detail: Any) -> str:
+    """What is wrong with an option, in its own words if the section checks it."""
+    if detail["type"] == "missing":
+        return "missing"
+    if detail["type"] == "value_error":
+        return str(detail["msg"].removeprefix("Value error, "))
+    given = repr(detail["input"])
+    return f"{detail['msg']}, got {given if len(given) <= 60 else given[:57] + '...'}"

@@ -173,7 +173,7 @@ def test_a_wrong_server_or_client_is_named_by_env_ranks(corridor: str, options: 
 @pytest.mark.parametrize(
     ("name", "options", "problem"),
     [
-        ("openenv", {}, "url: Field required"),
+        ("openenv", {}, "url: missing"),
         ("openenv", {"url": "node7:8000"}, "url"),
         ("openenv", {"url": URL, "client": "GenericEnvClient"}, "client"),
         ("openenv", {"url": URL, "action": {"message": "answer"}}, "no field of {'message': 'answer'} has {answer}"),

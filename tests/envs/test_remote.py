@@ -218,6 +218,36 @@ def test_a_server_answers_those_with_its_token_alone(monkeypatch: pytest.MonkeyP
         remote(url, token_env=TOKEN).reset(0)
 
 
+@pytest.mark.parametrize(
+    ("token", "error"),
+    [
+        ("", f"token_env: the environment variable {TOKEN} is not set"),
+        ("secret\n", f"token_env: the token in {TOKEN} has characters that no HTTP header can have"),
+        ("secret€", f"token_env: the token in {TOKEN} has characters that no HTTP header can have"),
+    ],
+)
+def test_a_token_that_cannot_be_sent_is_not_shown(monkeypatch: pytest.MonkeyPatch, token: str, error: str) -> None:
+    monkeypatch.setenv(TOKEN, token)
+    with serving("secret", default=NOTED) as url:
+        config = EnvConfig(name="remote", options={"url": url, "token_env": TOKEN})
+        for ask_it in (lambda: check_env(config, "default"), lambda: remote(url, token_env=TOKEN).reset(0)):
+            with pytest.raises((ValueError, RemoteEnvError), match=error) as told:
+                ask_it()
+            assert "secret" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("token", "error"), [("wrong", "the token is wrong"), ("secret", "a Content-Length of at most")]
+)
+def test_a_client_that_sends_much_is_told_why_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, token: str, error: str
+) -> None:
+    monkeypatch.setenv(TOKEN, token)
+    content = {"section": "default", "seed": 0, "row": {"hint": "x" * (70 << 20)}}
+    with serving("secret", default=NOTED) as url, pytest.raises(RemoteEnvError, match=error):
+        ask(RemoteOptions(url=url, token_env=TOKEN), "reset", content)
+
+
 def test_a_body_is_read_only_of_a_request_that_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are answered before it comes."""
     with serving("secret", default=NOTED) as url:
@@ -256,7 +286,9 @@ def test_an_env_rank_starts_only_with_a_server_that_has_its_section() -> None:
 def test_a_server_for_others_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--host", "0.0.0.0", "env.default.name=guess"]) != 0
     assert main(["env.default.name=class", "env.default.class_path=no.such:thing"]) != 0
+    assert main(["--port", "99999", "env.default.name=guess"]) != 0
     told = capsys.readouterr().err
+    assert "--port 99999: a port is a number from 0 to 65535" in told
     assert "needs a token unless it listens on 127.0.0.1" in told and "'no.such:thing' leads to no class" in told
 
 

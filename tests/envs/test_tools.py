@@ -126,7 +126,7 @@ def test_an_unknown_format_is_refused_at_the_start_of_an_env_rank() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({}, "tools: Field required"),
+        ({}, "tools: missing"),
         ({"tools": []}, "tools: List should have at least 1 item"),
         ({"tools": ["pyton"]}, "'pyton' is no tool; there are python, calculator, guess, and functions as module:fun"),
         ({"tools": ["guess", "guess"]}, "'guess' is named twice"),

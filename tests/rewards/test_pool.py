@@ -64,6 +64,7 @@ def test_each_bad_response_costs_itself_alone(make_pool):
     bad = {
         "raise": "RuntimeError: two lines",
         "exit": "SystemExit: 0",
+        "cancel": "CancelledError:",
         "hang": "timeout after 1 s",
         "die": "the reward's process ended with exit code 3",
         "kill": "the reward's process ended by SIGKILL",

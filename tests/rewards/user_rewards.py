@@ -20,6 +20,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             raise RuntimeError("two\nlines")
         case "exit":
             raise SystemExit(0)
+        case "cancel":
+            raise asyncio.CancelledError
         case "hang":
             time.sleep(1000)
         case "spawn and hang":

@@ -57,6 +57,10 @@ class OddEnv:
                 RELEASE.wait(60)
             case "times out":
                 raise TimeoutError("the server does not answer")
+            case "is cancelled":
+                raise asyncio.CancelledError
+            case "is interrupted":
+                raise KeyboardInterrupt
             case "raises":
                 raise KeyError("\udcff" + "x" * (5 << 20))
             case "no text":

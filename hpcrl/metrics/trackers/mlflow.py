@@ -23,7 +23,7 @@ class MLflow:
     """See Tracker. MLflow chooses the id of its run, which run_id in the tracker's folder keeps for later attempts."""
 
     def __init__(self, run: TrackedRun, section: MLflowConfig):
-        if not run.online:
+        if not run.online or (section.uri or "").startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 refuses its store of files otherwise
         from mlflow import MlflowClient
 

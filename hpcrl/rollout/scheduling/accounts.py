@@ -23,6 +23,7 @@ COUNTS = (
     "stale",
 )
 """Reported even when nothing happened."""
+FILTERS = ("filtered_mean_low", "filtered_mean_high", "filtered_std")
 
 
 class Accounts:
@@ -79,10 +80,19 @@ class Accounts:
         self._before = {}
         return self.tally.take("scheduler/")
 
+    def _num_lost(self, name: str) -> int:
+        """This step's groups that were lost by a cause."""
+        return self.tally.counted(name) - self._before.get(name, 0)
+
+    def way_out(self, limit: int) -> str:
+        """What the user can do about a step that lost too many of at most `limit` groups."""
+        if not any(map(self._num_lost, FILTERS)):
+            return "every one failed; mend what the last error names"
+        return f"relax rollout.filter_* or raise rollout.max_generated_groups ({limit})"
+
     def losses(self) -> str:
         """Counts of this step's lost groups by cause."""
-        names = ("filtered_mean_low", "filtered_mean_high", "filtered_std", "failed")
-        counts = ", ".join(f"{name} {self.tally.counted(name) - self._before.get(name, 0)}" for name in names)
+        counts = ", ".join(f"{name} {self._num_lost(name)}" for name in (*FILTERS, "failed"))
         last = [f", the last by {s.reason}" for s in self._settled if s.disposition is Disposition.FAILED][-1:]
         return f"{counts}{''.join(last)}"
 

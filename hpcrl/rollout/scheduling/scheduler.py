@@ -279,7 +279,7 @@ class RolloutScheduler:
             )
         may_come = len(self._open) + len(selection.valid)
         if not selection.is_closed and may_come < selection.need and self._generated >= self.limit:
-            raise self.exhausted(f"relax rollout.filter_* or raise rollout.max_generated_groups ({self.limit})")
+            raise self.exhausted(self._accounts.way_out(self.limit))
 
     def _start_groups(self) -> None:
         starts = [self._queue.pop() for _ in range(min(self._startable(), len(self._queue)))]
