@@ -67,6 +67,8 @@ class ExpertTask:
         try:
             self._options = read_options(ExpertOptions, options)
             self._env_options = read_options(spec.section, self._options.env)
+            if obstacle := spec.expert_obstacle(self._env_options):
+                raise ValueError(obstacle)
         except ValueError as error:
             raise ValueError(f"expert:{name}: {error}") from error
         self._make = spec.load()
@@ -74,12 +76,14 @@ class ExpertTask:
     def row(self, index: int) -> dict[str, Any]:
         start = episode_start(self.name, self._seed, self._split, index)
         env, rng = self._make(self._env_options), random.Random(f"{start}/expert")
-        observation, _ = env.reset(start)
-        messages: list[dict[str, str]] = []
+        observation, info = env.reset(start)
+        messages: list[dict[str, Any]] = []
         for _ in range(self._options.max_turns):
             response = env.expert(rng, self._options.noise)
-            messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": response}]
-            observation, _, ended, _, _ = env.step(response)
-            if ended:
+            said = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+            messages += [*said, {"role": "assistant", "content": response}]
+            observation, _, ended, truncated, _ = env.step(response)
+            if ended or truncated:
                 break
-        return {"messages": messages}
+        tools = info.get("tools")
+        return {"messages": messages, **({"tools": tools} if tools else {})}

@@ -287,6 +287,8 @@ class EnvSpec(Spec):
     """The key of EnvConfig that names a user-defined class."""
     has_expert: bool = False
     """Whether its class has expert(rng, noise), which writes a good response (hpcrl.envs.game), for expert:NAME."""
+    expert_obstacle: Callable[[Any], str] = lambda options: ""
+    """Why there is no expert with these options, an object of its section; empty if there is one."""
     probe: str = ""
     """`module:NAME` of a function that tries valid options with the libraries of `needs`: `probe(section, own_code)`
     raises ValueError; it imports a user's code only with own_code, in env ranks."""

@@ -13,16 +13,14 @@ out.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from hpcrl.metrics.log import read_metrics
+from tests.bench.learning import Line, completed, curves, ends, grouped, markdown, mean_curve, spread
 from tests.bench.machine import machine
 from tests.bench.vs_trl import ROOT, launch
 
@@ -40,8 +38,8 @@ FIGURES = {
 }
 
 
-def run(name: str, seed: int, model: str, steps: int, eval_every: int, folder: Path) -> dict[str, Any]:
-    """The line of one run: for each figure its values by step, without the steps that lack it."""
+def run(seed: int, name: str, model: str, steps: int, eval_every: int, folder: Path) -> Line:
+    """The line of one run."""
     run_dir = folder / f"{name}_{seed}"
     if len(read_metrics(run_dir)) != steps + 1:
         words = ["+experiment=demo", f"algorithm={name}", f"model.path={model}", f"seed={seed}", f"max_steps={steps}"]
@@ -49,49 +47,28 @@ def run(name: str, seed: int, model: str, steps: int, eval_every: int, folder: P
         words += ["algorithm.kl_loss_coef=1e-12", *OWN.get(name, [])]
         words += [] if name == "dapo" else ["rollout.filter_std=false"]
         launch(words, run_dir)
-    rows = read_metrics(run_dir)
-    curves = {figure: _curve(rows, key) for figure, key in FIGURES.items()}
-    seconds = statistics.median(float(row["time/step_total"] or 0.0) for row in rows[3:])
+    seconds = statistics.median(float(row["time/step_total"] or 0.0) for row in read_metrics(run_dir)[3:])
     line = {"algorithm": name, "seed": seed, "steps": steps, "step_s": round(seconds, 3)}
-    return {**line, **{figure: curve for figure, curve in curves.items() if curve}, **machine()}
+    return {**line, **curves(run_dir, FIGURES), **machine()}
 
 
-def _curve(rows: list[dict[str, float | None]], key: str) -> dict[str, float]:
-    return {str(step): round(value, 4) for step, row in enumerate(rows) if (value := row.get(key)) is not None}
-
-
-def ends(line: Mapping[str, Any], figure: str) -> tuple[float, float]:
-    """The first and the last value of a curve."""
-    values = list(line[figure].values())
-    return values[0], values[-1]
-
-
-def table(lines: Iterable[Mapping[str, Any]]) -> str:
+def table(lines: Iterable[Line]) -> str:
     """Markdown, the best sampled accuracy first; several seeds as their mean, with the lowest and the highest."""
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        by_name.setdefault(line["algorithm"], []).append(line)
+    by_name = {name: found for (name,), found in grouped(lines, "algorithm").items()}
 
     def mean(name: str, figure: str, end: int = 1) -> float:
         return statistics.mean(ends(line, figure)[end] for line in by_name[name])
 
-    def shown(name: str, figure: str) -> str:
-        last = [ends(line, figure)[1] for line in by_name[name]]
-        spread = f" ({min(last):.3f} to {max(last):.3f})" if len(last) > 1 else ""
-        return f"{statistics.mean(last):.3f}{spread}"
-
-    head = ["`algorithm=`", "Seeds", "Greedy", "Sampled", "Gain, greedy", "Gain, sampled", "KL", "Entropy"]
-    rows = [head]
+    rows = [["`algorithm=`", "Seeds", "Greedy", "Sampled", "Gain, greedy", "Gain, sampled", "KL", "Entropy"]]
     for name in sorted(by_name, key=lambda name: -mean(name, "sampled")):
+        last = [spread([ends(line, figure)[1] for line in by_name[name]]) for figure in ("greedy", "sampled")]
         gains = [f"{mean(name, figure) - mean(name, figure, 0):.3f}" for figure in ("greedy", "sampled")]
         numbers = [f"{mean(name, figure):.3f}" for figure in ("kl", "entropy")]
-        seeds = str(len(by_name[name]))
-        rows.append([f"`{name}`", seeds, shown(name, "greedy"), shown(name, "sampled"), *gains, *numbers])
-    written = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([written[0], "|" + "---|" * len(head), *written[1:]])
+        rows.append([f"`{name}`", str(len(by_name[name])), *last, *gains, *numbers])
+    return markdown(rows)
 
 
-def plot(lines: list[Mapping[str, Any]], file: Path) -> None:
+def plot(lines: list[Line], file: Path) -> None:
     """Held-out sampled accuracy, KL and entropy by step; means over seeds."""
     import matplotlib
 
@@ -109,12 +86,9 @@ def plot(lines: list[Mapping[str, Any]], file: Path) -> None:
         strict=True,
     ):
         for number, name in enumerate(names):
-            curves = [line[key] for line in lines if line["algorithm"] == name]
-            steps = [step for step in curves[0] if all(step in curve for curve in curves)]
-            means = [statistics.mean(curve[step] for curve in curves) for step in steps]
-            axes.plot(
-                [int(step) for step in steps], means, label=name, color=colors[number % len(colors)], linewidth=1.2
-            )
+            means = mean_curve([line for line in lines if line["algorithm"] == name], key)
+            color = colors[number % len(colors)]
+            axes.plot([*means], [*means.values()], label=name, color=color, linewidth=1.2)
         axes.set_xlabel("step")
         axes.set_title(label, fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncol=6, fontsize=8)
@@ -137,20 +111,15 @@ def main() -> int:
     if not options.model or not options.out:
         print("algorithms needs --model, such as runs/demo_sft/hf, and --out", file=sys.stderr)
         return 0
-    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {(line["algorithm"], line["seed"]) for line in lines}
-    turns = sorted((i, name) for name in options.only for i in SEEDS.get(name, (0,)) if (name, i) not in done)
-    with tempfile.TemporaryDirectory() as removed, ThreadPoolExecutor(options.jobs) as pool:
+    todo = sorted((seed, name) for name in options.only for seed in SEEDS.get(name, (0,)))
+    with tempfile.TemporaryDirectory() as removed:
         folder = options.runs or Path(removed)
         folder.mkdir(parents=True, exist_ok=True)
-        futures = [
-            pool.submit(run, name, seed, options.model, options.steps, options.eval_every, folder)
-            for seed, name in turns
-        ]
-        for future in futures:
-            lines.append(future.result())
-            with options.out.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
+
+        def one(seed: int, name: str) -> Line:
+            return run(seed, name, options.model, options.steps, options.eval_every, folder)
+
+        lines = completed(options.out, ("seed", "algorithm"), todo, one, options.jobs)
     if options.plot:
         plot(lines, options.plot)
     print(table(lines))

@@ -47,6 +47,35 @@ def test_an_expert_plays_the_episode_of_its_row(name: str, env: dict[str, Any]) 
     assert won > 35, "a few rooms take more than ten turns"
 
 
+@pytest.mark.parametrize("form", ["auto", "llama3_json", "mistral"])
+def test_an_expert_of_a_tool_writes_calls_that_are_answered(form: str) -> None:
+    """They find each of seven numbers in three turns; the rows show the tool, and what it said."""
+    options = {"tools": ["guess"], "highest": 7, "prompt": "Find the number from 1 to 7.", "format": form}
+    for traced, started in zip(rows("expert:tools", env=options), rows("env:tools"), strict=True):
+        played = make_env(EnvConfig(name="tools", options=options), {"messages": [], "extra": {}})
+        observation, info = played.reset(started[SEED_COLUMN])
+        asked, *others = traced["messages"]
+        assert asked == {"role": "user", "content": observation} and traced["tools"] == info["tools"]
+        for answer, following in zip(others[::2], [*others[1::2], None], strict=True):
+            said, _, ended, _, info = played.step(answer["content"])
+            assert ended if following is None else said == [following]
+        assert len(others) <= 5 and info["metrics"] == {
+            "success": 1.0,
+            "tool_calls": float(len(others) // 2 + 1),
+            "invalid_calls": 0.0,
+            "tool_errors": 0.0,
+        }
+    calls = [row["messages"][1]["content"] for row in rows("expert:tools", env=options)]
+    assert all(call.count("4") == 1 for call in calls), "the middle of 1 to 7 comes first"
+
+
+def test_noise_of_a_tool_s_expert_is_any_number() -> None:
+    options = {"tools": ["guess"], "highest": 7, "prompt": "Find it."}
+    guesses = [row["messages"][1]["content"] for row in rows("expert:tools", count=210, noise=1.0, env=options)]
+    counts = {number: sum(f'"number": {number}}}' in guess for guess in guesses) for number in range(1, 8)}
+    assert sum(counts.values()) == 210 and min(counts.values()) >= 15, counts
+
+
 def test_noise_and_turns_are_as_asked() -> None:
     best = rows("expert:frozen_lake", count=200)
     noisy = rows("expert:frozen_lake", count=200, noise=0.6, max_turns=3)
@@ -67,6 +96,8 @@ def test_noise_and_turns_are_as_asked() -> None:
             "there is no option 'noize' (there are: env, noise, max_turns)",
         ),
         ("expert:sokoban", {"env": {"size": 2}}, "expert:sokoban: size: Input should be greater than or equal to 5"),
+        ("expert:tools", {"env": {"tools": ["python"]}}, "expert:tools: tools: only [guess] has an expert"),
+        ("expert:tools", {"env": {"tools": ["guess"]}}, "expert:tools: prompt: give a text without {prompt}"),
     ],
 )
 def test_a_wrong_source_is_named_before_the_start(path: str, options: dict[str, Any], problem: str) -> None:

@@ -141,12 +141,22 @@ class GuessTool:
 
     def begin(self, seed: int) -> None:
         self._number = random.Random(seed).randint(1, self._highest)
+        self._least, self._most = 1, self._highest  # what the answers so far allow
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> Result:
         guess = arguments["number"]
         if guess == self._number:
             return Result("found", reward=1.0, success=True, ended=True)
-        return Result("higher" if guess < self._number else "lower", success=False)
+        if guess < self._number:
+            self._least = max(self._least, guess + 1)
+            return Result("higher", success=False)
+        self._most = min(self._most, guess - 1)
+        return Result("lower", success=False)
+
+    def advised(self, rng: random.Random, noise: float) -> dict[str, Any]:
+        """The arguments that halve what the answers so far allow; with the probability `noise` any number."""
+        middle = (self._least + self._most) // 2
+        return {"number": rng.randint(1, self._highest) if rng.random() < noise else middle}
 
 
 BUILTIN: dict[str, Callable[[ToolOptions], Tool]] = {

@@ -64,6 +64,19 @@ FORMATS: dict[str, Callable[[str], Iterator[ToolCall]]] = {
 }
 
 
+WRITTEN = {
+    "hermes": '<tool_call>{"name": %s, "arguments": %s}</tool_call>',
+    "llama3_json": '{"name": %s, "parameters": %s}',
+    "mistral": '[{"name": %s, "arguments": %s}]',  # its mark is a special token, which no text may contain
+}
+"""A call in each format: its name and its arguments, both as JSON."""
+
+
+def written(format_name: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """A response that is this call."""
+    return WRITTEN[format_name] % (json.dumps(name), json.dumps(arguments))
+
+
 def format_of(chat_template: str) -> str:
     """The format that a chat template asks for; hermes for one that shows no tools, since the tools are then described
     so. ValueError if it shows tools in another format."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -9,8 +10,8 @@ import jsonschema
 
 from hpcrl.envs.base import shortened
 from hpcrl.envs.tools.base import Result, Tool
-from hpcrl.envs.tools.builtin import BUILTIN
-from hpcrl.envs.tools.calls import FORMATS, ToolCall, format_of
+from hpcrl.envs.tools.builtin import BUILTIN, GuessTool
+from hpcrl.envs.tools.calls import FORMATS, ToolCall, format_of, written
 from hpcrl.envs.tools.function import FunctionTool
 from hpcrl.envs.tools.specs import ToolOptions
 from hpcrl.rewards.extract import after_thinking
@@ -30,7 +31,8 @@ class ToolEnv:
     def __init__(self, options: ToolOptions, chat_template: str = "", messages: list[dict[str, Any]] | None = None):
         """ValueError begins with the option that is wrong."""
         self._options, self._messages = options, messages or []
-        self._calls = FORMATS[format_of(chat_template) if options.format == "auto" else options.format]
+        self._format = format_of(chat_template) if options.format == "auto" else options.format
+        self._calls = FORMATS[self._format]
         made: list[Tool] = [BUILTIN[name](options) if name in BUILTIN else FunctionTool(name) for name in options.tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in made}
         if len(self._tools) < len(made):
@@ -75,6 +77,12 @@ class ToolEnv:
         if self._success is not None:
             metrics["success"] = float(self._success)
         return messages, reward, ended, False, {"metrics": metrics}
+
+    def expert(self, rng: random.Random, noise: float) -> str:
+        """A call of the tool guess, the only tool with an expert (TOOLS.expert_obstacle)."""
+        (tool,) = self._tools.values()
+        assert isinstance(tool, GuessTool), "others are refused before the start"
+        return written(self._format, tool.schema["function"]["name"], tool.advised(rng, noise))
 
     def _answer(self, call: ToolCall, number: int) -> Result:
         self._counts["tool_calls"] += 1

@@ -49,9 +49,17 @@ class ToolOptions(Section):
     """guess: largest number; the smallest is 1."""
 
 
+def _expert_obstacle(options: ToolOptions) -> str:
+    if options.tools != ["guess"]:
+        return "tools: only [guess] has an expert"
+    return "prompt: give a text without {prompt}, since there is no row" if "{prompt}" in options.prompt else ""
+
+
 TOOLS = EnvSpec(
     about="Tools that the model calls until it gives its final answer.",
     make="hpcrl.envs.tools.env:ToolEnv",
     section=ToolOptions,
     probe="hpcrl.envs.tools.env:probe",
+    has_expert=True,
+    expert_obstacle=_expert_obstacle,
 )

@@ -1,0 +1,155 @@
+"""Whether agents learn: four environments, by trajectory and by steps, with GRPO and GiGPO, each from one warm start.
+
+    python -m tests.bench.agentic --out FILE [--runs FOLDER] [--only NAMES] [--seeds 0 1 2] [--jobs N] [--plot FILE]
+
+The supervised warm-up of each environment runs first (its experiment with `_sft`). Each run then has the keys of the
+environment's experiment, one process, one thread, and the steps of ENVIRONMENTS. By steps, the prompt of a turn shows
+all earlier turns, so that the model sees what it sees by trajectory. `--out` gets one JSON line per run; runs that it
+already has are not run again, nor are warm-ups that `--runs` has. Prints a table: sampled success on held-out starts
+before and after, with the lowest and the highest of the seeds, and CPU-seconds of all processes of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.metrics.log import read_metrics
+from tests.bench.learning import Line, completed, curves, ends, grouped, markdown, mean_curve, spread
+from tests.bench.machine import machine
+from tests.bench.vs_trl import launch
+
+EVALUATIONS, HELD_OUT = 5, 512
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment's experiment, the section of its environment, and the steps of a run."""
+
+    experiment: str
+    section: str
+    steps: int
+
+
+ENVIRONMENTS = {
+    "frozen_lake": Environment("demo_agentic", "default", 40),
+    "sokoban": Environment("demo_sokoban", "default", 30),
+    "tools": Environment("demo_tools", "numbers", 20),
+    "webshop": Environment("demo_webshop", "shop", 20),
+}
+FORMS = ("trajectory", "steps")
+CREDITS = ("grpo", "gigpo")
+FIGURES = {
+    "success": "val/score/mean",
+    "trained": "critic/score/mean",
+    "entropy": "critic/entropy/mean",
+    "tokens": "token/response_length/mean",
+}
+
+
+def warm_up(name: str, folder: Path) -> None:
+    """Make the model of the warm start of an environment, if it is not there."""
+    if not (folder / f"{name}_sft" / "hf").exists():
+        launch([f"+experiment={ENVIRONMENTS[name].experiment}_sft", "layout=single"], folder / f"{name}_sft")
+
+
+def run(name: str, form: str, credit: str, seed: int, folder: Path) -> Line:
+    """The line of one run."""
+    env = ENVIRONMENTS[name]
+    run_dir, section = folder / f"{name}_{form}_{credit}_{seed}", f"env.{env.section}"
+    words = [f"+experiment={env.experiment}", f"model.path={folder / f'{name}_sft' / 'hf'}", f"seed={seed}"]
+    words += [f"max_steps={env.steps}", f"eval_every={env.steps // EVALUATIONS}", f"eval.num_prompts={HELD_OUT}"]
+    words += ["layout=single", "save_every=0", "rollout.save_rollouts=false", f"algorithm.name={credit}"]
+    words += [f"{section}.episode={form}", *([f"{section}.history=100"] if form == "steps" else [])]
+    cpu_s = launch(words, run_dir, warmup_steps=-1)
+    seconds = statistics.median(float(row["time/step_total"] or 0.0) for row in read_metrics(run_dir)[1:])
+    line = {"environment": name, "form": form, "credit": credit, "seed": seed, "cpu_s": round(cpu_s)}
+    return {**line, "step_s": round(seconds, 2), **curves(run_dir, FIGURES), **machine()}
+
+
+def table(lines: Iterable[Line]) -> str:
+    """Markdown, in the order of ENVIRONMENTS."""
+    rows = [["Environment", "Episodes", "Credit", "Seeds", "Before", "After", "Least gain", "Steps", "CPU-seconds"]]
+    found = grouped(lines, "environment", "form", "credit")
+    for name, form, credit in sorted(
+        found, key=lambda key: ([*ENVIRONMENTS].index(key[0]), FORMS.index(key[1]), key[2])
+    ):
+        runs = found[name, form, credit]
+        before, after = zip(*(ends(line, "success") for line in runs), strict=True)
+        least = min(end - begin for begin, end in zip(before, after, strict=True))
+        cost = round(statistics.mean(line["cpu_s"] for line in runs))
+        numbers = [spread(before, 2), spread(after, 2), f"{least:+.2f}", str(ENVIRONMENTS[name].steps), str(cost)]
+        rows.append([f"`{name}`", form, credit, str(len(runs)), *numbers])
+    return markdown(rows)
+
+
+def plot(lines: list[Line], file: Path) -> None:
+    """A panel for each environment: held-out success by step, of each seed and their mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "hpcrl"
+    names = [name for name in ENVIRONMENTS if any(line["environment"] == name for line in lines)]
+    figure, panels = pyplot.subplots(1, len(names), figsize=(3.4 * len(names), 3.8), squeeze=False)
+    colors = dict(zip(itertools.product(CREDITS, FORMS), ("C0", "C2", "C1", "C3"), strict=True))
+    for axes, name in zip(panels[0], names, strict=True):
+        mine = [line for line in lines if line["environment"] == name]
+        for (credit, form), runs in sorted(grouped(mine, "credit", "form").items()):
+            color = colors[credit, form]
+            for line in runs:
+                curve = line["success"]
+                axes.plot([int(step) for step in curve], [*curve.values()], color=color, linewidth=0.6, alpha=0.4)
+            mean = mean_curve(runs, "success")
+            axes.plot([*mean], [*mean.values()], color=color, linewidth=1.6, label=f"{credit}, {form}")
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("step")
+        axes.set_ylim(0, 1)
+    panels[0][0].set_ylabel("held-out success, sampled")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncol=4, fontsize=8)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def main() -> int:
+    """Run what `--out` lacks, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the lines of the runs")
+    parser.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--credits", nargs="+", choices=CREDITS, default=CREDITS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one core each")
+    parser.add_argument("--runs", type=Path, help="keep the runs here (default: they are removed)")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    if not options.out:
+        print("agentic needs --out", file=sys.stderr)
+        return 0
+    names = ("seed", "environment", "form", "credit")
+    todo = itertools.product(options.seeds, options.only, options.forms, options.credits)
+    with tempfile.TemporaryDirectory() as removed:
+        folder = (options.runs or Path(removed)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in options.only:
+            warm_up(name, folder)
+
+        def one(seed: int, name: str, form: str, credit: str) -> Line:
+            return run(name, form, credit, seed, folder)
+
+        lines = completed(options.out, names, todo, one, options.jobs)
+    if options.plot:
+        plot(lines, options.plot)
+    print(table(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
