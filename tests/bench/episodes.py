@@ -13,8 +13,8 @@ redundant     32 groups of 8 and 36 of 9, 10 turns of N(.2, .1) s, 1 % ten times
               after 12 s): the same.
 turn          one group of 2 episodes of 60 turns that end at once, one token each: median milliseconds between the
               return of step() and its next call, through env rank, mail, generator and controller.
-concurrent    2,000 episodes at once of 4 turns of N(1, .3) s, over two env ranks: seconds, turns a second, memory of
-              an env rank, CPU of rank 0.
+concurrent    2,000 episodes at once of 4 turns of N(1, .3) s, over two env ranks: seconds, turns a second, memory and
+              threads of the controller (rank 0) and the most of another process, CPU-seconds of the controller.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from tests.bench.vs_trl import ROOT
 LIMIT_S = 400.0
 DECODE_S, TOKENS, TAIL = 0.002, 8, 0.5
 HUNG_AFTER_S = 12.0
+CONTROLLER = "hpcrl-rank-0"
+"""The name of its process (hpcrl.run)."""
 COMMON = """
 pipeline=agentic algorithm=grpo debug=fake layout=disaggregated layout.trainer.num_ranks=1 layout.generator.num_ranks=2
 layout.reward.num_ranks=null layout.reward.colocate_with=env data.train=env:default cluster.oversubscribe=true
@@ -51,7 +53,7 @@ trackers=[] cluster.device=cpu
 
 
 def run(folder: Path, steps: int, **keys: object) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """(metrics by step, the most that was seen of processes). RuntimeError with the end of the log if it fails."""
+    """(metrics by step, what was seen of processes). RuntimeError with the end of the log if it fails."""
     log, run_dir = folder / "run.log", folder / "run"
     words = [*COMMON.split(), f"max_steps={steps}", f"run_dir={run_dir}"]
     words += [f"{'+' if name.startswith('env.default.options') else ''}{name}={value}" for name, value in keys.items()]
@@ -64,32 +66,41 @@ def run(folder: Path, steps: int, **keys: object) -> tuple[list[dict[str, Any]],
         deadline = time.monotonic() + LIMIT_S
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
-            _look(process.pid, seen)
+            _look(process.pid, seen, started=bool(read_metrics(run_dir)))
     finally:
         process.kill()
         process.wait()
     if process.returncode:
         raise RuntimeError(f"hpcrl ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+    seen["controller_cpu_s"] = round(seen["controller_cpu_s"] - seen.pop("controller_start_cpu_s"), 1)
     return read_metrics(run_dir), seen
 
 
-def _look(pid: int, seen: dict[str, float]) -> None:
-    """The most threads and MiB of a process so far, and the CPU-seconds of the one that runs the controller."""
-    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+def _look(pid: int, seen: dict[str, float], started: bool) -> None:
+    """The most threads and MiB so far of the controller and of any other process, and the controller's CPU-seconds;
+    those until the run has `started` are its start's."""
+    for process in psutil.Process(pid).children(recursive=True):
         try:
-            mib, threads = process.memory_info().rss / 2**20, process.num_threads()
+            who = "controller" if process.name() == CONTROLLER else "other"
+            mib, threads, times = process.memory_info().rss / 2**20, process.num_threads(), process.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        seen["largest_process_mib"] = round(max(seen.get("largest_process_mib", 0.0), mib))
-        seen["most_threads"] = max(seen.get("most_threads", 0), threads)
+        seen[f"{who}_mib"] = round(max(seen.get(f"{who}_mib", 0.0), mib))
+        seen[f"{who}_threads"] = max(seen.get(f"{who}_threads", 0), threads)
+        if who == "controller":
+            seen["controller_cpu_s"] = times.user + times.system
+            if not started:
+                seen["controller_start_cpu_s"] = times.user + times.system
 
 
 def means(rows: list[dict[str, Any]], skip: int = 1) -> dict[str, float]:
-    """Seconds until a batch, and the share of them in which a generator does not decode."""
+    """Seconds until a batch, episodes of it a second, and the share of time in which a generator does not decode."""
     rows = [row for row in rows if row["step"] > skip]
     waited = statistics.mean(row["time/step_generate"] for row in rows)
     busy = statistics.mean(_decoding_s(row) for row in rows)
-    return {"rollout_s": round(waited, 3), "generators_idle": round(1 - busy / waited / 2, 2)}
+    episodes = statistics.mean(row["system/samples"] for row in rows)
+    idle = round(1 - busy / waited / 2, 2)
+    return {"rollout_s": round(waited, 3), "episodes_per_s": round(episodes / waited), "generators_idle": idle}
 
 
 def _decoding_s(row: dict[str, Any]) -> float:

@@ -7,9 +7,19 @@ import math
 import random
 import statistics
 import time
+from collections import Counter
 from typing import Any, ClassVar
 
 SLOW_FACTOR = 10.0
+
+_begun: Counter[int] = Counter()
+
+
+def episode_rng(seed: int) -> random.Random:
+    """What chance decides in an episode, so that both sides of a comparison meet the same: a function of the seed and
+    of how many episodes with it began before in this process, since siblings have one seed."""
+    _begun[seed] += 1
+    return random.Random(f"{seed}/{_begun[seed]}")
 
 
 class SlowEnv:
@@ -20,8 +30,7 @@ class SlowEnv:
         self._rng, self._turn = random.Random(0), 0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        # Siblings have one seed; their latencies must not be the same.
-        self._rng, self._turn = random.Random(f"{seed}/{time.monotonic_ns()}"), 0
+        self._rng, self._turn = episode_rng(seed), 0
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -49,13 +58,14 @@ class LateEnv:
         turns: int = 5,
         together: int = 0,
     ):
-        self._rng, self._turn, self._turns, self._together = random.Random(), 0, turns, together
-        self._mean_s, self._std_s = mean_s, std_s
-        self._factor = SLOW_FACTOR if self._rng.random() < slow_share else 1.0
-        self._hangs_at = self._rng.randint(1, turns) if self._rng.random() < hung_share else 0
+        self._turn, self._turns, self._together = 0, turns, together
+        self._mean_s, self._std_s, self._slow_share, self._hung_share = mean_s, std_s, slow_share, hung_share
         self._returned_at, self._gaps = 0.0, list[float]()
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self._rng = episode_rng(seed)
+        self._factor = SLOW_FACTOR if self._rng.random() < self._slow_share else 1.0
+        self._hangs_at = self._rng.randint(1, self._turns) if self._rng.random() < self._hung_share else 0
         return "", {}
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
