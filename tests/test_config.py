@@ -47,13 +47,14 @@ def test_the_run_is_named_after_its_experiment_then_its_pipeline() -> None:
     assert load(["+experiment=demo", "run_dir=elsewhere"]).run_dir == "elsewhere"
 
 
-def test_the_demonstration_of_episodes_warms_up_on_the_game_it_plays() -> None:
-    warm_up, demo = load(["+experiment=demo_agentic_sft"]), load(["+experiment=demo_agentic"])
-    game = demo.envs["default"]
-    assert game == warm_up.envs["default"]
+@pytest.mark.parametrize("name", ["demo_agentic", "demo_sokoban", "demo_tools", "demo_webshop"])
+def test_a_demonstration_of_episodes_warms_up_on_what_it_plays(name: str) -> None:
+    warm_up, demo = load([f"+experiment={name}_sft"]), load([f"+experiment={name}"])
+    ((section, env),) = demo.envs.items()
+    assert env == warm_up.envs[section]
     (source,) = warm_up.data.train
-    assert source.path == f"expert:{game.name}"
-    assert source.options["env"] == game.options and source.options["max_turns"] == game.max_turns
+    assert source.path == f"expert:{env.name}"
+    assert source.options["env"] == env.options and source.options["max_turns"] == env.max_turns
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
