@@ -272,3 +272,6 @@ def test_the_number_is_found_by_its_answers() -> None:
     given_up.reset(5)
     given_up.step(hermes("guess", number=0))
     assert given_up.step("I do not know")[2:4] == (True, False)
+    silent = env("guess", highest=10)
+    silent.reset(5)
+    assert silent.step("I do not know")[4]["metrics"]["success"] == 0.0, "an episode without a guess has failed"

@@ -25,7 +25,7 @@ class ToolEnv:
     with it. Calls within the thinking are none.
 
     Metrics, all of the episode so far: tool_calls, and of them invalid_calls (no JSON, an unknown tool, wrong
-    arguments, beyond max_calls) and tool_errors; success if a tool tells it.
+    arguments, beyond max_calls) and tool_errors; success if a tool can tell it.
     """
 
     def __init__(self, options: ToolOptions, chat_template: str = "", messages: list[dict[str, Any]] | None = None):
@@ -44,7 +44,8 @@ class ToolEnv:
             tool.begin(seed)
         self._counts = Counter(tool_calls=0, invalid_calls=0, tool_errors=0)
         self._turn = 0
-        self._success: bool | None = None
+        # An episode that never calls a tool which tells of success has failed, and so counts in the share of successes.
+        self._success = False if any(isinstance(tool, GuessTool) for tool in self._tools.values()) else None
         asked = self._messages[-1]["content"] if self._messages else ""
         text = "" if self._options.prompt == "{prompt}" else self._options.prompt.replace("{prompt}", asked)
         return text, {"tools": [tool.schema for tool in self._tools.values()]}
