@@ -41,7 +41,7 @@ demo: setup ## warm a tiny model up, train it with RL, plot (a minute or two on 
 demo-agentic: setup ## the same with episodes: a tiny model learns FrozenLake, films before and after (some minutes)
 	@echo "== 1 of 2: supervised warm-up on a noisy expert"
 	@$(PY) -m hpcrl.launch +experiment=demo_agentic_sft
-	@echo "== 2 of 2: reinforcement learning (GRPO) over episodes from there"
+	@echo "== 2 of 2: reinforcement learning (GiGPO) over episodes from there"
 	@$(PY) -m hpcrl.launch +experiment=demo_agentic model.path=runs/demo_agentic_sft/hf
 	@echo
 	@echo "plot        runs/demo_agentic/plot.png"
