@@ -128,6 +128,8 @@ class SokobanOptions(GridOptions):
     """Share of the places within the outer walls that is floor."""
     steps_back: Annotated[int, Field(ge=10, le=10000), NUMBER] = 100
     """Random steps from the solved room back to the start."""
+    invalid_reward: Penalty = -0.2
+    """Reward of a response without a valid action: below the -0.1 of an action, so that none is not better than any."""
     symbols: Annotated[str, Field(min_length=7, max_length=7), AfterValidator(_symbols)] = "#_O√XPS"
     """The characters for wall, floor, target, box on a target, box, you, and you on a target."""
 

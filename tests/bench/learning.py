@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,11 +24,16 @@ def completed(
     that tell runs apart, in the order of the arguments of `run`."""
     lines: list[Line] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {tuple(line[name] for name in names) for line in lines}
+    lock = threading.Lock()
+
+    def one(which: tuple[Any, ...]) -> None:
+        line = run(*which)
+        with lock, out.open("a") as file:  # here, so that one that fails costs none that has ended
+            lines.append(line)
+            file.write(json.dumps(line) + "\n")
+
     with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(run, *which) for which in todo if which not in done]:
-            lines.append(future.result())
-            with out.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
+        [*pool.map(one, [which for which in todo if which not in done])]
     return lines
 
 

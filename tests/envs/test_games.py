@@ -177,6 +177,14 @@ def test_a_perfect_opponent_never_loses_and_a_perfect_player_neither() -> None:
     assert mine[0.0] == 0 and mine[1.0] > 100
 
 
+def test_a_response_without_an_action_is_worth_less_than_a_move_in_sokoban() -> None:
+    """Else an agent that cannot solve its rooms learns to say nothing."""
+    env = game("sokoban")
+    env.reset(0)
+    nothing = env.step("nothing at all")[1]
+    assert nothing < env.step("Up")[1] == -0.1
+
+
 def test_a_cell_that_is_taken_changes_nothing() -> None:
     env = game("tic_tac_toe", opponent="perfect")
     env.reset(0)
