@@ -66,7 +66,8 @@ def run(name: str, form: str, credit: str, seed: int, folder: Path) -> Line:
     words = [f"+experiment={env.experiment}", f"model.path={folder / f'{name}_sft' / 'hf'}", f"seed={seed}"]
     words += [f"max_steps={env.steps}", f"eval_every={env.steps // EVALUATIONS}"]
     words += ["layout=single", "save_every=0", "rollout.save_rollouts=false", f"algorithm.name={credit}"]
-    words += [f"{section}.episode={form}", *([f"{section}.history=100"] if form == "steps" else [])]
+    words += [f"{section}.episode={form}"]
+    words += [f"{section}.history=100", "data.max_prompt_tokens=1024"] if form == "steps" else []
     line = {"environment": name, "form": form, "credit": credit, "seed": seed, "steps": env.steps}
     if len(read_metrics(run_dir)) != env.steps + 1:
         line["cpu_s"] = round(launch(words, run_dir, warmup_steps=-1))
