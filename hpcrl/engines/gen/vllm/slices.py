@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # it reads the specifications
     from hpcrl.planner.shapes import ModelShape
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-"""Whose slices are tested (Mistral is vLLM's Llama); ranks get the whole of other families."""
+"""Whose slices are tested; ranks get the whole of other families."""
 RESHAPING = {
     *("enable_elastic_ep", "enable_eplb", "eplb_config", "expert_placement_strategy", "hf_config_path"),
     *("model_class_overrides", "model_impl", "prefill_context_parallel_size", "quantization", "quantization_config"),
