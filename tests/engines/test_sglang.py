@@ -266,8 +266,8 @@ def planned(words: list[str], vocab_size: int = 151936) -> tuple[Config, Any]:
 def test_the_first_rank_gets_the_weights_whole_and_the_others_none() -> None:
     config, _ = planned([])
     need = GEN_ENGINES["sglang"].need
-    assert need(config, "w", (4, 6), 0, 2).boxes == (((0, 4), (0, 6)),)
-    assert need(config, "w", (4, 6), 1, 2).boxes == ()
+    assert need(config, None, "w", (4, 6), 0, 2).boxes == (((0, 4), (0, 6)),)
+    assert need(config, None, "w", (4, 6), 1, 2).boxes == ()
 
 
 @pytest.mark.parametrize(

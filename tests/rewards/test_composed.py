@@ -133,7 +133,7 @@ def test_a_part_may_wait_for_a_service() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "parts: Field required"),
+        ({}, "parts: missing"),
         ({"parts": {}}, "parts: .* at least 1"),
         ({"parts": {"a": {"name": "mathz"}}}, "parts.a.name: 'mathz' cannot be a part; these can: exact_match, "),
         ({"parts": {"a": {"name": "function"}}}, "parts.a.name: 'function' cannot be a part"),

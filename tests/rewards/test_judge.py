@@ -287,7 +287,7 @@ def test_requests_keep_the_rate(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "judges: Field required"),
+        ({}, "judges: missing"),
         ({"judges": {"a": {"url": "host:8000", "model": "m"}}}, r"judges\.a\.url: String should match pattern"),
         ({"judges": {"a": {"url": "http://h/v1", "model": "m"}}, "min_votes": 2}, "min_votes=2 is above the number"),
         ({"judges": {"a": {"url": "http://h/v1", "model": "m"}}, "scale": [5, 5]}, "scale: the lowest number, 5, must"),

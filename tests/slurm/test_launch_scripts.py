@@ -80,9 +80,10 @@ def test_an_environment_server_on_every_node(cluster: Any, tmp_path: Path) -> No
 async def episode(url: str, token: str) -> None:
     """A turn of the environment; without the token there is none."""
     env = RemoteEnv(RemoteOptions(url=url, section="numbers", token_env="HPCRL_ENV_TOKEN"))
-    with pytest.raises(RemoteEnvError, match="the token is wrong"):
-        await env.reset(0)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPCRL_ENV_TOKEN", "another")
+        with pytest.raises(RemoteEnvError, match="the token is wrong"):
+            await env.reset(0)
         patch.setenv("HPCRL_ENV_TOKEN", token)
         text, _ = await env.reset(0)
         assert "Find the number" in text

@@ -109,7 +109,7 @@ STAGES = TrainEngineSpec(
 )
 
 
-def _columns(config: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> Need:
+def _columns(config: Any, model: Any, name: str, shape: tuple[int, ...], index: int, num_ranks: int) -> Need:
     """All of A, and a share of B's columns, in the trainer's type."""
     width = shape[1] if name == "A" else -(-shape[1] // num_ranks)
     first = 0 if name == "A" else index * width
