@@ -147,8 +147,9 @@ def test_temporary_files_go_with_their_process(tmp_path: Path) -> None:
         made.append(make(several, how, tmp_path / how))
         made[-1].reset(1)
         threading.Thread(target=step, args=(made[-1],), daemon=True).start()
-        until((tmp_path / how / "written").exists)
-        files.append(Path((tmp_path / how / "written").read_text()))
+        written = tmp_path / how / "written"
+        until(lambda written=written: written.exists() and written.read_text())  # it may exist before its text
+        files.append(Path(written.read_text()))
     (own, killed), bases = (file.parents[1] for file in files), {file.parents[2] for file in files}
     assert own != killed and killed.exists() and len(bases) == 1
     until(lambda: not made[0]._at_work)
