@@ -1,4 +1,4 @@
-"""The helper processes that a test itself has started through hpcrl."""
+"""Processes that a test has started through hpcrl."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def children(module: str) -> list[psutil.Process]:
         except psutil.Error:  # has ended, and nobody has waited for it yet
             continue
     return found
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended may be waited for at any moment."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -367,8 +367,8 @@ def test_what_only_follows_from_an_unreadable_value_is_not_reported() -> None:
         ),
         (
             ["env=scripted", "+env.default.examples=2"],
-            "env.default.examples: scripted has no expert (frozen_lake, sokoban, guess, tic_tac_toe, tools, webshop, swe "
-            "have one); give dialogues by env.default.examples_path",
+            "env.default.examples: scripted has no expert (frozen_lake, sokoban, guess, tic_tac_toe, tools, webshop, "
+            "swe have one); give dialogues by env.default.examples_path",
         ),
         (
             ["env=scripted", "+env.default.examples_path=shots.jsonl"],

@@ -15,6 +15,7 @@ import pytest
 from hpcrl.config import EnvConfig
 from hpcrl.envs import processes
 from hpcrl.envs.processes import EnvProcess, EnvProcessError, EnvProcesses
+from tests.children import runs
 
 SCARCE = """
 import os
@@ -42,10 +43,6 @@ def step(env: EnvProcess) -> str:
     except EnvProcessError as error:
         return str(error)
     return ""
-
-
-def runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 
 from hpcrl.control.messages import EndEpisodes, Observed, PeekEnd, Turn, TurnDelta
@@ -22,6 +21,7 @@ from hpcrl.envs.examples import example_messages
 from hpcrl.roles import env as role_env
 from hpcrl.roles.env import EnvRole
 from hpcrl.rollout.types import episode_seed, held_out_uid, make_sample_id
+from tests.children import runs
 from tests.envs.test_remote import serving
 from tests.roles import odd_env
 from tests.roles.conftest import Stage
@@ -366,7 +366,7 @@ def test_an_episode_in_a_process_that_hangs_is_killed(stage: Stage, tmp_path: Pa
     assert heard[samples["plain"]].reward == 0.25 and heard[samples["plain"]].metrics["success"] == 1.0
     pids = [int(word) for word in (tmp_path / "started").read_text().split()]
     deadline = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(map(runs, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     role.close()
