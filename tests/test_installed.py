@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.config import ConfigError, load, parse
 from hpcrl.config.abilities import check_family
-from hpcrl.engines.gen.vllm.spec import MODELS
+from hpcrl.engines.gen.vllm.spec import MODELS, VLLMConfig
 from hpcrl.spec import installed
 from hpcrl.spec.extras import version_of
 from tests.conftest import ROOT
@@ -49,9 +49,10 @@ sys.exit(code)
 
 
 def test_arguments_of_an_engine_that_is_not_here_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    load([*WORDS, "cluster.container=apptainer", "cluster.image=x.sif"])
+    in_image = load([*WORDS, "cluster.container=apptainer", "cluster.image=x.sif"])
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
-    load([*WORDS])
+    for config in (in_image, load([*WORDS])):
+        assert config.generator.section(VLLMConfig).options["nonsense"] == 1
 
 
 def test_arguments_that_sglang_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,22 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.metrics.log import read_metrics
-from tests.bench.learning import Line, completed, curves, ends, grouped, markdown, mean_curve, spread
+from tests.bench.learning import (
+    Line,
+    completed,
+    curves,
+    ends,
+    grouped,
+    markdown,
+    mean_curve,
+    run_folder,
+    spread,
+)
 from tests.bench.machine import machine
 from tests.bench.vs_trl import launch
 
@@ -136,9 +145,7 @@ def main() -> int:
         return 0
     names = ("seed", "environment", "form", "credit")
     todo = itertools.product(options.seeds, options.only, options.forms, options.credits)
-    with tempfile.TemporaryDirectory() as removed:
-        folder = (options.runs or Path(removed)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(options.runs) as folder:
         for name in options.only:
             warm_up(name, folder)
 

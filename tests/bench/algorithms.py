@@ -15,12 +15,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from hpcrl.metrics.log import read_metrics
-from tests.bench.learning import Line, completed, curves, ends, grouped, markdown, mean_curve, spread
+from tests.bench.learning import (
+    Line,
+    completed,
+    curves,
+    ends,
+    grouped,
+    markdown,
+    mean_curve,
+    run_folder,
+    spread,
+)
 from tests.bench.machine import machine
 from tests.bench.vs_trl import ROOT, launch
 
@@ -112,9 +121,7 @@ def main() -> int:
         print("algorithms needs --model, such as runs/demo_sft/hf, and --out", file=sys.stderr)
         return 0
     todo = sorted((seed, name) for name in options.only for seed in SEEDS.get(name, (0,)))
-    with tempfile.TemporaryDirectory() as removed:
-        folder = options.runs or Path(removed)
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(options.runs) as folder:
 
         def one(seed: int, name: str) -> Line:
             return run(seed, name, options.model, options.steps, options.eval_every, folder)

@@ -14,10 +14,10 @@ import argparse
 import math
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 from hpcrl.metrics.log import read_metrics
+from tests.bench.learning import run_folder
 from tests.bench.machine import tell
 from tests.bench.vs_trl import launch
 
@@ -117,9 +117,7 @@ def main() -> int:
         print("async_accuracy needs --model, such as runs/demo_sft/hf", file=sys.stderr)
         return 0
     runs: dict[str, list[list[dict[str, float | None]]]] = {variant: [] for variant in options.variants}
-    with tempfile.TemporaryDirectory() as removed:
-        folder = options.runs or Path(removed)
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(options.runs) as folder:
         for seed in options.seeds:
             for variant in options.variants:
                 runs[variant].append(train(options.model, variant, seed, options.steps, folder))

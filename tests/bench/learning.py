@@ -3,10 +3,12 @@ tables of several seeds."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,15 @@ def completed(
     with ThreadPoolExecutor(jobs) as pool:
         [*pool.map(one, [which for which in todo if which not in done])]
     return lines
+
+
+@contextlib.contextmanager
+def run_folder(kept: Path | None) -> Iterator[Path]:
+    """Where runs are written: a folder to keep, or one that is removed in the end."""
+    with tempfile.TemporaryDirectory() as removed:
+        folder = (kept or Path(removed)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def curves(run_dir: Path, figures: Mapping[str, str]) -> dict[str, dict[str, float]]:
