@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
 from typing import Any, Protocol
-
-PACKAGE = Path(__file__).parents[1]
 
 Observation = str | list[dict[str, Any]]
 """Text, which becomes a user message, or messages in chat form: {"role": "tool", "content": "..."}. A message may refer
@@ -42,13 +38,6 @@ def shortened(text: str, most_chars: int) -> str:
         return text
     half = most_chars // 2
     return f"{text[:half]}\n[{len(text) - most_chars} characters left out]\n{text[len(text) - most_chars + half :]}"
-
-
-def raised(error: BaseException) -> str:
-    """The error in one line, with the place in the user's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = frames[-1] if frames and not Path(frames[-1].filename).is_relative_to(PACKAGE) else None
-    return f"{type(error).__name__}: {error}" + (f" ({Path(place.filename).name}:{place.lineno})" if place else "")
 
 
 def num_chars(observation: Observation) -> int:

@@ -25,9 +25,10 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.base import cut, raised
+from hpcrl.envs.base import cut
 from hpcrl.envs.making import env_class, make_env
 from hpcrl.envs.processes import CLOSE_S, MOST_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
+from hpcrl.rewards.guarded import describe
 from hpcrl.signals import die_with, let_signals_pass
 
 KEPT = ("metrics", "tools")
@@ -131,10 +132,10 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
                 value[0] = cut(value[0], MOST_BYTES // 16)
                 body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
         except BaseException as error:  # user code may call sys.exit
-            text = raised(error)
+            text = describe(error)
             if isinstance(error, MemoryError) and config.memory_mib is not None:
                 text = f"MemoryError: it needs more than memory_mib={config.memory_mib}"
-            body = msgspec.msgpack.encode(EnvReturned(error=text.encode(errors="replace").decode()[:2000]))
+            body = msgspec.msgpack.encode(EnvReturned(error=text))
         write(connection, body)
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.alarm(CLOSE_S)

@@ -25,25 +25,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
 from hpcrl.config import Config, load
 from hpcrl.config.reading import ConfigError
-from hpcrl.envs.base import Env, raised
+from hpcrl.envs.base import Env
 from hpcrl.envs.making import check_env, make_env
 from hpcrl.envs.remote import MOST_BYTES
 from hpcrl.exitcodes import ExitCode
-from hpcrl.rewards.guarded import RAISED
+from hpcrl.rewards.guarded import RAISED, describe
 
 MOST_SESSIONS = 4096
 READ_S = 30.0
 """Time for the next bytes of a request."""
 DISCARD_S, DISCARDED_BYTES = 0.2, 1 << 16
-"""Of a request whose body is not read: time for the next bytes, and how many are taken at once."""
-UNREAD = (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+"""Of a body that is not read: time for the next bytes, and how many are taken at once."""
+UNREAD = (401, 413)
+"""Statuses of requests whose body is not read."""
 
 
 class EnvReset(msgspec.Struct, forbid_unknown_fields=True):
@@ -141,13 +141,11 @@ class EnvServer(http.server.ThreadingHTTPServer):
     def admit(self, path: str, token: str, length: str) -> int:
         """The bytes of a request's body, from its Content-Length; EnvRefused, with a status, if none is read."""
         if self._token and not hmac.compare_digest(token.encode(), f"Bearer {self._token}".encode()):
-            raise EnvRefused(HTTPStatus.UNAUTHORIZED, "the token is wrong")
+            raise EnvRefused(401, "the token is wrong")
         if path not in _ANSWERS:
             raise EnvRefused(404, f"nothing is served at {path[:60]!r}")
         if not length.isdecimal() or int(length) > MOST_BYTES:
-            raise EnvRefused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has a Content-Length of at most {MOST_BYTES} bytes"
-            )
+            raise EnvRefused(413, f"a request has a Content-Length of at most {MOST_BYTES} bytes")
         return int(length)
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
@@ -235,8 +233,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except EnvRefused as error:
             status, content = error.status, {"error": str(error)}
         except RAISED as error:  # what an environment raises costs its own session
-            text = raised(error)[:2000].encode(errors="replace").decode()
-            status, content = 500, {"error": text}
+            status, content = 500, {"error": describe(error)}
         if status != 200:
             data = json.dumps(content).encode()
         self.send_response(status)

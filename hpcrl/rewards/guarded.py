@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from hpcrl.clock import AwakeClock
@@ -19,17 +22,29 @@ SUM_TOLERANCE = 1e-5
 """Relative to the sum of magnitudes, for float32 sums of many parts."""
 
 
+PACKAGE = Path(__file__).parents[1]
+LIBRARIES = (PACKAGE, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 """What code of a user may raise: any of these costs a sample, not the process that scores or plays it."""
 
 
 def describe(error: BaseException) -> str:
-    """One line that describes the exception."""
+    """One line that describes what user code raised, with the place in it."""
     try:
         said = str(error)
     except Exception:
         said = "its message cannot be read"
-    return _sendable(" ".join(f"{type(error).__name__}: {said}".split()))
+    return _sendable(" ".join(f"{type(error).__name__}: {said}".split())) + _place_of(error)
+
+
+def _place_of(error: BaseException) -> str:
+    """File and line of the user's code that raised, or that called the library which did; empty if hpcrl did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename).is_relative_to(PACKAGE):
+        return ""
+    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(path) for path in LIBRARIES)]
+    place = (own or frames)[-1]
+    return f" ({Path(place.filename).name}:{place.lineno})"
 
 
 def _sendable(text: str) -> str:

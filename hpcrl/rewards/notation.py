@@ -126,7 +126,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TAKES_ARGUMENTS = re.compile(r"\\(?:(?P<two>[dtc]?frac)|sqrt(?:\s*\[[^\]]*\])?)(?![A-Za-z])")
 _ARGUMENT = re.compile(r"\s*(?:\{\s*[^\s}]|\\[A-Za-z]+|\\?[^\s{}])")
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\[A-Za-z]+")
-_BINDS = re.compile(r"\\(?:i{1,4}nt|oint|sum|prod|lim)(?![A-Za-z])")
+_BINDS = re.compile(r"\\(?:i{1,4}nt|oint|sum|prod|lim|in)(?![A-Za-z])")
 _VARIABLE = re.compile(r"[A-Za-df-hj-z]")
 _ENVIRONMENT = re.compile(r"\\(begin|end)(?![A-Za-z])")
 _NO_RIGHT_SIDE = re.compile(r"[\w)\]}]\s*(?:[=^/]|\\(?:cdot|times|div|pm)(?![A-Za-z]))\s*\$*\s*$")
@@ -296,7 +296,7 @@ def names(text: str) -> list[str]:
 
 def has_variable(text: str) -> bool:
     """Whether an expression has a letter that is no constant, nor a variable which a sum, product, integral or limit
-    binds."""
+    binds, or of which it says in what it lies."""
     return not _BINDS.search(text) and bool(_VARIABLE.search(_COMMAND.sub(" ", text)))
 
 

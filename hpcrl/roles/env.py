@@ -21,11 +21,11 @@ from hpcrl.control.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredS
 from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
 from hpcrl.data.rows import Messages
-from hpcrl.envs.base import Env, cut, num_chars, raised
+from hpcrl.envs.base import Env, cut, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.rewards.extract import after_thinking
-from hpcrl.rewards.guarded import RAISED
+from hpcrl.rewards.guarded import RAISED, describe
 from hpcrl.roles.base import Rank
 from hpcrl.roles.dialogue import (
     as_messages,
@@ -223,7 +223,7 @@ class EnvRole:
         except _NoRoom as problem:
             result, ended = msgspec.structs.replace(result, error=_text(config.name, str(problem))), True
         except RAISED as failure:  # one bad environment is data, not a crash
-            error = _text(config.name, str(failure) if isinstance(failure, EnvProcessError) else raised(failure))
+            error = _text(config.name, str(failure) if isinstance(failure, EnvProcessError) else describe(failure))
             metrics = NOTHING_PLAYED | {"turns": float(len(episode.rewards)), "failed": 1.0}
             result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error, metrics), True, True
         episode.at_work = False

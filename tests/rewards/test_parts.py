@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from hpcrl.config import RewardConfig
 from hpcrl.rewards.base import ModelTurn, Reward, RewardItem, Score
 from hpcrl.rewards.function import FunctionReward
-from hpcrl.rewards.guarded import score_each
+from hpcrl.rewards.guarded import describe, score_each
 from hpcrl.rewards.protocol import Item, from_message, to_message
 from hpcrl.rollout.batch import pack
 from hpcrl.rollout.types import TOKEN_REWARD
@@ -157,9 +158,18 @@ class Mute(ValueError):
         raise TypeError
 
 
+def test_an_error_of_a_library_is_placed_where_the_user_called_it() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    assert re.fullmatch(r"JSONDecodeError: Expecting .* \(test_parts\.py:\d+\)", describe(caught.value))
+    with pytest.raises(ValueError) as caught:
+        FunctionReward(RewardConfig(name="function", function="no.such:function"))
+    assert describe(caught.value).endswith(f"{caught.value}"), "hpcrl's own errors say what is wrong"
+
+
 def test_errors_and_metrics_that_cannot_be_sent_are_made_so() -> None:
     for error, said in ((ValueError(chr(0xD800)), "ValueError: ?"), (Mute(), "Mute: its message cannot be read")):
         [score] = score_each(Raising(error), [EPISODE]) or []
-        assert score.error == said
+        assert re.fullmatch(rf"{re.escape(said)} \(test_parts\.py:\d+\)", score.error), score.error
     [score] = score_each(Given(Score(1.0, 1.0, metrics={chr(0xD800): 2.0})), [EPISODE]) or []
     assert score.metrics == {"?": 2.0}

@@ -133,8 +133,8 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
     ("how", "error"),
     [
         ("raises", "environment class: KeyError: "),
-        ("is cancelled", "environment class: CancelledError:  (odd_env.py:"),
-        ("is interrupted", "environment class: KeyboardInterrupt:  (odd_env.py:"),
+        ("is cancelled", "environment class: CancelledError: (odd_env.py:"),
+        ("is interrupted", "environment class: KeyboardInterrupt: (odd_env.py:"),
         ("no text", "environment class: TypeError: the observation is not text but dict"),
         ("lone surrogate", "environment class: "),
         ("no number", "environment class: ValueError: could not convert string to float: 'much'"),
