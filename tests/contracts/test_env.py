@@ -99,6 +99,17 @@ def play(env: Env, seed: int, responses: Sequence[str]) -> list[Any]:
     return results
 
 
+def play_beside(env: Any, other: Any, seed: int, responses: Sequence[str]) -> list[Any]:
+    """As play(), while another episode of the same environment takes turns with it."""
+    other.reset(seed - 1)
+    told: list[Any] = [env.reset(seed)[0]]
+    for response in responses:
+        told.append(json.loads(json.dumps(env.step(response))))
+        other.reset(seed - 1)
+        other.step(response)
+    return told
+
+
 def test_every_environment_has_a_case() -> None:
     expected = {name for name, spec in ENVS.items() if spec.built and not spec.imports_code}
     assert {case.name for case in CASES} | ELSEWHERE == expected
@@ -117,14 +128,7 @@ def test_an_episode_is_a_function_of_seed_and_actions(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_two_episodes_at_once_do_not_know_each_other(case: Case) -> None:
     alone = play(made(case), 3, case.responses)
-    one, other = made(case), made(case)
-    other.reset(4)
-    together: list[Any] = [one.reset(3)[0]]
-    for response in case.responses[: len(alone) - 1]:
-        together.append(json.loads(json.dumps(one.step(response))))
-        other.reset(4)
-        other.step(response)
-    assert together == alone
+    assert play_beside(made(case), made(case), 3, case.responses[: len(alone) - 1]) == alone
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

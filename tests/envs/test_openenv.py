@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.config import EnvConfig, parse
 from hpcrl.envs.making import check_env, make_env, validate_envs
-from tests.contracts.test_env import HOSTILE, ROW, play, tagged
+from tests.contracts.test_env import HOSTILE, ROW, play, play_beside, tagged
 
 URL = "http://127.0.0.1:1"
 MOVES = {"action": {"place": {"by": "{answer}"}}, "observation": "messages.-1.content", "success": "observation.won"}
@@ -121,13 +121,7 @@ def test_an_episode_keeps_the_protocol(corridor: str) -> None:
     assert first[-1][2] and first[-1][4]["metrics"]["success"] == 1.0
     assert played(corridor, 5, walk, **MOVES, **texts) == first
     one, other = made(corridor, **MOVES, **texts), made(corridor, **MOVES, **texts)
-    other.reset(4)
-    together: list[Any] = [one.reset(5)[0]]
-    for response in walk[: len(first) - 1]:
-        together.append(json.loads(json.dumps(one.step(response))))
-        other.reset(4)
-        other.step(response)
-    assert together == first
+    assert play_beside(one, other, 5, walk[: len(first) - 1]) == first
     one.close()
     other.close()
     assert len({played(corridor, seed, walk[-3:], **MOVES)[0] for seed in range(7)}) == 7

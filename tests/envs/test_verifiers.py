@@ -13,7 +13,7 @@ import pytest
 from hpcrl.config import EnvConfig, parse
 from hpcrl.data.env_sources import HALF
 from hpcrl.envs.making import check_env, make_env, runs_in, validate_envs
-from tests.contracts.test_env import HOSTILE, ROW, play
+from tests.contracts.test_env import HOSTILE, ROW, play, play_beside
 
 HERE = "tests.envs.verifiers_envs"
 SUMS = {
@@ -146,12 +146,7 @@ def test_an_episode_keeps_the_protocol_whatever_a_model_writes(loop: asyncio.Abs
         first = play(Waited(loop, **options), 3, responses)
         assert play(Waited(loop, **options), 3, responses) == first
         one, other = Waited(loop, **options), Waited(loop, **options)
-        other.reset(4)
-        together: list[Any] = [one.reset(3)[0]]
-        for response in responses[: len(first) - 1]:
-            together.append(json.loads(json.dumps(one.step(response))))
-            other.reset(4)
-            other.step(response)
+        together = play_beside(one, other, 3, responses[: len(first) - 1])
         assert together == first, "two episodes of one environment do not know each other"
         other.close()
 
