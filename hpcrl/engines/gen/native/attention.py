@@ -93,14 +93,14 @@ class Decoding:
         (rows, heads, size), (k, v) = q.shape, kv
         num_kv_heads, block = k.shape[1:3]
         group = heads // num_kv_heads
-        queries = q.reshape(rows * num_kv_heads, group * size)[self.queries].view(-1, size)
-        scores = self._products(queries, k.transpose(2, 3))[self.in_order].view(rows, heads, -1)
+        queries = q.reshape(rows * num_kv_heads, group * size).index_select(0, self.queries).view(-1, size)
+        scores = self._products(queries, k.transpose(2, 3)).index_select(0, self.in_order).view(rows, heads, -1)
         if (cap := arch.attention_softcap) is None:
             scores = torch.add(mask, scores, alpha=arch.attention_scale)
         else:
             scores = scores.mul_(arch.attention_scale / cap).tanh_().mul_(cap).add_(mask)
         probs = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-        parts = self._products(probs.view(-1, block)[self.by_unit], v)
+        parts = self._products(probs.view(-1, block).index_select(0, self.by_unit), v)
         sums = F.embedding_bag(self.bags, parts.view(-1, group * size).float(), self.offsets, mode="sum")
         return sums.view(rows, -1).to(q.dtype)
 
