@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config import Positive, Section
@@ -25,6 +26,14 @@ def episode_start(name: str, seed: int, split: str, index: int) -> int:
     """The 31-bit seed of the environment of a row, a function of the arguments alone."""
     digest = hashlib.blake2b(f"{name}/{seed}/{split}/{index}/start".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % HALF + (HALF if split == "val" else 0)
+
+
+def given_start(columns: Mapping[str, Any]) -> int | None:
+    """The seed of the environment that a row's columns give, None without one. ValueError if it is no such number."""
+    given = columns.get(SEED_COLUMN)
+    if given is None or (type(given) is int and 0 <= given < MAX_SEED):
+        return given
+    raise ValueError(f"column {SEED_COLUMN}: {given!r} is not a whole number from 0 to {MAX_SEED - 1}")
 
 
 class StartTask:

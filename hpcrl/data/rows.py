@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from hpcrl.config import DataConfig, DataSource
-from hpcrl.data.env_sources import STARTS
+from hpcrl.data.env_sources import STARTS, given_start
 from hpcrl.data.files import NO_IMAGES, BadRow, Table, open_table
 from hpcrl.data.tasks import Split
 
@@ -60,6 +60,10 @@ def parse_row(raw: dict[str, Any], config: DataConfig, fixed_domain: str | None,
         raise BadRow(f"{where}: {key} has no user turn to answer")
     answer = _answer(raw, config, where)
     extra = {k: v for k, v in raw.items() if k != key}
+    try:
+        given_start(extra)
+    except ValueError as error:
+        raise BadRow(f"{where}: {error}") from None
     _check_size(written if answer is None else None, extra, where)
     tools = raw.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):

@@ -19,7 +19,7 @@ from hpcrl.clock import AwakeClock
 from hpcrl.config import EnvConfig
 from hpcrl.control.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredSample, Turn, TurnDelta
 from hpcrl.control.queues import StoreLost
-from hpcrl.data.env_sources import MAX_SEED, SEED_COLUMN
+from hpcrl.data.env_sources import given_start
 from hpcrl.data.rows import Messages
 from hpcrl.envs.base import Env, cut, num_chars
 from hpcrl.envs.examples import example_messages
@@ -320,12 +320,8 @@ class EnvRole:
 
     def _seed(self, turn: Turn, row: dict[str, Any]) -> int:
         """The seed of the row, else one of the prompt. ValueError if the row has no valid one."""
-        given = row["extra"].get(SEED_COLUMN)
-        if given is None:
-            return episode_seed(self._config.seed, split_sample_id(turn.sample)[0])
-        if type(given) is not int or not 0 <= given < MAX_SEED:
-            raise ValueError(f"column {SEED_COLUMN}: {given!r} is not a whole number from 0 to {MAX_SEED - 1}")
-        return given
+        given = given_start(row["extra"])
+        return episode_seed(self._config.seed, split_sample_id(turn.sample)[0]) if given is None else given
 
     def _peek_end(self, command: PeekEnd, seq: int) -> Done:
         found = [self._ends.get(sample, "") for sample in command.samples]

@@ -122,6 +122,9 @@ def test_empty_lines_and_byte_order_mark_keep_the_line_numbers(tmp_path: Path):
         ({"prompt": "a", "answer": "x", "tests": ["x" * (16 << 20)]}, "(the largest: tests); store the path of a file"),
         ({"prompt": "a", "tag": 3}, "tag must be text, not '3'"),
         ({"prompt": "a", "tools": "x"}, "tools must be a list of objects"),
+        ({"prompt": "a", "env_seed": "7"}, "column env_seed: '7' is not a whole number from 0 to 2147483647"),
+        ({"prompt": "a", "env_seed": -1}, "column env_seed: -1 is not a whole number"),
+        ({"prompt": "a", "env_seed": True}, "column env_seed: True is not a whole number"),
         (
             {"messages": [{**USER[0], "images": ["nowhere.png"]}]},
             ":2: messages[0].images: images cannot be trained by this",
