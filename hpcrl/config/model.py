@@ -19,6 +19,8 @@ class TinyModel(Section):
     """Model family."""
     vocab_size: Annotated[int, Field(ge=LEAST_VOCABULARY, le=1 << 20), NUMBER] = 320
     """Rows of the embedding; the tokenizer is trained to at most this many tokens."""
+    corpus: list[str] = []
+    """Texts of the task, whose words become tokens before others do, as far as vocab_size goes."""
     hidden_size: Annotated[int, Field(ge=1, le=1 << 16), NUMBER] = 64
     """Width of the hidden states."""
     num_layers: Annotated[int, Field(ge=1, le=1000), NUMBER] = 2

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ assert 256 + len(SPECIAL_TOKENS) == LEAST_VOCABULARY  # every byte has a token, 
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # The words of the roles and built-in tasks stand first and often, so that the smallest vocabulary already holds them.
-CORPUS = ("user\nassistant\nsystem\nsort: 3 1 2\nadd: 12 + 7\n",) * 64 + (
+OFTEN = 64
+CORPUS = ("user\nassistant\nsystem\nsort: 3 1 2\nadd: 12 + 7\n",) * OFTEN + (
     "The answer is \\boxed{42}. So the final answer is 42.\n#### 42\n",
     "Natalia sold 48 clips in April, and then she sold half as many clips in May. How many did she sell in total?",
     "How much does each of them have left after the first day? How many more are there than there were before?",
@@ -80,7 +82,7 @@ def make_tiny_model(spec: TinyModel, folder: Path) -> None:
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        tokenizer = make_tokenizer(spec.vocab_size)
+        tokenizer = make_tokenizer(spec.vocab_size, spec.corpus)
         _write_tokenizer(tokenizer, spec, partial)
         _write_model(spec, tokenizer, partial)
         give_usual_modes(partial)
@@ -106,8 +108,9 @@ def check_spec(spec: TinyModel) -> None:
         )
 
 
-def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; special tokens have the ids 0, 1, 2."""
+def make_tokenizer(vocab_size: int, corpus: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens; special tokens have the ids 0, 1, 2. corpus: texts of
+    the task, which count as much as those of the built-in tasks."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -123,7 +126,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator([*CORPUS, *list(corpus) * OFTEN], trainer)
     return tokenizer
 
 

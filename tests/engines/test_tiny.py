@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hpcrl.config import TinyModel
-from hpcrl.engines.tiny import CHAT_TEMPLATE, make_tiny_model
+from hpcrl.engines.tiny import CHAT_TEMPLATE, make_tiny_model, make_tokenizer
 
 ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama", "gemma2")
 
@@ -54,6 +54,16 @@ def test_same_spec_same_files_and_another_seed_other_weights(tmp_path: Path):
     assert a == b
     assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"], "a partial folder was left behind"
+
+
+def test_words_of_the_corpus_become_tokens():
+    call = '<tool_call>{"name": "guess"}</tool_call>'
+    tokenizer = make_tokenizer(400, [call])
+    words = ["<tool", "_call", '>{"', "name", '":', ' "', "guess", '"}</', "tool", "_call", ">"]
+    ids = tokenizer.encode(call).ids
+    assert [tokenizer.decode([token]) for token in ids] == words
+    assert len(make_tokenizer(400).encode(call).ids) > 3 * len(words)
+    assert len(tokenizer.encode("sort: 3 1 2").ids) == len(make_tokenizer(400).encode("sort: 3 1 2").ids)
 
 
 def test_an_existing_model_is_left_alone(tmp_path: Path):
