@@ -72,7 +72,9 @@ def run(folder: Path, steps: int, **keys: object) -> tuple[list[dict[str, Any]],
         process.wait()
     if process.returncode:
         raise RuntimeError(f"hpcrl ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-    seen["controller_cpu_s"] = round(seen["controller_cpu_s"] - seen.pop("controller_start_cpu_s"), 1)
+    begun, used = (seen.pop(f"controller_{which}cpu_s", None) for which in ("start_", ""))
+    if begun is not None and used is not None:  # else the run was over too soon
+        seen["controller_cpu_s"] = round(used - begun, 1)
     return read_metrics(run_dir), seen
 
 

@@ -17,6 +17,7 @@ line is a fit over all starts: seconds = a + b x ranks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import statistics
 import tempfile
@@ -44,7 +45,7 @@ WORDS += ["rollout.filter_std=false", "reward.default.num_processes=1", "fake.tr
 
 RECIPE, GPU_NODES, CPU_NODES, PER_NODE = "rlvr_200b", 32, 2, 8
 """The recipe, the nodes of its two components, and ranks on a node of the first."""
-SHORT = ["debug=fake", "max_steps=10", "eval_every=0", "save_every=0", "cluster.device=cpu", "cluster.time=00:30:00"]
+SHORT = ["debug=fake", "eval_every=0", "save_every=0", "cluster.device=cpu", "cluster.time=00:30:00"]
 SHORT += ["timeouts.start_s=550", "fake.median_tokens=16", "fake.tail=0", "fake.train_s=0", "fake.logprobs_s=0"]
 START_S = 560.0
 
@@ -84,21 +85,27 @@ def start_recipe(cluster: Any, folder: Path, num_nodes: int) -> dict[str, object
     (model / "model.safetensors").unlink()
     shutil.copy(ROOT / "conf/model/Qwen/Qwen3-235B-A22B/config.json", model)
     words = [f"+experiment={RECIPE}", *SHORT, f"model.path={model}", *scaled(num_nodes)]
+    words.append(f"max_steps={max(3, 20 // num_nodes)}")  # long enough to look at every process after the first
     layout = RoleLayout.from_config(load(["+cluster=slurm", *words]))
     begin = time.perf_counter()
     job = submit(cluster, folder / "run", *words)
     wait_step(cluster, folder / "run", job, 1, START_S)
     wall = time.perf_counter() - begin
     all_of_it, of_rank = processes(cluster, job), ranks(cluster, job)
-    cpu = sum(sum(process.cpu_times()[:2]) for process in all_of_it)
-    memory = {process: process.memory_full_info() for process in all_of_it}  # while it takes further steps
+    cpu, memory = 0.0, {}
+    for process in all_of_it:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper of Slurm's that has ended
+            cpu += sum(process.cpu_times()[:2])
+    for process in all_of_it:  # while it takes further steps
+        with contextlib.suppress(psutil.NoSuchProcess):
+            memory[process] = process.memory_full_info()
     by_role: dict[str, list[float]] = {}
     for rank, process in of_rank.items():
         by_role.setdefault("+".join(layout.roles_of(rank)), []).append(memory[process].uss / 2**20)
-    wait_state(cluster, folder / "run", job, [COMPLETED])
+    wait_state(cluster, folder / "run", job, [COMPLETED], START_S)
     wait_gone(cluster, job)
     found: dict[str, object] = {"bench": "many_ranks", "recipe": RECIPE, "ranks": layout.world_size}
-    found |= {"processes": len(all_of_it), "wall_s": round(wall, 1), "cpu_s": round(cpu, 1)}
+    found |= {"processes": len(memory), "wall_s": round(wall, 1), "cpu_s": round(cpu, 1)}
     mib = {role: round(statistics.median(own)) for role, own in by_role.items()}
     return {**found, "mib_by_role": mib, "all_gib": round(sum(info.pss for info in memory.values()) / 2**30, 2)}
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hpcrl.config.engines import TrainerConfig
 from hpcrl.engines.train.fsdp2.attention import shared_prefixes
 from hpcrl.planner.shapes import shape_of
 from hpcrl.planner.traffic import Sent, StepWork, total_bytes
@@ -54,26 +56,37 @@ DENSE: dict[str, Any] = {
 }
 EXPERTS = {**DENSE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 SHARDED = "fsdp2"
-SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
-    SHARDED: ("fsdp2", {}),
-    "fsdp2 replicas 2": ("fsdp2", {"replicas": 2}),
-    "fsdp2 tensor 2": ("fsdp2", {"tensor_parallel": 2}),
-    "fsdp2 context 2": ("fsdp2", {"context_parallel": 2}),
-    "deepspeed zero 1": ("deepspeed", {"zero_stage": 1}),
-    "deepspeed zero 2": ("deepspeed", {"zero_stage": 2}),
-    "deepspeed zero 3": ("deepspeed", {"zero_stage": 3}),
-    "megatron data": ("megatron", {}),
-    "megatron tensor 2": ("megatron", {"tensor_parallel": 2}),
-    "megatron tensor 2, sequence": ("megatron", {"tensor_parallel": 2, "sequence_parallel": True}),
-    "megatron pipeline 2": ("megatron", {"pipeline_parallel": 2}),
-    "megatron pipeline 2 x 2": ("megatron", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "megatron context 2": ("megatron", {"context_parallel": 2}),
+LORA = {"lora": {"rank": 8}}
+USUAL = {"logits_chunk_tokens": TrainerConfig().logits_chunk_tokens}  # the tests' splits have very small ones
+SPLITS: dict[str, tuple[str, Split]] = {  # each on at least so many ranks
+    SHARDED: ("fsdp2", Split(2)),
+    "fsdp2 replicas 2": ("fsdp2", Split(2, {"replicas": 2})),
+    "fsdp2 tensor 2": ("fsdp2", Split(2, {"tensor_parallel": 2})),
+    "fsdp2 context 2": ("fsdp2", Split(2, {"context_parallel": 2})),
+    "fsdp2 lora": ("fsdp2", Split(2, trainer=LORA)),
+    "deepspeed zero 1": ("deepspeed", Split(2, {"zero_stage": 1})),
+    "deepspeed zero 2": ("deepspeed", Split(2, {"zero_stage": 2})),
+    "deepspeed zero 3": ("deepspeed", Split(2, {"zero_stage": 3})),
+    "deepspeed zero 3, offload": ("deepspeed", Split(2, {"zero_stage": 3, "offload_optimizer": "cpu"})),
+    "deepspeed zero 3, lora": ("deepspeed", Split(2, {"zero_stage": 3}, LORA)),
+    "megatron data": ("megatron", Split(2)),
+    "megatron tensor 2": ("megatron", Split(2, {"tensor_parallel": 2})),
+    "megatron tensor 2, sequence": ("megatron", Split(2, {"tensor_parallel": 2, "sequence_parallel": True})),
+    "megatron pipeline 2": ("megatron", Split(2, {"pipeline_parallel": 2})),
+    "megatron pipeline 2 x 2": ("megatron", Split(2, {"pipeline_parallel": 2, "virtual_pipeline": 2})),
+    "megatron context 2": ("megatron", Split(2, {"context_parallel": 2})),
+    "megatron tensor 2, pipeline 2": ("megatron", Split(4, {"tensor_parallel": 2, "pipeline_parallel": 2})),
+    "megatron tensor 2, context 2": ("megatron", Split(4, {"tensor_parallel": 2, "context_parallel": 2})),
 }
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    SHARDED: ("fsdp2", {}),
-    "fsdp2 tensor 2": ("fsdp2", {"tensor_parallel": 2}),
-    "megatron expert 2": ("megatron", {"expert_parallel": 2}),
-    "megatron expert tensor 2": ("megatron", {"expert_tensor_parallel": 2}),
+MIXTURES: dict[str, tuple[str, Split]] = {
+    SHARDED: ("fsdp2", Split(2)),
+    "fsdp2 tensor 2": ("fsdp2", Split(2, {"tensor_parallel": 2})),
+    "megatron expert 2": ("megatron", Split(2, {"expert_parallel": 2})),
+    "megatron expert tensor 2": ("megatron", Split(2, {"expert_tensor_parallel": 2})),
+    "megatron tensor 2, expert 2": (
+        "megatron",
+        Split(4, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}),
+    ),
 }
 NUM_ROWS, SHORTEST, LONGEST = 16, 64, 192
 
@@ -172,13 +185,13 @@ def main() -> None:
             params = sum(file.stat().st_size for file in model.glob("*.safetensors"))
             for num_ranks in options.ranks:
                 reference: dict[str, Any] = {}
-                for name, (engine, section) in splits.items():
-                    if options.only and name not in {SHARDED, *options.only}:
+                for name, (engine, least) in splits.items():
+                    if num_ranks < least.num_ranks or (options.only and name not in {SHARDED, *options.only}):
                         continue
                     if missing := [module for module in TRAIN_ENGINES[engine].needs if not version_of(module)]:
                         print(f"{name}: left out, {missing[0]} is not installed", file=sys.stderr)
                         continue
-                    split = Split(num_ranks, section, family=family)
+                    split = replace(least, num_ranks=num_ranks, family=family, trainer={**USUAL, **least.trainer})
                     ranks = run_ranks(num_ranks, measure, engine, split, model, options.steps)
                     plan = planned(engine, split, model)
                     on_gloo, on_nccl = (num_ranks * total_bytes(plan, gloo) / 2**20 for gloo in (True, False))
