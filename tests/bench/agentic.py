@@ -39,21 +39,22 @@ EVALUATIONS = 3
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment's experiment, the section of its environment, and the steps of a run."""
+    """An environment's experiment, the section of its environment, the steps of a run, and the credits compared."""
 
     experiment: str
     section: str
     steps: int
+    credits: tuple[str, ...] = ("grpo", "gigpo")
 
 
 ENVIRONMENTS = {
     "frozen_lake": Environment("demo_agentic", "default", 60),
     "sokoban": Environment("demo_sokoban", "default", 30),
-    "tools": Environment("demo_tools", "numbers", 20),
+    "tools": Environment("demo_tools", "numbers", 120, ("reinforce_plus_plus",)),  # without groups
     "webshop": Environment("demo_webshop", "shop", 20),
 }
 FORMS = ("trajectory", "steps")
-CREDITS = ("grpo", "gigpo")
+CREDITS = ("grpo", "gigpo", "reinforce_plus_plus")
 FIGURES = {
     "success": "val/score/mean",
     "trained": "critic/score/mean",
@@ -109,7 +110,7 @@ def plot(lines: list[Line], file: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "hpcrl"
     names = [name for name in ENVIRONMENTS if any(line["environment"] == name for line in lines)]
     figure, panels = pyplot.subplots(1, len(names), figsize=(3.4 * len(names), 3.8), squeeze=False)
-    colors = dict(zip(itertools.product(CREDITS, FORMS), ("C0", "C2", "C1", "C3"), strict=True))
+    colors = dict(zip(itertools.product(CREDITS, FORMS), ("C0", "C2", "C1", "C3", "C4", "C5"), strict=True))
     for axes, name in zip(panels[0], names, strict=True):
         mine = [line for line in lines if line["environment"] == name]
         for (credit, form), runs in sorted(grouped(mine, "credit", "form").items()):
