@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -62,7 +62,7 @@ class Start:
     @property
     def ranks(self) -> dict[int, int]:
         """Rank -> process id of the ranks that run."""
-        return {rank: process.pid for process in self._running() if (rank := rank_of(process)) is not None}
+        return {rank: process.pid for rank, process in by_rank(self._running()).items()}
 
     def wait(self, timeout_s: float = 100.0) -> int:
         """Its exit code."""
@@ -120,6 +120,15 @@ class Start:
         while left := self.processes():
             assert time.monotonic() < deadline, f"{left} still run {within_s} s after their launcher was killed"
             time.sleep(0.05)
+
+
+def by_rank(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
+    """Rank -> its process: the eldest of its name, which a child has, too, until it becomes another program."""
+    found: dict[int, psutil.Process] = {}
+    for process in sorted(processes, key=psutil.Process.create_time):
+        if (rank := rank_of(process)) is not None:
+            found.setdefault(rank, process)
+    return found
 
 
 def rank_of(process: psutil.Process) -> int | None:

@@ -17,7 +17,7 @@ from hpcrl.metrics.log import read_metrics
 from hpcrl.status import main as status_main
 from tests import in_process
 from tests.conftest import ROOT
-from tests.e2e.program import rank_of
+from tests.e2e.program import by_rank
 
 RUNNING, PENDING, COMPLETED, FAILED, CANCELLED = "RUNNING", "PENDING", "COMPLETED", "FAILED", "CANCELLED"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
@@ -132,7 +132,7 @@ def processes(cluster: Any, job: int | None = None) -> dict[psutil.Process, dict
 
 def ranks(cluster: Any, job: int) -> dict[int, psutil.Process]:
     """Rank -> its process, of those that run."""
-    return {rank: process for process in processes(cluster, job) if (rank := rank_of(process)) is not None}
+    return by_rank(processes(cluster, job))
 
 
 def wait_gone(cluster: Any, job: int, timeout_s: float = 20.0) -> None:
