@@ -1,12 +1,13 @@
-"""Whether agents learn: four environments, by trajectory and by steps, with GRPO and GiGPO, each from one warm start.
+"""Whether agents learn: four environments, by trajectory and by steps, with GRPO and GiGPO (a tool: REINFORCE++).
 
     python -m tests.bench.agentic --out FILE [--runs FOLDER] [--only NAMES] [--seeds 0 1 2] [--jobs N] [--plot FILE]
 
-The supervised warm-up of each environment runs first (its experiment with `_sft`). Each run then has the keys of the
-environment's experiment, one process, one thread, and the steps of ENVIRONMENTS. By steps, the prompt of a turn shows
-all earlier turns, so that the model sees what it sees by trajectory. `--out` gets one JSON line per run; runs that it
-already has are not run again, nor are runs and warm-ups that `--runs` has. Prints a table: sampled success on held-out
-starts before and after, with the lowest and the highest of the seeds, and CPU-seconds of all processes of a run.
+The warm start of each environment is made first (its experiment with `_sft`). Each run then has the keys of the
+environment's experiment, one process, one thread, and the steps and credits of ENVIRONMENTS. By steps, the prompt of a
+turn shows all earlier turns, so that the model sees what it sees by trajectory. `--out` gets one JSON line per run;
+runs that it already has are not run again, nor are runs and warm-ups that `--runs` has. Prints a table: sampled success
+on held-out starts before and after, with the lowest and the highest of the seeds, and CPU-seconds of all processes of a
+run.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def main() -> int:
         print("agentic needs --out", file=sys.stderr)
         return 0
     names = ("seed", "environment", "form", "credit")
-    todo = itertools.product(options.seeds, options.only, options.forms, options.credits)
+    every = itertools.product(options.seeds, options.only, options.forms, options.credits)
+    todo = [run for run in every if run[-1] in ENVIRONMENTS[run[1]].credits]
     with run_folder(options.runs) as folder:
         for name in options.only:
             warm_up(name, folder)
