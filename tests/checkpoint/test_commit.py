@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -262,6 +263,18 @@ def test_commit_needs_exactly_the_sealed_files(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is not a file of the checkpoint"):
             seal_files(folder, [name])
     assert steps_in(tmp_path) == []
+
+
+def test_a_folder_that_is_moved_away_during_the_commit_is_said_to_be_gone(tmp_path: Path) -> None:
+    folder = begin(tmp_path / "checkpoints", 1, 1)
+    entries = seal_files(folder, [write_state(folder, small_state(1))])
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    facts = Facts(attempt=1, world={})
+    with pytest.raises(FileNotFoundError, match=re.escape(str(folder))):
+        commit(tmp_path / "checkpoints", 1, folder, entries, facts, keep=2)
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(NotADirectoryError, match=re.escape(str(folder))):
+        commit(tmp_path / "checkpoints", 1, folder, entries, facts, keep=2)
 
 
 def test_a_fenced_attempt_commits_nothing(tmp_path: Path) -> None:
