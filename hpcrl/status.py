@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import platform
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -361,13 +361,18 @@ def main(argv: Sequence[str]) -> int:
     code = ExitCode.DONE
     for folder in folders:
         try:
-            print((describe if argv else line)(folder, find_job(RunFolder(folder)), time.time()))
+            shown = (describe if argv else line)(folder, find_job(RunFolder(folder)), time.time())
         except (ConfigError, OSError) as error:  # the other runs are still shown
             print(f"hpcrl: {error}", file=sys.stderr)
             code = ExitCode.BAD_INPUT
+            continue
+        try:
+            print(shown, flush=True)
+        except BrokenPipeError:  # `| head` has enough; nor may Python try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            break
     return code
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ended by `| head`
     sys.exit(main(sys.argv[1:]))
