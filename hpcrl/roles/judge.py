@@ -40,7 +40,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[ChatMessage]
     model: str = ""
     temperature: float = 0.0
-    max_tokens: int = 512
+    max_tokens: int | None = None
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -116,10 +116,11 @@ class JudgeRole:
             ids = encode(self._tokenizer, text)
             if len(ids) > self._most_prompt:
                 raise ValueError(f"the question has {len(ids)} tokens, judge.max_prompt_tokens={self._most_prompt}")
-            if asked.max_tokens > self._most_new:
-                raise ValueError(f"max_tokens is {asked.max_tokens}, judge.max_new_tokens={self._most_new}")
+            max_tokens = self._most_new if asked.max_tokens is None else asked.max_tokens
+            if max_tokens > self._most_new:
+                raise ValueError(f"max_tokens is {max_tokens}, judge.max_new_tokens={self._most_new}")
             limits = asked.top_p, asked.top_k, asked.min_p, tuple(asked.stop)
-            params = SamplingParams(asked.max_tokens, asked.temperature, *limits)
+            params = SamplingParams(max_tokens, asked.temperature, *limits)
             seed = asked.seed if asked.seed is not None else _seed_of(ids)
             self.engine.add([Request(self._num_asked, ids, params, seed)])
         except Exception as error:  # of a template, which runs code of the model's folder, or of the engine's checks

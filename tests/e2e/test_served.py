@@ -34,10 +34,10 @@ WORDS = LINES.split()
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = make_echo_judge(tmp_path_factory.mktemp("model") / "echo")
-    options = "{judges: {own: {role: judge, max_tokens: 24}}, request_timeout_s: 60, backoff_s: 0.1}"
+    options = "{judges: {own: {role: judge}}, request_timeout_s: 60, backoff_s: 0.1}"
     return [
         f"+reward.default={{name: judge, timeout_s: 600, options: {options}}}",
-        *(f"judge.path={folder}", "judge.max_prompt_tokens=200", "judge.max_new_tokens=32"),
+        *(f"judge.path={folder}", "judge.max_prompt_tokens=200", "judge.max_new_tokens=24"),
     ]
 
 

@@ -26,7 +26,7 @@ from tests.echo_judge import make_echo_judge
 from tests.engines.test_scalar import make_reward_model
 
 TOKEN = "sesame"
-JUDGES = {"default": {"name": "judge", "options": {"judges": {"own": {"role": "judge", "max_tokens": 24}}}}}
+JUDGES = {"default": {"name": "judge", "options": {"judges": {"own": {"role": "judge"}}}}}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_two_judges_share_the_questions_and_keep_their_batch_full(serving: Any, 
     ranks = [judge(serving, echo) for _ in range(2)]
     items = [RewardItem(n, "d", "?", "x" * n) for n in range(1, 25)]
     threading.Thread(target=go_with, args=(24, ranks)).start()
-    options = {"judges": {"own": {"role": "judge", "max_tokens": 24}}}
+    options = {"judges": {"own": {"role": "judge"}}}
     found = score([rank.role.url for rank in ranks], "judge", options, items)
     assert [each.reward for each in found] == pytest.approx([n % 10 / 10 for n in range(1, 25)])
     assert all(each.metrics["retries"] == each.metrics["unparsable"] == 0 for each in found)
@@ -179,7 +179,7 @@ def test_a_question_of_a_deterministic_run_is_the_same_again(serving: Any, echo:
     rank.role._service.take = spy
     rank.go()
     for seed in (7, 7, 8, None, None):
-        [found] = score([rank.role.url], "judge", {"judges": {"own": {"role": "judge", "max_tokens": 24}}},
+        [found] = score([rank.role.url], "judge", {"judges": {"own": {"role": "judge"}}},
                         [RewardItem(1, "d", "?", "four")], seed=seed)  # fmt: skip
         assert found.reward == pytest.approx(0.4)
     assert asked[0] == asked[1] and len(set(asked)) == 4
@@ -266,6 +266,7 @@ def test_the_load_counts_time_with_requests(monkeypatch: pytest.MonkeyPatch) -> 
         ({}, "give either url and model, or role: judge"),
         ({"url": "http://h/v1"}, "model: missing"),
         ({"role": "judge", "model": "m"}, "model: not read with role"),
+        ({"role": "judge", "max_tokens": 9}, "max_tokens=9: not read with role; use judge.max_new_tokens"),
         ({"role": "referee"}, "role: Input should be 'judge'"),
     ],
 )
