@@ -6,6 +6,7 @@ Imports no module of a command before it is called.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -77,6 +78,16 @@ def in_shell(text: str) -> str:
     return SCRIPT.sub(lambda found: _script(found[1]), MODULE.sub(lambda found: _command(found[1]), text))
 
 
+def show(text: str) -> bool:
+    """Print a text at once; False if its reader has had enough, as `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return False
+    return True
+
+
 def _command(name: str) -> str:
     script = shutil.which("hpcrl")
     if name in COMMANDS and script is not None and Path(script).parent == Path(sys.executable).parent:
@@ -102,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage = in_shell(USAGE.format(commands=commands))
     match words:
         case ["-h" | "--help" | "help"]:
-            print(usage, end="")
+            show(usage.rstrip())
             return ExitCode.DONE
         case [name, *rest] if name in COMMANDS:
             return int(import_module(COMMANDS[name][0]).main(rest))

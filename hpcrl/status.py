@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import platform
 import re
 import sys
@@ -21,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import in_shell, show
 from hpcrl.cluster import slurm
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.cluster.placement import Placement
@@ -354,7 +353,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         folders = [find_run(argv[0])] if argv else _runs_here()
         if not folders:
-            print(f"no run in {RUNS}/")
+            show(f"no run in {RUNS}/")
     except (ConfigError, OSError) as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -366,10 +365,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"hpcrl: {error}", file=sys.stderr)
             code = ExitCode.BAD_INPUT
             continue
-        try:
-            print(shown, flush=True)
-        except BrokenPipeError:  # `| head` has enough; nor may Python try again at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not show(shown):
             break
     return code
 

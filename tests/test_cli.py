@@ -84,6 +84,16 @@ def test_help_names_every_command_and_imports_none() -> None:
     assert run(sys.executable, "-c", code).stdout == "[]\n"
 
 
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help", "env"], ["status"]], ids=" ".join)
+def test_a_reader_that_has_enough_ends_a_command_without_a_word(words: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [Path(sys.executable).with_name("hpcrl"), *words]
+    with open(writer, "w") as nobody:
+        done = subprocess.run(command, cwd=tmp_path, stdout=nobody, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.DONE, "")
+
+
 @pytest.mark.parametrize(
     ("words", "told"), [((), "usage: hpcrl COMMAND"), (("lunch",), "no command 'lunch'; there are")]
 )

@@ -14,7 +14,7 @@ import pytest
 
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
-from hpcrl.launch.help import EXIT_CODES, IMPORTANT, overview, reference
+from hpcrl.launch.help import EXIT_CODES, IMPORTANT, overview, reference, section
 from hpcrl.launch.model_folder import inspect_model
 from tests import in_process
 from tests.conftest import ROOT
@@ -164,7 +164,8 @@ def test_a_folder_that_holds_something_else_is_not_taken_for_a_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "words", [["--hlep"], ["demo"], ["+experiment=demmo"], ["cluster=slrm"], ["--help", "trainerr"]]
+    "words",
+    [["--hlep"], ["demo"], ["+experiment=demmo"], ["cluster=slrm"], ["--help", "trainerr"], ["--help", "env.d.x"]],
 )
 def test_words_that_mean_nothing_are_refused_in_one_line(words: list[str], tmp_path: Path) -> None:
     assert len(refused(*words, at=tmp_path)) == 1
@@ -182,6 +183,19 @@ def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
         assert word in text
     assert "GRPO on digit sorting" in text  # from the experiment's first comment
     assert set(EXIT_CODES) <= set(ExitCode)
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        ("trainer.lr", ["trainer.lr"]),
+        ("env.max_turns", ["env.NAME.max_turns"]),
+        ("env.frozen.max_turns", ["env.NAME.max_turns"]),
+        ("reward.maths.timeout_s", ["reward.NAME.timeout_s"]),
+    ],
+)
+def test_help_shows_a_key_alone(key: str, shown: list[str]) -> None:
+    assert [line.split("=")[0].strip() for line in section(key).splitlines()] == shown
 
 
 def test_the_documented_keys_and_exit_codes_are_those_of_the_code() -> None:

@@ -6,7 +6,7 @@ import errno
 import sys
 from collections.abc import Sequence
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import in_shell, show
 from hpcrl.cluster import slurm
 from hpcrl.config import ConfigError
 from hpcrl.exitcodes import ExitCode
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if help_at := [i for i, word in enumerate(argv) if word in ("-h", "--help")]:
             topic = argv[help_at[0] + 1 :]
-            print(reference() if topic == ["markdown"] else section(topic[0]) if topic else in_shell(overview()))
+            show(reference() if topic == ["markdown"] else section(topic[0]) if topic else in_shell(overview()))
             return ExitCode.DONE
         if "-m" in argv or "--multirun" in argv:
             from hpcrl.launch.sweep import sweep

@@ -17,7 +17,7 @@ from hpcrl.spec.tables import ALGORITHMS, ENVS, GEN_ENGINES, PIPELINES, REWARDS,
 USAGE = """\
 usage: python -m hpcrl.launch [+cluster=local|slurm] [+experiment=NAME] [key=value ...]
        python -m hpcrl.launch -m ... key=a,b         a sweep: a run with each value
-       python -m hpcrl.launch --help [SECTION]
+       python -m hpcrl.launch --help [SECTION[.KEY]]
 
 Checks a run, prints its plan and starts it. Every setting is key=value; lists are [a,b]; ~key unsets a key.
 
@@ -78,15 +78,18 @@ def overview() -> str:
     parts += [f"  {name:<22} {_first_comment('experiment', name)}" for name in groups()["experiment"]]
     parts += ["", "important keys and their defaults"]
     parts += [_line(key, *_lookup(key)) for key in IMPORTANT]
-    parts += ["", "all keys of a section: --help SECTION, one of " + ", ".join(_sections())]
+    parts += ["", "all keys of a section: --help SECTION (one: SECTION.KEY), of " + ", ".join(_sections())]
     codes = ", ".join(f"{int(code)} {text}" for code, text in EXIT_CODES.items())
     parts += ["", f"exit codes: {codes}; all in docs/exit_codes.md"]
     return "\n".join(parts)
 
 
 def section(name: str) -> str:
-    """The text of --help SECTION: every key with its default and meaning. ConfigError lists the sections."""
+    """The text of --help SECTION: every key with its default and meaning; of --help SECTION.KEY: those of this key
+    alone. ConfigError lists the sections."""
     sections = _sections()
+    if "." in name:
+        return _keys_at(name)
     if name not in sections and name not in CHOICES:
         raise ConfigError([f"--help {name}: no such section; there are {', '.join(sections)}"])
     parts = []
@@ -95,6 +98,19 @@ def section(name: str) -> str:
     for title, rows in (*_blocks(name, sections.get(name, [])), *_options(name)):
         parts.append("\n".join([title, *(_line(*row) for row in rows)]))
     return "\n\n".join(parts)
+
+
+def _keys_at(name: str) -> str:
+    """The keys at a dotted key and below it. In a mapping, also without the name that the user gives, or with one."""
+    top, below = name.split(".", 1)
+    models = _sections().get(top, [])
+    if not models:
+        raise ConfigError([f"--help {name}: no section {top}; there are {', '.join(_sections())}"])
+    rows = [row for _, block in (*_blocks(top, models), *_options(top)) for row in block]
+    for key in (name, f"{top}.NAME.{below}", ".".join([top, "NAME", *below.split(".")[1:]])):
+        if lines := [_line(*row) for row in rows if f"{row[0]}.".startswith(f"{key}.")]:
+            return "\n".join(dict.fromkeys(lines))
+    raise ConfigError([f"--help {name}: no such key; all keys of {top}: --help {top}"])
 
 
 def reference() -> str:

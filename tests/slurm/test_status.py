@@ -78,19 +78,6 @@ def test_a_run_on_this_machine(tmp_path: Path) -> None:
     assert word(make(tmp_path / "c", a1=mine | {"host": "elsewhere"}), None) == "unknown"
 
 
-def test_a_reader_that_has_enough_ends_it_without_a_word(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        make(tmp_path / "runs" / name)
-    command = [Path(sys.executable).with_name("hpcrl"), "status"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert len(shown.stdout.splitlines()) == 2
-    reader, writer = os.pipe()
-    os.close(reader)
-    ended = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
 def test_progress_and_the_time_limit(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=4, step_s=60.0, a1={"job": 7, "restarts": 0})
     text = describe(run, RUNNING_JOB, NOW)
