@@ -94,13 +94,12 @@ def begin(root: Path, step: int, attempt: int) -> Path:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Relative paths of all files under `folder` except the manifest, sorted. OSError if the folder is gone, of which
-    rglob says nothing."""
+    """Relative paths of all files under `folder` except the manifest, sorted. OSError if the folder is gone."""
 
     def refuse(error: OSError) -> None:
         raise error
 
-    walk = os.walk(folder, onerror=refuse)
+    walk = os.walk(folder, onerror=refuse)  # rglob finds nothing in a folder that is gone
     files = (Path(at, name).relative_to(folder).as_posix() for at, _, names in walk for name in names)
     return sorted(name for name in files if name != MANIFEST)
 

@@ -78,7 +78,7 @@ def overview() -> str:
     parts += [f"  {name:<22} {_first_comment('experiment', name)}" for name in groups()["experiment"]]
     parts += ["", "important keys and their defaults"]
     parts += [_line(key, *_lookup(key)) for key in IMPORTANT]
-    parts += ["", "all keys of a section: --help SECTION (one: SECTION.KEY), of " + ", ".join(_sections())]
+    parts += ["", "all keys of a section, or one: --help SECTION[.KEY]; sections: " + ", ".join(_sections())]
     codes = ", ".join(f"{int(code)} {text}" for code, text in EXIT_CODES.items())
     parts += ["", f"exit codes: {codes}; all in docs/exit_codes.md"]
     return "\n".join(parts)
@@ -88,10 +88,11 @@ def section(name: str) -> str:
     """The text of --help SECTION: every key with its default and meaning; of --help SECTION.KEY: those of this key
     alone. ConfigError lists the sections."""
     sections = _sections()
-    if "." in name:
-        return _keys_at(name)
-    if name not in sections and name not in CHOICES:
+    top, _, below = name.partition(".")
+    if top not in sections and (below or top not in CHOICES):
         raise ConfigError([f"--help {name}: no such section; there are {', '.join(sections)}"])
+    if below:
+        return _keys_at(top, below)
     parts = []
     for title, entries in _parts(name):
         parts.append("\n".join([title, *(f"  {entry:<24} {about}" for entry, about in entries)]))
@@ -100,17 +101,13 @@ def section(name: str) -> str:
     return "\n\n".join(parts)
 
 
-def _keys_at(name: str) -> str:
-    """The keys at a dotted key and below it. In a mapping, also without the name that the user gives, or with one."""
-    top, below = name.split(".", 1)
-    models = _sections().get(top, [])
-    if not models:
-        raise ConfigError([f"--help {name}: no section {top}; there are {', '.join(_sections())}"])
-    rows = [row for _, block in (*_blocks(top, models), *_options(top)) for row in block]
-    for key in (name, f"{top}.NAME.{below}", ".".join([top, "NAME", *below.split(".")[1:]])):
+def _keys_at(top: str, below: str) -> str:
+    """A key of a section, and the keys below it; in a mapping with or without the name that the user gives."""
+    rows = [row for _, block in (*_blocks(top, _sections()[top]), *_options(top)) for row in block]
+    for key in (f"{top}.{below}", f"{top}.NAME.{below}", ".".join([top, "NAME", *below.split(".")[1:]])):
         if lines := [_line(*row) for row in rows if f"{row[0]}.".startswith(f"{key}.")]:
             return "\n".join(dict.fromkeys(lines))
-    raise ConfigError([f"--help {name}: no such key; all keys of {top}: --help {top}"])
+    raise ConfigError([f"--help {top}.{below}: no such key; all keys of {top}: --help {top}"])
 
 
 def reference() -> str:

@@ -20,7 +20,6 @@ from hpcrl.rewards.served import NOBODY, Services
 from hpcrl.rewards.specs import JudgeOptions, JudgeSection
 from hpcrl.spec.options import read_options
 
-MAX_TOKENS = 512
 SHARE = 0.9
 """Share of reward.*.timeout_s after which the votes that are there are counted."""
 
@@ -127,7 +126,7 @@ class JudgeReward(Reward):
         asked, nonce = messages(self._template, material, self._scale, options.max_chars, self._services.seed)
         body = {"model": judge.model or judge.role, "messages": asked, "temperature": judge.temperature}
         if judge.role is None:
-            body["max_tokens"] = judge.max_tokens or MAX_TOKENS
+            body["max_tokens"] = judge.max_tokens
         body |= judge.extra_body
         try:
             verdict = self._scale.read(content_of(self._endpoints[name].ask(body, deadline, counts)), nonce)

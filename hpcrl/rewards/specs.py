@@ -226,8 +226,8 @@ class JudgeSection(Section):
     """Environment variable with its key; null: none."""
     temperature: NonNegative = 0.0
     """Sampling temperature."""
-    max_tokens: Positive | None = None
-    """Maximum tokens of its answer; null: 512. Only with url, since judge.max_new_tokens is the role's."""
+    max_tokens: Positive = 512
+    """Maximum tokens of its answer; only with url, since judge.max_new_tokens is the role's."""
     max_requests_per_s: PositiveFloat | None = None
     """Maximum requests per second of one worker process; null: no limit."""
     extra_body: dict[str, Any] = {}
@@ -241,7 +241,7 @@ class JudgeSection(Section):
             raise ValueError("model: missing; the endpoint of url serves models by name")
         if self.role is not None and (unread := [k for k in ("model", "api_key_env") if getattr(self, k) is not None]):
             raise ValueError(f"{unread[0]}: not read with role, only with url")
-        if self.role is not None and self.max_tokens is not None:
+        if self.role is not None and "max_tokens" in self.model_fields_set:
             raise ValueError(f"max_tokens={self.max_tokens}: not read with role; use judge.max_new_tokens")
         return self
 
