@@ -16,6 +16,7 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.help import EXIT_CODES, IMPORTANT, overview, reference, section
 from hpcrl.launch.model_folder import inspect_model
+from hpcrl.spec.problems import ConfigError
 from tests import in_process
 from tests.conftest import ROOT
 
@@ -192,10 +193,17 @@ def test_help_teaches_and_imports_no_torch(tmp_path: Path) -> None:
         ("env.max_turns", ["env.NAME.max_turns"]),
         ("env.frozen.max_turns", ["env.NAME.max_turns"]),
         ("reward.maths.timeout_s", ["reward.NAME.timeout_s"]),
+        ("max_steps", ["max_steps"]),
     ],
 )
 def test_help_shows_a_key_alone(key: str, shown: list[str]) -> None:
     assert [line.split("=")[0].strip() for line in section(key).splitlines()] == shown
+
+
+@pytest.mark.parametrize("name", ["max_step", "max_steps.no"])
+def test_help_for_what_is_unknown_lists_what_there_is(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--help {name}: no such section or key; there are pipeline, .*max_steps,"):
+        section(name)
 
 
 def test_the_documented_keys_and_exit_codes_are_those_of_the_code() -> None:

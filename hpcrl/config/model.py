@@ -37,6 +37,8 @@ class TinyModel(Section):
     """Maximum sequence length, tokens."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output projection."""
+    initializer_range: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = 0.02
+    """Standard deviation of the weights. A larger one, such as 0.1, lets a small model learn sooner to look back."""
     seed: Seed = 0
     """Seed of the weights."""
 

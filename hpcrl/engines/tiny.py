@@ -166,6 +166,7 @@ def _model_config(spec: TinyModel, ids: dict[str, Any]) -> PreTrainedConfig:
         "num_key_value_heads": spec.num_kv_heads,
         "max_position_embeddings": spec.max_position_embeddings,
         "tie_word_embeddings": spec.tie_word_embeddings,
+        "initializer_range": spec.initializer_range,
         **ids,
     }
     match spec.architecture:

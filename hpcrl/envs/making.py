@@ -83,6 +83,11 @@ def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
         raise ValueError(f"env.{section}.class_path: {config.class_path!r} leads to no class: {text}") from error
     if not callable(found):
         raise ValueError(f"env.{section}.class_path: {config.class_path!r} is not a class but {found!r}")
+    lacking = [f"{method}()" for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    if lacking and inspect.isclass(found) and not hasattr(found, "__getattr__"):
+        raise ValueError(
+            f"env.{section}.class_path: {config.class_path!r} is no environment: no {' and no '.join(lacking)}"
+        )
     return found
 
 

@@ -2,7 +2,7 @@
 
 It has one thread and imports neither torch nor code of ranks. Its children are in sessions of their own and die with
 it; what user code prints goes to the rank's log. Each child has a folder for temporary files, which is removed when the
-child ends, or before the next fork if the child was killed.
+child ends, or before the next fork if the child was killed; if this process is killed, when another one begins.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import errno
 import inspect
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from hpcrl.envs.base import cut
 from hpcrl.envs.making import env_class, make_env
 from hpcrl.envs.processes import CLOSE_S, MOST_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
 from hpcrl.rewards.guarded import describe
+from hpcrl.scratch import own_folder, remove_tree
 from hpcrl.signals import die_with, let_signals_pass
 
 KEPT = ("metrics", "tools")
@@ -47,10 +47,10 @@ def main() -> None:
     except ValueError as error:
         write(control, str(error).encode())
         return
-    folder = Path(tempfile.mkdtemp(prefix="hpcrl-env-"))
+    folder = Path(own_folder(tempfile.gettempdir(), "hpcrl-env"))
     write(control, b"")
     _fork_episodes(config, control, folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(str(folder))
 
 
 def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> None:
@@ -85,7 +85,7 @@ def _remove_left(folder: Path) -> None:
     """Remove the folders of children that were killed."""
     for left in folder.iterdir() if folder.exists() else ():  # which those who clean /tmp may remove
         if not Path(f"/proc/{left.name}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+            remove_tree(str(left))
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def _settled(config: EnvConfig, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(str(folder))
 
 
 def _serve(config: EnvConfig, connection: socket.socket) -> None:

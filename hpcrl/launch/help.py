@@ -85,12 +85,14 @@ def overview() -> str:
 
 
 def section(name: str) -> str:
-    """The text of --help SECTION: every key with its default and meaning; of --help SECTION.KEY: those of this key
-    alone. ConfigError lists the sections."""
+    """The text of --help SECTION: every key with its default and meaning; of --help SECTION.KEY, or of a KEY outside
+    the sections: those of this key alone. ConfigError lists the sections."""
     sections = _sections()
     top, _, below = name.partition(".")
+    if name in Config.model_fields and name not in sections and name not in CHOICES:
+        return _line(name, *_lookup(name))
     if top not in sections and (below or top not in CHOICES):
-        raise ConfigError([f"--help {name}: no such section; there are {', '.join(sections)}"])
+        raise ConfigError([f"--help {name}: no such section or key; there are {', '.join(Config.model_fields)}"])
     if below:
         return _keys_at(top, below)
     parts = []

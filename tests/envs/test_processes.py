@@ -182,9 +182,33 @@ def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not runs(several._zygote.pid)
 
 
-def test_a_class_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="leads to no class: ModuleNotFoundError"):
-        EnvProcesses(EnvConfig.model_validate(ROUGH | {"class_path": "no_such_module:Env"}))
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("no_such_module:Env", "leads to no class: ModuleNotFoundError"),
+        ("threading:Timer", r"'threading:Timer' is no environment: no reset\(\) and no step\(\)"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_told(path: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        EnvProcesses(EnvConfig.model_validate(ROUGH | {"class_path": path}))
+
+
+def test_the_next_one_removes_what_those_that_were_killed_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But nothing of one that lives."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    killed, alive = (EnvProcesses(EnvConfig.model_validate(ROUGH)) for _ in range(2))
+    folders = sorted(tmp_path.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
+    killed._zygote.kill()
+    killed._zygote.wait()
+    for folder in folders:
+        (folder / "1" / "deep").mkdir(parents=True)
+        os.utime(folder, (1.0, 1.0))
+    following = EnvProcesses(EnvConfig.model_validate(ROUGH))
+    assert [folder.exists() for folder in folders] == [False, True]
+    for one in (killed, alive, following):
+        one.close()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_without_the_process_that_forks_an_episode_does_not_begin(tmp_path: Path) -> None:

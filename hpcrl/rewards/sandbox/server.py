@@ -16,32 +16,26 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import site
 import socket
 import stat
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcrl.rewards.sandbox import confine
 from hpcrl.rewards.sandbox.tasks import CHANNEL, IGNORED, perform
+from hpcrl.scratch import own_folder, remove_tree
 
 FDS = 6  # of a task: the task itself, standard input, output, error, RESULT, CHANNEL
 MAX_TASKS = 2
 TICK_S, FIRST_TICK_S = 0.05, 0.005
 ROOM = "/room"
-PREFIX = "hpcrl-sandbox-"
 MAX_FILES = 1000
 THREADS = 16
 """Of a program that may start no other process."""
-JUST_MADE_S = 60.0
-"""Folders of other servers are not locked in their first moment."""
 CHOSEN_USER, NUM_USERS = 61184, 4336
 """As root, children of a server become one of these users, who own nothing."""
 SIGNALS = [signal.Signals(number) for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP)]
@@ -58,7 +52,9 @@ class SandboxServer:
         self._user = CHOSEN_USER + os.getpid() % NUM_USERS
         self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
         self._readable = confine.readable_paths(settings["packages"])
-        self._base = _own_folder(settings["folder"])
+        self._base = own_folder(settings["folder"], "hpcrl-sandbox")
+        if self._is_root:
+            os.chmod(self._base, 0o711)
         needed = [*self._readable, self._base]
         self._reads_all = self._is_root and self._level < 3 and confine.hidden_from_others(needed)
         self._others = 0
@@ -327,25 +323,6 @@ def _num_threads_of(proc: int, user: int) -> int:
     return count
 
 
-def _own_folder(above: str) -> str:
-    """A new folder, locked by this process; folders of ended servers are removed."""
-    for old in Path(above).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            place = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                known = os.fstat(place)
-                if known.st_uid == os.geteuid() and time.time() - known.st_mtime > JUST_MADE_S:
-                    fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove_tree(str(old))
-            finally:
-                os.close(place)
-    folder = tempfile.mkdtemp(prefix=PREFIX, dir=above)
-    if os.geteuid() == 0:
-        os.chmod(folder, 0o711)
-    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return folder
-
-
 def _wait_and_leave(child: int, base: str) -> NoReturn:
     """Outside the namespaces: wait for the server, and remove what is left of its folder."""
     for number in SIGNALS:
@@ -389,37 +366,6 @@ def fits(folder: str, num_bytes: int) -> bool:
         except OSError:
             return False
     return total <= num_bytes
-
-
-def remove_tree(folder: str) -> None:
-    """Remove a folder whose content is hostile: of any depth and with any modes."""
-    waiting = [folder]
-    while waiting:
-        at = waiting[-1]
-        with contextlib.suppress(OSError):
-            os.chmod(at, 0o700)
-        inside = []
-        try:
-            for name in os.listdir(at):
-                path = f"{at}/{name}"
-                if not os.path.islink(path) and os.path.isdir(path):
-                    with contextlib.suppress(OSError):
-                        os.chmod(path, 0o700)
-                    if at != folder:  # brought up, so that no path grows too long
-                        path, old = f"{folder}/{uuid.uuid4().hex}", path
-                        os.rename(old, path)
-                    inside.append(path)
-                else:
-                    os.unlink(path)
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        if inside:
-            waiting += inside
-        else:
-            waiting.pop()
-            with contextlib.suppress(OSError):
-                os.rmdir(at)
 
 
 def main() -> None:
