@@ -200,6 +200,16 @@ def test_help_shows_a_key_alone(key: str, shown: list[str]) -> None:
     assert [line.split("=")[0].strip() for line in section(key).splitlines()] == shown
 
 
+@pytest.mark.parametrize("words", [["--help", "env"], ["+experiment=demo", "dry_run=true"]])
+def test_a_reader_that_has_had_enough_ends_it_without_a_word(words: list[str], tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "hpcrl.launch", *words]
+    ended = subprocess.run(command, cwd=tmp_path, timeout=60, stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("name", ["max_step", "max_steps.no"])
 def test_help_for_what_is_unknown_lists_what_there_is(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--help {name}: no such section or key; there are pipeline, .*max_steps,"):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.cli import in_shell
+from hpcrl.cli import in_shell, show
 from hpcrl.config.abilities import check_built
 from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.plan import describe
@@ -19,12 +19,12 @@ def start(argv: Sequence[str]) -> int:
     """Check the run, print its plan and, unless it is finished, run it to its end; returns the exit code."""
     config, layout, model, run, notes = prepare(argv)
     plan = describe(config, layout, model, run, notes)
-    print(plan, flush=True)
-    print("".join(environment_notes(config, layout)), end="", flush=True)
+    shown = "".join([plan, "\n", *environment_notes(config, layout)])
     if config.dry_run:
-        print("\ndry_run: nothing was started or written")
-        print("".join(f"this version cannot run it: {problem.text}\n" for problem in check_built(config)), end="")
+        lacking = [f"this version cannot run it: {problem.text}" for problem in check_built(config)]
+        show("\n".join([shown, "dry_run: nothing was started or written", *lacking]))
         return ExitCode.DONE
+    print(shown, end="", flush=True)
     if run.kind == "finished":
         further = "" if config.pipeline_spec.alone else "raise max_steps, or "
         print(f"\nfinished: {run.finished['reason']}; {further}choose another run_name or resume=fresh")
