@@ -13,6 +13,8 @@ import time
 import uuid
 from pathlib import Path
 
+RANDOM = "[!-]" * 8
+"""What mkdtemp() adds: no name of another node that begins as this one's."""
 JUST_MADE_S = 60.0
 """Folders of other processes are not locked in their first moment."""
 
@@ -21,7 +23,7 @@ def own_folder(above: str, prefix: str) -> str:
     """A new folder in `above`, locked as long as this process or one that it forks lives. Those of the same user and
     prefix that processes on this node have left there are removed."""
     prefix = f"{prefix}-{socket.gethostname()}-"  # locks may not reach other nodes
-    for old in Path(above).glob(f"{glob.escape(prefix)}*"):
+    for old in Path(above).glob(f"{glob.escape(prefix)}{RANDOM}"):
         with contextlib.suppress(OSError):
             place = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

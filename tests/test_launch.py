@@ -16,6 +16,7 @@ from hpcrl.exitcodes import ExitCode
 from hpcrl.launch.__main__ import main
 from hpcrl.launch.help import EXIT_CODES, IMPORTANT, overview, reference, section
 from hpcrl.launch.model_folder import inspect_model
+from hpcrl.launch.prepare import prepare
 from hpcrl.spec.problems import ConfigError
 from tests import in_process
 from tests.conftest import ROOT
@@ -208,6 +209,25 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_word(words: list[str], t
     ended = subprocess.run(command, check=False, cwd=tmp_path, timeout=60, stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["env=null"], r"env:default gives starts of an environment; set env\.default\.name\n"),
+        (
+            ["env.default.name=class", "env.default.class_path=nope"],
+            r"expected an import path, package\.module:NAME, got 'nope'",
+        ),
+        (["env.default.runs_in=task"], r"runs_in=task: neither reset\(\) nor step\(\) is a coroutine; use thread"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_told_before_the_start(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        prepare(["+experiment=agentic_tiny", *words])
 
 
 @pytest.mark.parametrize("name", ["max_step", "max_steps.no"])

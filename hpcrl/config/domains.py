@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from hpcrl.config.names import listed
-from hpcrl.spec.fields import NUMBER, Count, Natural, Positive, Seconds, Section
+from hpcrl.spec.fields import NUMBER, Count, ImportPath, Natural, Positive, Seconds, Section
 from hpcrl.spec.tables import ENVS, REWARDS
 
 
@@ -40,7 +40,7 @@ class EnvConfig(Section):
 
     name: Annotated[str, AfterValidator(functools.partial(listed, ENVS))] = "scripted"
     """Built-in environment, class, or module:SPEC."""
-    class_path: str | None = None
+    class_path: ImportPath | None = None
     """package.module:Class, used with name=class."""
     max_turns: Positive = 2
     """Maximum model turns per episode."""

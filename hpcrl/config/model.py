@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpcrl.spec.fields import NUMBER, Positive, Section, Seed
+from hpcrl.spec.fields import NUMBER, Positive, PositiveFloat, Section, Seed
 
 LEAST_VOCABULARY = 259
 """Tokens of the tokenizer created for model.tiny: every byte and three special tokens."""
@@ -37,7 +37,7 @@ class TinyModel(Section):
     """Maximum sequence length, tokens."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output projection."""
-    initializer_range: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER] = 0.02
+    initializer_range: PositiveFloat = 0.02
     """Standard deviation of the weights. A larger one, such as 0.1, lets a small model learn sooner to look back."""
     seed: Seed = 0
     """Seed of the weights."""

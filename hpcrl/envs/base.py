@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 Observation = str | list[dict[str, Any]]
@@ -29,6 +30,30 @@ class Env(Protocol):
 
     def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """(observation, reward of this turn, terminated, truncated, info)."""
+
+
+def checked_reset(returned: Any) -> tuple[Observation, dict[str, Any]]:
+    """What reset() returned. TypeError unless it is (observation, info)."""
+    observation, info = _values(returned, "reset()", "observation", "info")
+    return observation, info
+
+
+def checked_step(returned: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    """What step() returned. TypeError unless it is (observation, reward, terminated, truncated, info)."""
+    values = _values(returned, "step()", "observation", "reward", "terminated", "truncated", "info")
+    observation, reward, terminated, truncated, info = values
+    return observation, reward, terminated, truncated, info
+
+
+def _values(returned: Any, call: str, *names: str) -> list[Any]:
+    """The values of these names that a call returned. The last, a mapping, may be None."""
+    if not isinstance(returned, (tuple, list)) or len(returned) != len(names):
+        got = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
+        raise TypeError(f"{call} must return ({', '.join(names)}), and returned {got}")
+    *values, info = returned
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{call} must return a mapping as info, and returned {type(info).__name__}")
+    return [*values, info or {}]
 
 
 def shortened(text: str, most_chars: int) -> str:

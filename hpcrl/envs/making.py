@@ -14,6 +14,7 @@ from hpcrl.data.rows import RowSet, start_domains
 from hpcrl.data.tasks import Split
 from hpcrl.envs.base import Env
 from hpcrl.envs.examples import example_messages
+from hpcrl.rewards.guarded import RAISED
 from hpcrl.spec.fields import Section
 from hpcrl.spec.options import read_options
 from hpcrl.spec.table import load
@@ -42,7 +43,16 @@ def runs_in(config: EnvConfig, section: str = "default") -> str:
     if declared not in get_args(RunsIn):
         known = ", ".join(get_args(RunsIn))
         raise ValueError(f"env.{section}: the environment declares runs_in = {declared!r}; there are {known}")
-    return config.runs_in or str(declared)
+    where = config.runs_in or str(declared)
+    if where == "task" and not _has_coroutines(getattr(made, "func", made)):
+        raise ValueError(f"env.{section}.runs_in=task: neither reset() nor step() is a coroutine; use thread")
+    return where
+
+
+def _has_coroutines(made: Any) -> bool:
+    """Whether one method of a class is a coroutine, or it is unknown what is made."""
+    methods = [inspect.unwrap(getattr(made, name)) for name in ("reset", "step") if hasattr(made, name)]
+    return not inspect.isclass(made) or not methods or any(map(inspect.iscoroutinefunction, methods))
 
 
 def check_env(config: EnvConfig, section: str, chat_template: str = "") -> None:
@@ -78,13 +88,14 @@ def _imported(config: EnvConfig, section: str) -> Callable[..., Env]:
     module, _, name = (config.class_path or "").partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may raise any exception
+    except RAISED as error:
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"env.{section}.class_path: {config.class_path!r} leads to no class: {text}") from error
     if not callable(found):
         raise ValueError(f"env.{section}.class_path: {config.class_path!r} is not a class but {found!r}")
-    lacking = [f"{method}()" for method in ("reset", "step") if not callable(getattr(found, method, None))]
-    if lacking and inspect.isclass(found) and not hasattr(found, "__getattr__"):
+    lacking = [f"{method}()" for method in ("reset", "step") if not hasattr(found, method)]
+    own = inspect.isclass(found) and found.__new__ is object.__new__ and not hasattr(found, "__getattr__")
+    if lacking and own:  # another class may make any object
         raise ValueError(
             f"env.{section}.class_path: {config.class_path!r} is no environment: no {' and no '.join(lacking)}"
         )
@@ -110,7 +121,8 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
     or whose domain has no prompts, by the rows that could be read; and for starts of episodes without one, and
     examples that cannot be shown."""
     problems = [
-        f"data.{split}: {path} gives starts of an environment; set env.{domain}.name or env.default.name"
+        f"data.{split}: {path} gives starts of an environment; set "
+        + " or ".join(dict.fromkeys([f"env.{domain}.name", "env.default.name"]))
         for split in rows
         for domain, path in start_domains(config.data, split).items()
         if config.env_of(domain) is None
@@ -121,6 +133,8 @@ def validate_envs(config: Config, rows: Mapping[Split, RowSet]) -> list[str]:
                 _options(schema, env, name)
                 if config.cluster.container == "none" and not ENVS[env.name].lacking():
                     _probe(env, name, own_code=False)
+                    if env.runs_in == "task":
+                        runs_in(env, name)
             except ValueError as error:
                 problems.append(str(error))
         if env.examples_path is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from hpcrl.spec.fields import NUMBER, Natural, Positive, SandboxLevel, Seconds, Section, Share
+from hpcrl.spec.fields import NUMBER, ImportPath, Natural, Positive, SandboxLevel, Seconds, Section, Share
 from hpcrl.spec.kinds import EnvSpec
 
 
@@ -52,7 +52,6 @@ def _shows_answer(action: dict[str, Any]) -> dict[str, Any]:
 
 
 Penalty = Annotated[float, Field(le=0), NUMBER]
-ImportPath = Annotated[str, Field(pattern=r"^[^\s:]+:[^\s:]+$")]
 
 
 class GameOptions(Section):

@@ -1,8 +1,9 @@
 """The process that forks those of a section's environments: `python -m hpcrl.envs.zygote PARENT_PID DESCRIPTOR`.
 
 It has one thread and imports neither torch nor code of ranks. Its children are in sessions of their own and die with
-it; what user code prints goes to the rank's log. Each child has a folder for temporary files, which is removed when the
-child ends, or before the next fork if the child was killed; if this process is killed, when another one begins.
+it; what user code prints goes to the rank's log. What a child leaves running is killed at its end or before the next
+fork. Each child has a folder for temporary files, which is removed when the child ends, or before the next fork if the
+child was killed; if this process is killed, when another one begins.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,12 @@ from typing import Any
 import msgspec
 
 from hpcrl.config import EnvConfig
-from hpcrl.envs.base import cut
+from hpcrl.envs.base import checked_reset, checked_step, cut
 from hpcrl.envs.making import env_class, make_env
 from hpcrl.envs.processes import CLOSE_S, MOST_BYTES, PID, EnvCall, EnvReturned, MakeEnv, ResetEnv, read, write
 from hpcrl.rewards.guarded import describe
 from hpcrl.scratch import own_folder, remove_tree
-from hpcrl.signals import die_with, let_signals_pass
+from hpcrl.signals import adopt_orphans, die_with, let_signals_pass
 
 KEPT = ("metrics", "tools")
 """Keys of `info` that the role reads."""
@@ -38,6 +40,7 @@ KEPT = ("metrics", "tools")
 def main() -> None:
     """Fork until the other side closes."""
     die_with(int(sys.argv[1]))
+    adopt_orphans()
     let_signals_pass()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end are reaped by the kernel
     control = socket.socket(fileno=int(sys.argv[2]))
@@ -55,11 +58,12 @@ def main() -> None:
 
 def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> None:
     """Until the other side closes; then wait for the children. folder: for theirs."""
-    own = os.getpid()
+    own, episodes = os.getpid(), set[int]()
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not word:
             break
+        _end_left(episodes)
         _remove_left(folder)
         try:
             pid = os.fork()
@@ -69,16 +73,34 @@ def _fork_episodes(config: EnvConfig, control: socket.socket, folder: Path) -> N
             control.close()
             os.setsid()
             die_with(own)
+            adopt_orphans()  # what it starts in the background is its own as long as it lives
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 with _settled(config, folder / str(os.getpid())):
                     _serve(config, socket.socket(fileno=descriptors[0]))
             finally:
                 os.killpg(0, signal.SIGKILL)  # with what the environment has started
+        episodes.add(pid)
         os.close(descriptors[0])
         control.sendall(PID.pack(pid))
+    while _end_left(episodes):
+        time.sleep(0.01)
     with contextlib.suppress(ChildProcessError):
-        os.wait()  # for all of them
+        os.wait()  # for all of them, where the kernel does not list them
+
+
+def _end_left(episodes: set[int]) -> bool:
+    """Kill what ended episodes have left running: children that are none of these. Returns whether there are children,
+    False on a kernel that does not list them."""
+    try:
+        children = {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+    except OSError:
+        return False
+    for left in children - episodes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
+    episodes &= children
+    return bool(children)
 
 
 def _remove_left(folder: Path) -> None:
@@ -108,6 +130,7 @@ def _settled(config: EnvConfig, folder: Path) -> Iterator[None]:
 def _serve(config: EnvConfig, connection: socket.socket) -> None:
     """Answer calls until the other side closes, then close the environment."""
     env: Any = None
+    value: list[Any] | None
     runner = asyncio.Runner()
 
     def returned(value: Any) -> Any:
@@ -122,10 +145,10 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
             if isinstance(call, MakeEnv):
                 env, value = make_env(config, call.row, call.chat_template), None
             elif isinstance(call, ResetEnv):
-                observation, info = returned(env.reset(call.seed))
+                observation, info = checked_reset(returned(env.reset(call.seed)))
                 value = [observation, _kept(info)]
             else:
-                observation, reward, terminated, truncated, info = returned(env.step(call.action))
+                observation, reward, terminated, truncated, info = checked_step(returned(env.step(call.action)))
                 value = [observation, float(reward), bool(terminated), bool(truncated), _kept(info)]
             body = msgspec.msgpack.encode(EnvReturned(value), enc_hook=_plain)
             if len(body) > MOST_BYTES and value and config.long_observation == "shorten":
@@ -143,8 +166,8 @@ def _serve(config: EnvConfig, connection: socket.socket) -> None:
         returned(env.close())
 
 
-def _kept(info: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: info[key] for key in KEPT if key in info} if info else {}
+def _kept(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: info[key] for key in KEPT if key in info}
 
 
 def _plain(value: Any) -> Any:

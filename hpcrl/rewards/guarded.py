@@ -34,7 +34,7 @@ def describe(error: BaseException) -> str:
         said = str(error)
     except Exception:
         said = "its message cannot be read"
-    return _sendable(" ".join(f"{type(error).__name__}: {said}".split())) + _place_of(error)
+    return sendable(" ".join(f"{type(error).__name__}: {said}".split())) + _place_of(error)
 
 
 def _place_of(error: BaseException) -> str:
@@ -47,7 +47,7 @@ def _place_of(error: BaseException) -> str:
     return f" ({Path(place.filename).name}:{place.lineno})"
 
 
-def _sendable(text: str) -> str:
+def sendable(text: str) -> str:
     """The text cut short and without characters that cannot be sent, whatever user code put into it."""
     return text[:MAX_ERROR_CHARS].encode(errors="replace").decode()
 
@@ -110,7 +110,7 @@ def _checked(item: RewardItem, score: Any) -> Score:
         return failed(f"the reward returned {type(score).__name__} instead of a Score")
     try:
         reward, value = float(score.reward), float(score.score)
-        metrics = {_sendable(str(name)): float(number) for name, number in score.metrics.items()}
+        metrics = {sendable(str(name)): float(number) for name, number in score.metrics.items()}
         turns = tuple(map(float, score.turn_rewards))
         tokens = {int(place): float(number) for place, number in sorted(score.token_rewards.items())}
         given, gold = (None if part is None else str(part) for part in (score.given, score.gold))
@@ -124,7 +124,7 @@ def _checked(item: RewardItem, score: Any) -> Score:
     if problem := _problem_of_parts(item, reward, turns, tokens):
         return failed(problem)
     finite = {name: number for name, number in metrics.items() if math.isfinite(number)}
-    text = _sendable(str(score.error))
+    text = sendable(str(score.error))
     return Score(reward, value, text, finite, turns or _of_turns(item, tokens), tokens, given, gold)
 
 

@@ -39,13 +39,17 @@ def chat_template(tokenizer: Any) -> str:
 def as_messages(observation: Any) -> Messages:
     """An observation in chat form. TypeError for one that is neither text nor messages."""
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        observation = [{"role": "user", "content": observation}]
     if not isinstance(observation, list):
         raise TypeError(f"the observation is not text but {type(observation).__name__}")
     for message in observation:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise TypeError("a message of the observation has no role or content that is text")
-        if not all(isinstance(image, str) for image in message.get("images", [])):
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"the observation is no valid Unicode: {error}") from None
+        if not all(isinstance(image, str) for image in message.get("images") or []):
             raise TypeError("images of an observation are given by reference, as text")
     return observation
 

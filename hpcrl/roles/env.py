@@ -21,11 +21,11 @@ from hpcrl.control.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredS
 from hpcrl.control.queues import StoreLost
 from hpcrl.data.env_sources import given_start
 from hpcrl.data.rows import Messages
-from hpcrl.envs.base import Env, cut, num_chars
+from hpcrl.envs.base import Env, checked_reset, checked_step, cut, num_chars
 from hpcrl.envs.examples import example_messages
 from hpcrl.envs.processes import EnvProcess, EnvProcessError
 from hpcrl.rewards.extract import after_thinking
-from hpcrl.rewards.guarded import RAISED, describe
+from hpcrl.rewards.guarded import RAISED, describe, sendable
 from hpcrl.roles.base import Rank
 from hpcrl.roles.dialogue import (
     as_messages,
@@ -40,6 +40,7 @@ from hpcrl.roles.dialogue import (
 )
 from hpcrl.roles.hosts import Hosts
 from hpcrl.rollout.types import FinishReason, episode_seed, is_held_out, split_sample_id
+from hpcrl.trajectory import MAX_REWARD
 
 ERROR_CHARS = 2000
 LAST_CHARS = 100_000
@@ -157,6 +158,7 @@ class EnvRole:
             elif turn.reply_to not in self._lost:
                 self._waiting.append(turn)
                 self._episodes.setdefault(turn.sample, _Episode(turn.reply_to, self._now)).at_work = True
+        self._hosts.interrupt_busy()
         over = [playing for playing in self._playing if playing.is_over()]
         for playing in over:
             self._playing.remove(playing)
@@ -194,15 +196,12 @@ class EnvRole:
             playing = _Playing(turn, self._episodes[turn.sample], section, self._config.turn_timeout_s(config))
             self._playing.append(playing)
             playing.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
-            playing.stop = self._hosts.start(section, self._run(playing))
+            ended = functools.partial(self._ended, playing)
+            playing.stop = self._hosts.start(section, self._play(turn, playing.episode), ended)
         self._waiting = later
 
-    async def _run(self, playing: _Playing) -> None:
-        result: _Played | BaseException
-        try:
-            result = await self._play(playing.turn, playing.episode)
-        except BaseException as error:  # reported by _answer; user code may call sys.exit
-            result = error
+    def _ended(self, playing: _Playing, result: _Played | BaseException) -> None:
+        """In the turn's thread or event loop: what it has returned or raised."""
         if not playing.end(result):  # given up before
             self._close(playing.episode)
 
@@ -223,7 +222,8 @@ class EnvRole:
         except _NoRoom as problem:
             result, ended = msgspec.structs.replace(result, error=_text(config.name, str(problem))), True
         except RAISED as failure:  # one bad environment is data, not a crash
-            error = _text(config.name, str(failure) if isinstance(failure, EnvProcessError) else describe(failure))
+            told = isinstance(failure, (EnvProcessError, _TooLate))  # in words of hpcrl
+            error = _text(config.name, str(failure) if told else describe(failure))
             metrics = NOTHING_PLAYED | {"turns": float(len(episode.rewards)), "failed": 1.0}
             result, ended, failed = ScoredSample(turn.sample, 0.0, 0.0, error, metrics), True, True
         episode.at_work = False
@@ -286,22 +286,24 @@ class EnvRole:
         if turn.begins:
             episode.row = json.loads(turn.meta)
             episode.env = self._hosts.make(section, config, episode.row)
-            observation, info = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
-            if tools := (info or {}).get("tools"):
+            began = await self._hosts.returned(section, episode.env.reset(self._seed(turn, episode.row)))
+            observation, info = checked_reset(began)
+            if tools := info.get("tools"):
                 episode.row["tools"], episode.adds_tools = with_tools(episode.row["tools"], tools), True
             return _Played(observation, ScoredSample(turn.sample, 0.0, 0.0, "", dict(NOTHING_PLAYED)), ended=False)
         assert episode.env is not None, "an episode begins with its first turn"
-        observation, gained, terminated, truncated, info = await self._hosts.returned(
-            section, episode.env.step(turn.text)
-        )
+        played = await self._hosts.returned(section, episode.env.step(turn.text))
+        observation, gained, terminated, truncated, info = checked_step(played)
         # float and str, since msgpack has no numbers of numpy and torch
-        told = (info or {}).get("metrics", {})
-        reward, metrics = float(gained), {str(name): float(value) for name, value in told.items()}
-        for name, value in {"reward": reward, **metrics}.items():
+        told = info.get("metrics", {})
+        reward, metrics = float(gained), {sendable(str(name)): float(value) for name, value in told.items()}
+        total = sum(episode.rewards) + reward
+        for name, value in {"reward": reward, "return": total, **metrics}.items():
             if not math.isfinite(value):
                 raise ValueError(f"step() returned {name}={value}, which is not a number")
+            if abs(value) > MAX_REWARD:
+                raise ValueError(f"after step() {name}={value:g}; at most {MAX_REWARD:g} is possible")
         episode.rewards.append(reward)
-        total = sum(episode.rewards)
         score = metrics.get("success", total)
         metrics = {"return": total, "turns": float(len(episode.rewards))} | metrics | {"failed": 0.0}
         over = bool(terminated or truncated) or turn.reason == FinishReason.LENGTH or self._is_spent(turn, episode)

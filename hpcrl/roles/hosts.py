@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, EnvConfig
@@ -17,7 +20,11 @@ from hpcrl.envs.making import check_env, make_env, runs_in
 from hpcrl.envs.processes import EnvProcess, EnvProcesses
 from hpcrl.rewards.guarded import RAISED
 
+Ended = Callable[[Any], object]
+"""Gets what a turn has returned or raised, where it was played."""
 NO_LIMIT = 1 << 30
+LOOK_S, BUSY_S = 1.0, 1.0
+"""Seconds between two looks at turns that were given up, and for how long one of them may have computed."""
 CLOSE_S = 5.0
 """Seconds for environments that still close themselves at the end of the rank."""
 
@@ -32,6 +39,8 @@ class Hosts:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._where: dict[str, str] = {}
         self._closing: set[threading.Thread] = set()
+        self._given_up: list[TurnThread] = []
+        self._looked = 0.0
         self._lock = threading.Lock()
         try:
             for section, env in config.envs.items():
@@ -52,16 +61,26 @@ class Hosts:
         """The most turns of a section at a time: tasks are not limited."""
         return NO_LIMIT if self._where[section] == "task" else config.num_threads
 
-    def start(self, section: str, work: Coroutine[Any, Any, None]) -> Callable[[], object]:
-        """Begin the work, which catches what it raises. Returns what stops it: only a task can be. RuntimeError if the
-        section's processes can no longer be forked."""
+    def start(self, section: str, work: Coroutine[Any, Any, Any], ended: Ended) -> Callable[[], object]:
+        """Begin the work. Returns what stops it, as far as that is possible. RuntimeError if the section's processes
+        can no longer be forked."""
         if (processes := self._processes.get(section)) is not None:
             processes.check()
         if self._where[section] == "task":
-            return asyncio.run_coroutine_threadsafe(work, self._running_loop()).cancel
-        # A daemon thread per turn: an environment that hangs keeps its thread, for which no other may wait.
-        threading.Thread(target=run_here, args=(work,), name="environment", daemon=True).start()
-        return lambda: None
+            return asyncio.run_coroutine_threadsafe(_to_end(work, ended), self._running_loop()).cancel
+        thread = TurnThread(work, ended)
+        return lambda: self._given_up.append(thread)
+
+    def interrupt_busy(self) -> None:
+        """Interrupt turns that were stopped and go on computing, which takes the time of all other threads. Others may
+        still return, and their environments be closed."""
+        if (now := time.monotonic()) < self._looked + LOOK_S:
+            return
+        self._looked = now
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        for thread in self._given_up:
+            if thread.used_s() > BUSY_S:
+                thread.interrupt()
 
     async def returned(self, section: str, value: Any) -> Any:
         """What a method of an environment returns. TypeError for a coroutine outside the event loop."""
@@ -113,15 +132,57 @@ class Hosts:
             return self._loop
 
 
+async def _to_end(work: Coroutine[Any, Any, Any], ended: Ended) -> None:
+    try:
+        result = await work
+    except BaseException as error:  # user code may call sys.exit
+        result = error
+    ended(result)
+
+
 async def _others() -> None:
     """Wait for all other tasks."""
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
 
-def run_here(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that waits for nothing."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("a turn waits outside the event loop")
+class TurnThread:
+    """A thread for a turn. A daemon, since an environment that hangs keeps its thread, for which no other may wait."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], ended: Ended):
+        """work: waits for nothing."""
+        self._work, self._ended = work, ended
+        self._lock, self._over = threading.Lock(), False
+        self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def used_s(self) -> float:
+        """Seconds for which the thread has computed; 0 if it has ended."""
+        try:
+            told = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
+        except OSError:
+            return 0.0
+        user, system = told.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def interrupt(self) -> None:
+        """Raise SystemExit in the work, which ends a loop in Python; a call into C ends first."""
+        with self._lock:  # so that the thread is still there
+            if not self._over and self._thread.ident is not None:
+                ident = ctypes.c_ulong(self._thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+
+    def _run(self) -> None:
+        result: Any
+        try:
+            self._work.send(None)
+            result = AssertionError("a turn waits outside the event loop")
+        except StopIteration as returned:
+            result = returned.value
+        except BaseException as error:  # user code may call sys.exit
+            result = error
+        with self._lock:
+            self._over = True
+        self._ended(result)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 
 def _not_bool(value: Any) -> Any:
     # pydantic accepts true as 1, so seed=true would pass as a number.
     if isinstance(value, bool):
         raise ValueError("expected a number")
+    return value
+
+
+def _import_path(value: str) -> str:
+    if not re.fullmatch(r"[^\s:]+:[^\s:]+", value):
+        raise ValueError("expected an import path, package.module:NAME")
     return value
 
 
@@ -26,6 +33,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63), NUMBER]
 Seconds = Annotated[float, Field(ge=0.01, le=1e7), NUMBER]
 """A deadline: nothing answers sooner, and system calls accept no more."""
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
+ImportPath = Annotated[str, AfterValidator(_import_path)]
 SandboxLevel = Literal["L0", "L1", "L2", "L3"]
 """Isolation of code in the sandbox (docs/security.md)."""
 

@@ -13,6 +13,13 @@ from typing import Any
 import numpy as np
 
 
+def _sleep_apart() -> int:
+    """In a child: leave the session of its parent."""
+    os.setsid()
+    time.sleep(600)
+    os._exit(0)
+
+
 class RoughEnv:
     """`answer` chooses what a step does; `folder` gets the process ids of what it starts, and word of a close()."""
 
@@ -50,6 +57,9 @@ class RoughEnv:
                 return "\udcff", 0.5, False, False, {}
             case "an object":
                 return [{"role": "user", "content": object()}], 0.5, False, False, {}
+            case "leaves one":
+                left = os.fork() or _sleep_apart()
+                (self._folder / "started").write_text(f"{os.getpid()} {left}")
             case "hangs" | "starts another":
                 child = subprocess.Popen(["sleep", "600"])
                 (self._folder / "started").write_text(f"{os.getpid()} {child.pid}")
@@ -61,3 +71,10 @@ class RoughEnv:
         (self._folder / "closed").touch()
         if self._how == "close hangs":
             time.sleep(600)
+
+
+def __getattr__(name: str) -> Any:
+    """`leaves` is no class."""
+    if name == "leaves":
+        raise SystemExit(3)
+    raise AttributeError(name)

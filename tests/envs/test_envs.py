@@ -13,12 +13,18 @@ from hpcrl.envs.making import env_class, make_env, validate_envs
 ROW = {"prompt": "?", "answer": "4", "messages": [], "extra": {"level": 3, "answer": "ignored", "size": 9}}
 
 
-class Named:
+class Unplayed:
+    """An environment that is made only."""
+
+    reset = step = None
+
+
+class Named(Unplayed):
     def __init__(self, level: int, answer: Any, size: int = 1):
         self.made_with = {"level": level, "answer": answer, "size": size}
 
 
-class Everything:
+class Everything(Unplayed):
     def __init__(self, **columns: Any):
         self.made_with = columns
 

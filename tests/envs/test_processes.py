@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -170,6 +172,26 @@ def test_what_an_environment_leaves_behind_ends_with_it(several: EnvProcesses, t
     assert (tmp_path / "closed").exists()
 
 
+@pytest.mark.parametrize("begins_another", [True, False])
+def test_a_process_that_has_left_its_session_ends_before_the_next_begins(tmp_path: Path, begins_another: bool) -> None:
+    """Or with all; not before its own episode."""
+    several = EnvProcesses(EnvConfig.model_validate(ROUGH))
+    env, other = (make(several, how, tmp_path) for how in ("leaves one", "plain"))
+    env.reset(1)
+    env.step("x")
+    own, left = (int(word) for word in (tmp_path / "started").read_text().split())
+    other.reset(1)
+    assert runs(left)
+    env.close()
+    until(lambda: not runs(own))
+    if begins_another:
+        make(several, "plain", tmp_path).reset(1)
+        until(lambda: not runs(left))
+        assert other.step("right")[0] == "right?"
+    several.close()
+    until(lambda: not runs(left))
+
+
 @pytest.mark.slow
 def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "CLOSE_S", 1)
@@ -186,6 +208,7 @@ def test_a_close_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("path", "error"),
     [
         ("no_such_module:Env", "leads to no class: ModuleNotFoundError"),
+        ("tests.envs.rough_env:leaves", "leads to no class: SystemExit: 3"),
         ("threading:Timer", r"'threading:Timer' is no environment: no reset\(\) and no step\(\)"),
     ],
 )
@@ -199,13 +222,16 @@ def test_the_next_one_removes_what_those_that_were_killed_left(tmp_path: Path, m
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     killed, alive = (EnvProcesses(EnvConfig.model_validate(ROUGH)) for _ in range(2))
     folders = sorted(tmp_path.iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
+    assert all(folder.name.startswith(f"hpcrl-env-{socket.gethostname()}-") for folder in folders)
+    folders.append(tmp_path / f"hpcrl-env-{socket.gethostname()}-2-abcdefgh")  # of another node
     killed._zygote.kill()
     killed._zygote.wait()
     for folder in folders:
         (folder / "1" / "deep").mkdir(parents=True)
         os.utime(folder, (1.0, 1.0))
     following = EnvProcesses(EnvConfig.model_validate(ROUGH))
-    assert [folder.exists() for folder in folders] == [False, True]
+    assert [folder.exists() for folder in folders] == [False, True, True]
+    shutil.rmtree(folders[-1])
     for one in (killed, alive, following):
         one.close()
     assert not [*tmp_path.iterdir()]

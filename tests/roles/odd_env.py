@@ -34,6 +34,8 @@ class OddEnv:
                 return f"go {self._hint}", {}
             case "does not begin":
                 raise OSError("no game")
+            case "begins oddly":
+                return "go"  # type: ignore[return-value]
             case "long board":
                 return "again " * 1000, {}
         return "", {}
@@ -69,6 +71,19 @@ class OddEnv:
                 return "", float("nan"), False, False, {}
             case "endless metric":
                 return "", 0.5, True, False, {"metrics": {"success": float("inf")}}
+            case "huge":
+                return "", 1e39, False, False, {}
+            case "odd name":
+                return "", 0.5, False, False, {"metrics": {"a\ud800": 1.0}}
+            case "forgets":
+                return "", 0.5, False, False
+            case "no info":
+                return "", 0.5, False, False, ["metrics"]
+            case "no images":
+                return [{"role": "user", "content": "again", "images": None}], 0.5, False, False, {}
+            case "computes":
+                while True:
+                    self._turn += 1
             case "lone surrogate":
                 return "\udcff", 0.5, False, False, {}
             case "an object at the end" if over:

@@ -136,10 +136,17 @@ def test_numbers_of_numpy_travel(stage: Stage, role: EnvRole) -> None:
         ("is cancelled", "environment class: CancelledError: (odd_env.py:"),
         ("is interrupted", "environment class: KeyboardInterrupt: (odd_env.py:"),
         ("no text", "environment class: TypeError: the observation is not text but dict"),
-        ("lone surrogate", "environment class: "),
+        ("lone surrogate", "environment class: TypeError: the observation is no valid Unicode: 'utf-8' codec can't"),
         ("no number", "environment class: ValueError: could not convert string to float: 'much'"),
         ("nan", "environment class: ValueError: step() returned reward=nan, which is not a number"),
         ("endless metric", "environment class: ValueError: step() returned success=inf, which is not a number"),
+        ("huge", "environment class: ValueError: after step() reward=1e+39; at most 1e+30 is possible"),
+        (
+            "forgets",
+            "environment class: TypeError: step() must return (observation, reward, terminated, truncated, info), and "
+            "returned 4 values",
+        ),
+        ("no info", "environment class: TypeError: step() must return a mapping as info, and returned list"),
     ],
 )
 def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: str, error: str) -> None:
@@ -150,6 +157,12 @@ def test_a_bad_environment_costs_its_sample(stage: Stage, role: EnvRole, how: st
     assert observed.result.metrics == {"success": 0.0, "return": 0.0, "failed": 1.0}, "or only survivors would count"
     other = first_turn(stage, role, "plain")
     assert not other.ended and not other.result.error
+
+
+@pytest.mark.parametrize("how", ["odd name", "no images"])
+def test_what_is_odd_in_a_turn_and_does_no_harm(stage: Stage, role: EnvRole, how: str) -> None:
+    observed = first_turn(stage, role, how)
+    assert not observed.ended and not observed.result.error and observed.result.reward == 0.5
 
 
 def test_an_observation_without_room_ends_the_episode_with_the_reward_so_far(stage: Stage, role: EnvRole) -> None:
@@ -310,7 +323,7 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
     heard = {event.sample: event for event in stage.heard()}
     assert all(not heard[sample].ended for sample in (*together, later))  # each of the two waited for the other
     assert heard[hangs].ended and heard[hangs].result.reward == 0.0
-    assert "step() did not return within 1 s (env.default.timeout_s)" in heard[hangs].result.error
+    assert heard[hangs].result.error == "environment class: step() did not return within 1 s (env.default.timeout_s)"
     stage.send(1, 1, [turn(sample) for sample in together])  # the thread that hangs takes no place
     settle(role)
     assert [event.ended for event in stage.heard()] == [True, True]
@@ -324,6 +337,22 @@ def test_environments_that_wait_do_so_at_once_and_one_that_hangs_costs_its_sampl
     while odd_env.OPEN:  # the one that hung is closed by its thread
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_one_that_computes_without_end_is_interrupted(stage: Stage) -> None:
+    role = EnvRole(stage.worker(1, {"env": {"default": {**ODD, "timeout_s": 0.5}}}))
+    computes = make_sample_id(next(UIDS), 0, 0)
+    assert not play(stage, role, turn(computes, "computes")).ended
+    ended = play(stage, role, turn(computes))
+    assert ended.ended and "step() did not return within 0.5 s" in ended.result.error
+    deadline = time.monotonic() + 20
+    while odd_env.OPEN:  # its thread closes it
+        assert time.monotonic() < deadline
+        role.look_after()
+        time.sleep(0.01)
+    assert not any(thread.name == "environment" for thread in threading.enumerate())
+    role.close()
+    stage.deltas()
 
 
 def test_coroutines_all_play_at_once_and_one_that_hangs_is_cancelled(stage: Stage) -> None:
@@ -431,7 +460,11 @@ def test_the_first_observation_is_the_prompt_and_columns_of_the_row_reach_the_en
 
 @pytest.mark.parametrize(
     ("how", "error", "failed"),
-    [("does not begin", "OSError: no game", 1.0), ("long board", "is too long, there is room for 100 tokens", 0.0)],
+    [
+        ("does not begin", "OSError: no game", 1.0),
+        ("begins oddly", "TypeError: reset() must return (observation, info), and returned str", 1.0),
+        ("long board", "is too long, there is room for 100 tokens", 0.0),
+    ],
 )
 def test_an_episode_that_cannot_begin_costs_its_sample(
     stage: Stage, role: EnvRole, how: str, error: str, failed: float
