@@ -1,13 +1,12 @@
-"""Whether agents learn: four environments, by trajectory and by steps, with GRPO and GiGPO (a tool: REINFORCE++).
+"""Whether agents learn: four environments, by trajectory and by steps, with GRPO and GiGPO.
 
     python -m tests.bench.agentic --out FILE [--runs FOLDER] [--only NAMES] [--seeds 0 1 2] [--jobs N] [--plot FILE]
 
 The warm start of each environment is made first (its experiment with `_sft`). Each run then has the keys of the
-environment's experiment, one process, one thread, and the steps and credits of ENVIRONMENTS. By steps, the prompt of a
-turn shows all earlier turns, so that the model sees what it sees by trajectory. `--out` gets one JSON line per run;
-runs that it already has are not run again, nor are runs and warm-ups that `--runs` has. Prints a table: sampled success
-on held-out starts before and after, with the lowest and the highest of the seeds, and CPU-seconds of all processes of a
-run.
+environment's experiment, one process, one thread, and the steps of ENVIRONMENTS. By steps, the prompt of a turn shows
+all earlier turns, so that the model sees what it sees by trajectory. `--out` gets one JSON line per run; runs that it
+already has are not run again, nor are runs and warm-ups that `--runs` has. Prints a table: sampled success and return
+in validation before and after, with the lowest and the highest of the seeds, and CPU-seconds of all processes of a run.
 """
 
 from __future__ import annotations
@@ -40,22 +39,21 @@ EVALUATIONS = 3
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment's experiment, the section of its environment, the steps of a run, and the credits compared."""
+    """An environment's experiment, the section of its environment, and the steps of a run."""
 
     experiment: str
     section: str
     steps: int
-    credits: tuple[str, ...] = ("grpo", "gigpo")
 
 
 ENVIRONMENTS = {
     "frozen_lake": Environment("demo_agentic", "default", 60),
-    "sokoban": Environment("demo_sokoban", "default", 30),
-    "tools": Environment("demo_tools", "numbers", 120, ("reinforce_plus_plus",)),  # without groups
-    "webshop": Environment("demo_webshop", "shop", 20),
+    "sokoban": Environment("demo_sokoban", "default", 60),
+    "tools": Environment("demo_tools", "numbers", 60),
+    "webshop": Environment("demo_webshop", "shop", 90),
 }
 FORMS = ("trajectory", "steps")
-CREDITS = ("grpo", "gigpo", "reinforce_plus_plus")
+CREDITS = ("grpo", "gigpo")
 FIGURES = {
     "success": "val/score/mean",
     "trained": "critic/score/mean",
@@ -82,12 +80,14 @@ def run(name: str, form: str, credit: str, seed: int, folder: Path) -> Line:
     line = {"environment": name, "form": form, "credit": credit, "seed": seed, "steps": env.steps}
     if len(read_metrics(run_dir)) != env.steps + 1:
         line["cpu_s"] = round(launch(words, run_dir, warmup_steps=-1))
-    return {**line, **curves(run_dir, FIGURES), **machine()}
+    domain = name if env.section == "default" else env.section
+    return {**line, **curves(run_dir, FIGURES | {"return": f"val/env/{domain}/return"}), **machine()}
 
 
 def table(lines: Iterable[Line]) -> str:
     """Markdown, in the order of ENVIRONMENTS."""
-    rows = [["Environment", "Episodes", "Credit", "Seeds", "Before", "After", "Least gain", "Steps", "CPU-seconds"]]
+    rows = [["Environment", "Episodes", "Credit", "Seeds", "Before", "After", "Least gain"]]
+    rows[0] += ["Return before", "After", "Steps", "CPU-seconds"]
     found = grouped(lines, "environment", "form", "credit")
     for name, form, credit in itertools.product(ENVIRONMENTS, FORMS, CREDITS):
         if not (runs := found.get((name, form, credit))):
@@ -96,8 +96,9 @@ def table(lines: Iterable[Line]) -> str:
         least = min(end - begin for begin, end in zip(before, after, strict=True))
         costs = [line["cpu_s"] for line in runs if "cpu_s" in line]
         cost = str(round(statistics.mean(costs))) if costs else "-"
-        numbers = [spread(before, 2), spread(after, 2), f"{least:+.2f}", str(runs[0]["steps"]), cost]
-        rows.append([f"`{name}`", form, credit, str(len(runs)), *numbers])
+        returns = [spread(values, 2) for values in zip(*(ends(line, "return") for line in runs), strict=True)]
+        numbers = [spread(before, 2), spread(after, 2), f"{least:+.2f}", *returns]
+        rows.append([f"`{name}`", form, credit, str(len(runs)), *numbers, str(runs[0]["steps"]), cost])
     return markdown(rows)
 
 
@@ -111,7 +112,7 @@ def plot(lines: list[Line], file: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "hpcrl"
     names = [name for name in ENVIRONMENTS if any(line["environment"] == name for line in lines)]
     figure, panels = pyplot.subplots(1, len(names), figsize=(3.4 * len(names), 3.8), squeeze=False)
-    colors = dict(zip(itertools.product(CREDITS, FORMS), ("C0", "C2", "C1", "C3", "C4", "C5"), strict=True))
+    colors = dict(zip(itertools.product(CREDITS, FORMS), ("C0", "C2", "C1", "C3"), strict=True))
     for axes, name in zip(panels[0], names, strict=True):
         mine = [line for line in lines if line["environment"] == name]
         for (credit, form), runs in sorted(grouped(mine, "credit", "form").items()):
@@ -146,8 +147,7 @@ def main() -> int:
         print("agentic needs --out", file=sys.stderr)
         return 0
     names = ("seed", "environment", "form", "credit")
-    every = itertools.product(options.seeds, options.only, options.forms, options.credits)
-    todo = [run for run in every if run[-1] in ENVIRONMENTS[run[1]].credits]
+    todo = itertools.product(options.seeds, options.only, options.forms, options.credits)
     with run_folder(options.runs) as folder:
         for name in options.only:
             warm_up(name, folder)
