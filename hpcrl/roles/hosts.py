@@ -20,7 +20,7 @@ from hpcrl.envs.making import check_env, make_env, runs_in
 from hpcrl.envs.processes import EnvProcess, EnvProcesses
 from hpcrl.rewards.guarded import RAISED
 
-Ended = Callable[[Any], object]
+WhenOver = Callable[[Any], object]
 """Gets what a turn has returned or raised, where it was played."""
 NO_LIMIT = 1 << 30
 LOOK_S, BUSY_S = 1.0, 1.0
@@ -61,7 +61,7 @@ class Hosts:
         """The most turns of a section at a time: tasks are not limited."""
         return NO_LIMIT if self._where[section] == "task" else config.num_threads
 
-    def start(self, section: str, work: Coroutine[Any, Any, Any], ended: Ended) -> Callable[[], object]:
+    def start(self, section: str, work: Coroutine[Any, Any, Any], ended: WhenOver) -> Callable[[], object]:
         """Begin the work. Returns what stops it, as far as that is possible. RuntimeError if the section's processes
         can no longer be forked."""
         if (processes := self._processes.get(section)) is not None:
@@ -132,7 +132,7 @@ class Hosts:
             return self._loop
 
 
-async def _to_end(work: Coroutine[Any, Any, Any], ended: Ended) -> None:
+async def _to_end(work: Coroutine[Any, Any, Any], ended: WhenOver) -> None:
     try:
         result = await work
     except BaseException as error:  # user code may call sys.exit
@@ -148,7 +148,7 @@ async def _others() -> None:
 class TurnThread:
     """A thread for a turn. A daemon, since an environment that hangs keeps its thread, for which no other may wait."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], ended: Ended):
+    def __init__(self, work: Coroutine[Any, Any, Any], ended: WhenOver):
         """work: waits for nothing."""
         self._work, self._ended = work, ended
         self._lock, self._over = threading.Lock(), False
