@@ -66,7 +66,9 @@ def test_vllm_has_the_log_probs_of_the_trainer_that_gives_it_weights(check: Chec
     if not find_spec("vllm"):
         pytest.skip("vllm is not installed (extra: vllm)")
     name = "vllm TP2"
-    rate, difference = rows_of(name, patient(name), check, 500.0, 0)
+    rows = list(rows_of(name, patient(name), check, 500.0, 0))
+    assert len(rows) == 2, rows
+    rate, difference = rows
     assert (rate.part, rate.what, rate.verdict) == (name, "weights to the generator", ""), rate
     assert rate.value is not None and rate.value > 0
     assert (difference.what, difference.verdict) == ("mean difference, fp32 head", "ok")
