@@ -788,6 +788,12 @@ def test_a_placeholder_is_a_whole_path_or_word() -> None:
         assert found.startswith(f"cluster.prologue: {command!r} is a placeholder")
 
 
+@pytest.mark.parametrize(("typed", "name"), [("12e4567", "12e4567"), ("1e3", "1e3"), ("0x10", "0x10"), ("'q1'", "q1")])
+def test_run_name_is_taken_as_typed(typed: str, name: str) -> None:
+    config = load([f"run_name={typed}"])
+    assert (config.run_name, config.run_dir) == (name, f"runs/{name}")
+
+
 def test_words_for_sbatch_are_taken_as_typed() -> None:
     words = ["partition=low,high", "time=60", "exclude=n[1-4],m2", "constraint=a100|h100", "components.x.partition=a,b"]
     cluster = load([f"cluster.{word}" for word in words]).cluster

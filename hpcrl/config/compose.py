@@ -18,10 +18,11 @@ from hpcrl.spec.problems import PLACEHOLDER, Path, Problem, dotted
 
 PRIMARY = "config"
 AS_TYPED = re.compile(
-    r"\+{0,2}(cluster\.(?:components\.\w+\.)?"
+    r"\+{0,2}(run_name|cluster\.(?:components\.\w+\.)?"
     r"(?:account|constraint|exclude|partition|qos|reservation|switches|time))=(?!null$)([^'\"$].*)"
 )
-"""Values for sbatch, such as low,high or n[1-4] or 60, which have another meaning in Hydra's grammar."""
+"""Values such as a commit's 12e4567 as run_name, and low,high or n[1-4] or 60 for sbatch, which have another meaning in
+Hydra's grammar."""
 
 
 def conf_dir() -> FilePath:
