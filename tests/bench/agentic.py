@@ -48,9 +48,9 @@ class Environment:
 
 ENVIRONMENTS = {
     "frozen_lake": Environment("demo_agentic", "default", 60),
-    "sokoban": Environment("demo_sokoban", "default", 60),
+    "sokoban": Environment("demo_sokoban", "default", 45),
     "tools": Environment("demo_tools", "numbers", 60),
-    "webshop": Environment("demo_webshop", "shop", 90),
+    "webshop": Environment("demo_webshop", "shop", 60),
 }
 FORMS = ("trajectory", "steps")
 CREDITS = ("grpo", "gigpo")
