@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import getpass
 import os
 import shutil
 import tempfile
@@ -55,8 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     above = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", above)  # tmp_path stays where pytest keeps it after a failure
-    # A cache stays where torch has it by default: what is compiled serves the next session.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{above}/torchinductor_{getpass.getuser()}")
+    # What is compiled serves the next session with the same instructions (hpcrl.engines.compiling). It is set already
+    # where a test's own conftest.py, which is imported before, has imported the compiler.
+    instructions = os.environ.get("ATEN_CPU_CAPABILITY", "own")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{above}/torchinductor_{os.getuid()}_{instructions}"
     os.environ[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcrl-tests-")
     os.chmod(tempfile.tempdir, 0o711)  # where root runs the tests, sandboxes work as another user below it
     # After multiprocessing, which removes a folder of its own in it with priority -100.

@@ -9,13 +9,19 @@ import sys
 import pytest
 import torch
 
+from hpcrl.engines.compiling import VARIABLE, part_by_processor
+
 pytestmark = pytest.mark.numerics
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PROGRAM = """
 import torch
+from hpcrl.engines.compiling import VARIABLE, part_by_processor
 values = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
 print(torch.backends.cpu.get_cpu_capability(), values.softmax(-1).view(torch.int32).sum().item())
+part_by_processor(environ := {})
+part_by_processor(environ)
+print(environ[VARIABLE])
 """
 
 
@@ -36,4 +42,15 @@ def test_tests_run_with_the_instructions_that_are_asked_for() -> None:
 def test_fewer_instructions_give_other_bits() -> None:
     default, fewer = capability_and_bits(), capability_and_bits(**AVX2)
     assert fewer[0] == "AVX2"
-    assert (default[0] == "AVX2") == (default == fewer), "where there is AVX2 alone both are the same"
+    assert (default[0] == "AVX2") == (default[1] == fewer[1]), "where there is AVX2 alone both are the same"
+
+
+@pytest.mark.slow
+def test_what_is_compiled_for_other_instructions_is_in_another_folder() -> None:
+    default, fewer = capability_and_bits(), capability_and_bits(**AVX2)
+    assert (default[0] == fewer[0]) == (default[2] == fewer[2])
+
+
+def test_a_folder_for_compiled_code_that_is_given_stays() -> None:
+    part_by_processor(environ := {VARIABLE: "/given"})
+    assert environ == {VARIABLE: "/given"}

@@ -19,6 +19,7 @@ from torch import Tensor
 from hpcrl.algorithms.base import Objective, Outputs
 from hpcrl.checkpoint.writer import Files
 from hpcrl.config import Config, TrainerConfig
+from hpcrl.engines.compiling import part_by_processor
 from hpcrl.engines.routes import routes_of
 from hpcrl.engines.train import dcp, moving
 from hpcrl.engines.train.agreement import agreed
@@ -88,6 +89,7 @@ class MegatronEngine:
         the folder cannot be used, or a GPU's rank lacks Transformer Engine.
         """
         cpu.install()
+        part_by_processor(os.environ)
         self.config, self.own, self.model_path = config, own or MegatronConfig(), Path(model_path)
         self.total_steps, self.trainable, self.optimizer_step = total_steps, trainable, 0
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
