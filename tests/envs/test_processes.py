@@ -185,9 +185,11 @@ def test_a_process_that_has_left_its_session_ends_before_the_next_begins(tmp_pat
     env.close()
     until(lambda: not runs(own))
     if begins_another:
-        make(several, "plain", tmp_path).reset(1)
+        (third := make(several, "plain", tmp_path)).reset(1)
         until(lambda: not runs(left))
         assert other.step("right")[0] == "right?"
+        third.close()
+    other.close()
     several.close()
     until(lambda: not runs(left))
 
