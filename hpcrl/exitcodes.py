@@ -15,7 +15,7 @@ class ExitCode(IntEnum):
     RANK_FAILED = 10  # a rank raised an exception
     RANK_KILLED = 11  # a rank ended by a signal, or without a report
     DEADLINE = 12  # a command or the start took longer than its deadline: a hang
-    STORE_LOST = 13  # the control store is gone, or messages in it were lost, reordered or stolen
+    STORE_LOST = 13  # the control store is gone, or control messages were lost or reordered
     STARVED = 14  # a step could not be filled with valid groups
     NO_PROGRESS = 15  # several steps in a row learnt nothing: values not finite, or all responses masked
     CHECKPOINT = 16  # checkpoints exist, but none is readable

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hpcrl.clock import AwakeClock
 from hpcrl.control.background import Background, Events
 from hpcrl.control.messages import ONE_WAY, Burst, BurstDone, Command, Done, Event, Failed, Joined, Leave, Lost
+from hpcrl.control.queues import ReaderLost
 from hpcrl.control.world import World, rank_queue
 
 CHECK_EVERY_S = 10.0  # while no message arrives
@@ -98,7 +99,10 @@ class Controller:
     def _push(self, rank: int, command: Command, allowed_s: float, awaited: bool) -> int:
         if rank in self.lost:
             return -1
-        seq = self._world.sender.send(rank_queue(rank), command)
+        try:
+            seq = self._world.sender.send(rank_queue(rank), command)
+        except ReaderLost as lost:  # the rank's agent reports it, or else the deadline of this command
+            seq = lost.seq
         if not isinstance(command, ONE_WAY):
             name = type(command).__name__
             self._outstanding[rank, seq] = _Outstanding(name, self._clock.now(), allowed_s, awaited)

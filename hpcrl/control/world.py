@@ -24,8 +24,9 @@ import torch.distributed as dist
 from hpcrl.control import network, queues
 from hpcrl.control.abortable import AbortableGroup, blocking_wait
 from hpcrl.control.bootstrap import WORLD_KEY, Place, make_key_file, share_endpoint
-from hpcrl.control.mailbox import Mailbox
-from hpcrl.control.messages import Command, Event
+from hpcrl.control.intake import Dialer, Intake
+from hpcrl.control.mailbox import Mailbox, mail_queue
+from hpcrl.control.messages import Command, Event, Post
 from hpcrl.control.trace import LEAVING, Trace
 from hpcrl.control.watch import StoreWatch
 
@@ -46,7 +47,8 @@ def rank_queue(rank: int) -> str:
 @dataclass
 class World:
     """A rank's view of the world. Rank 0 has the controller's inbox `events`, other ranks a `watch`. host: the node's
-    name; address: for connections from other ranks; token: what a request to a rank of the run must carry."""
+    name; address: for connections from other ranks; intake: where all messages to this rank arrive; token: what a
+    request to a rank of the run must carry."""
 
     rank: int
     size: int
@@ -55,6 +57,7 @@ class World:
     place: Place
     folder: Path
     store: dist.TCPStore
+    intake: Intake
     sender: queues.Sender
     commands: queues.Inbox
     events: queues.Inbox | None
@@ -69,6 +72,7 @@ class World:
         self.trace.enter(LEAVING)
         if self.watch is not None:
             self.watch.stop()
+        self.intake.close()
 
     def group(self, name: str, ranks: Sequence[int], epoch: int, *, of_engine: bool = False) -> Any:
         """An explicit dist.ProcessGroupGloo between roles. Collective over `ranks`, in which this rank must be.
@@ -152,6 +156,7 @@ def join(
     address, host = own.address, socket.gethostname()
     server = None
     endpoint: dict[str, Any] | None = None
+    intake = Intake(address)
     if rank == 0:
         server, name = queues.serve(address, store_s), secrets.token_hex(8)
         server.set(WORLD_KEY, name)
@@ -161,7 +166,14 @@ def join(
     at = (endpoint["host"], int(endpoint["port"]))
     store = server if server is not None else queues.connect(*at, start_s)
     store.set_timeout(timedelta(seconds=store_s))
-    events = queues.Inbox(queues.connect(*at, start_s), CONTROLLER_QUEUE, key, Event) if rank == 0 else None
+
+    def inbox(name: str, types: Any) -> queues.Inbox:
+        return queues.Inbox(intake.queue(name), name, key, types)
+
+    commands, mail = inbox(rank_queue(rank), Command), inbox(mail_queue(rank), Post)
+    events = inbox(CONTROLLER_QUEUE, Event) if rank == 0 else None
+    intake.publish(store, rank)
+    sender = queues.Sender(Dialer(store, store_s, PEER_SHARE * command_s), key, rank)
     watch = None
     if rank != 0:
         where = f"rank {rank} on {host}"
@@ -174,10 +186,11 @@ def join(
         place=place,
         folder=folder,
         store=store,
-        sender=queues.Sender(store, key, rank),
-        commands=queues.Inbox(queues.connect(*at, start_s), rank_queue(rank), key, Command),
+        intake=intake,
+        sender=sender,
+        commands=commands,
         events=events,
-        mailbox=Mailbox(store, key, rank, address, store_s),
+        mailbox=Mailbox(rank, sender, mail),
         trace=trace,
         watch=watch,
         timeout_s=command_s,

@@ -254,6 +254,7 @@ class Agent:
         if not endpoint.exists() or (0 in self._beats and self._clock.now() - self._beats[0][1] > LISTENS_S):
             return False
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the user sees the agent's stderr
+        from hpcrl.control.intake import Dialer
         from hpcrl.control.messages import Lost
         from hpcrl.control.queues import ControlError, Sender, connect
 
@@ -262,7 +263,8 @@ class Agent:
             if self._sender is None:
                 key = Path(where["key_file"]).read_bytes()
                 number = -1 - int(self._environ.get("HPCRL_NODE", "0"))
-                self._sender = Sender(connect(where["host"], where["port"], self._grace_s), key, number)
+                store = connect(where["host"], where["port"], self._grace_s)
+                self._sender = Sender(Dialer(store, self._grace_s, self._grace_s), key, number)
             self._sender.send("controller", Lost(rank, cause, silent))
         except (ControlError, FileNotFoundError) as error:
             if 0 not in self._ranks:

@@ -3,6 +3,7 @@ of turns that are sequences of their own."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -154,7 +155,9 @@ def observation_ids(
     ids = encode(tokenizer, _after_content(tokenizer, heard(tokenizer, observation, tools), tools))
     added = tokenizer.added_tokens_decoder.get(last_token)
     # Only an added token ends a turn: a newline of the model is content, even if the template adds another.
-    if ids and added is not None and (ids[0] == last_token or (added.special and ids[0] == _end(tokenizer, tools))):
+    if not ids or added is None:
+        return np.array(ids, dtype=np.int32)
+    if ids[0] == last_token or (added.special and ids[0] == _end(tokenizer, json.dumps(tools))):
         ids = ids[1:]
     return np.array(ids, dtype=np.int32)
 
@@ -168,9 +171,10 @@ def _after_content(tokenizer: Any, after: Messages, tools: list[dict[str, Any]] 
     return following
 
 
-def _end(tokenizer: Any, tools: list[dict[str, Any]] | None) -> int | None:
-    """The special token that the template writes at the end of a model turn."""
-    ids = encode(tokenizer, _after_content(tokenizer, [], tools, ask=False))
+@functools.lru_cache(maxsize=64)
+def _end(tokenizer: Any, tools: str) -> int | None:
+    """The special token that the template writes at the end of a model turn. tools: as JSON."""
+    ids = encode(tokenizer, _after_content(tokenizer, [], json.loads(tools), ask=False))
     added = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
     return ids[0] if added is not None and added.special else None
 

@@ -18,7 +18,7 @@ import numpy as np
 from hpcrl.clock import AwakeClock
 from hpcrl.config import EnvConfig
 from hpcrl.control.messages import Done, EndEpisodes, Observed, PeekEnd, ScoredSample, Turn, TurnDelta
-from hpcrl.control.queues import StoreLost
+from hpcrl.control.queues import ReaderLost
 from hpcrl.data.env_sources import given_start
 from hpcrl.data.rows import Messages
 from hpcrl.envs.base import Env, checked_reset, checked_step, cut, num_chars
@@ -141,7 +141,6 @@ class EnvRole:
         self._waiting: deque[Turn] = deque()  # without a thread, in order
         self._playing: list[_Playing] = []
         self._lost: set[int] = set()  # generator ranks
-        worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {EndEpisodes: self._end_episodes, PeekEnd: self._peek_end}
@@ -195,7 +194,7 @@ class EnvRole:
             self._worker.world.trace.enter(f"environment {config.name}")
             playing = _Playing(turn, self._episodes[turn.sample], section, self._config.turn_timeout_s(config))
             self._playing.append(playing)
-            playing.played.add_done_callback(lambda _: self._worker.world.mailbox.news.set())
+            playing.played.add_done_callback(lambda _: self._worker.world.intake.news.set())
             ended = functools.partial(self._ended, playing)
             playing.stop = self._hosts.start(section, self._play(turn, playing.episode), ended)
         self._waiting = later
@@ -236,7 +235,7 @@ class EnvRole:
             self._end(turn.sample)
         else:
             # The generator is gone: the controller learns it from the agent and restarts the sample.
-            with contextlib.suppress(StoreLost):
+            with contextlib.suppress(ReaderLost):
                 worker.world.mailbox.send(turn.reply_to, [reply])
         worker.emit(Observed(turn.sample, ended, result, config.add_reward and not result.error, failed))
 

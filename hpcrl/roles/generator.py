@@ -36,7 +36,7 @@ from hpcrl.control.messages import (
     Turn,
     TurnDelta,
 )
-from hpcrl.control.queues import StoreLost
+from hpcrl.control.queues import ReaderLost
 from hpcrl.engines.gen.base import GenEngine, PromptRefused, ReplicaRanks, Request, SamplingParams
 from hpcrl.roles.base import Rank
 from hpcrl.roles.holding import HeldPrompt, HeldSample
@@ -71,7 +71,6 @@ class GeneratorRole:
         self._beginning: list[HeldSample] = []  # their environments start in the next burst
         self._refused: list[Ended] = []  # samples that end in the next burst without a new token
         self._observations: dict[int, TurnDelta] = {}  # by sample, of turns not yet admitted
-        worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {
@@ -267,7 +266,7 @@ class GeneratorRole:
         for rank, items in posts.items() if self._speaks else ():
             try:
                 self._worker.world.mailbox.send(rank, items)
-            except StoreLost as error:  # the controller learns of the loss from the agent and has them re-sent
+            except ReaderLost as error:  # the controller learns of the loss from the agent and has them re-sent
                 print(f"hpcrl: {len(items)} items did not reach rank {rank}: {error}", file=sys.stderr, flush=True)
 
     def _rescore(self, command: Rescore, seq: int) -> None:

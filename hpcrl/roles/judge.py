@@ -71,7 +71,7 @@ class JudgeRole:
         self._load = Load("judge", self.engine.max_slots)
         world = worker.world
         most = config.generator.most_requests
-        self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, world.mailbox.news.set)
+        self._service = Service(world.address, world.token, {PATH: ChatRequest}, most, world.intake.news.set)
         self.url = self._service.url
 
     @property

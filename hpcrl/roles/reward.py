@@ -33,7 +33,6 @@ class RewardRole:
         )
         self._arrived: list[RewardItem] = []  # until their reward is loaded
         self._held: dict[int, RewardItem] = {}  # waiting for their siblings
-        worker.world.mailbox.open()
 
     def handlers(self) -> dict[type, Callable[[Any, int], Any]]:
         return {ScoreTogether: self._score_together, Unwanted: self._drop}

@@ -52,7 +52,7 @@ class RewardModelRole:
         self._waiting: deque[tuple[Question, list[int]]] = deque()
         self._load = Load("reward_model", config.max_requests)
         most = config.max_requests
-        self._service = Service(world.address, world.token, {PATH: ScoreRequest}, most, world.mailbox.news.set)
+        self._service = Service(world.address, world.token, {PATH: ScoreRequest}, most, world.intake.news.set)
         self.url = self._service.url
 
     @property

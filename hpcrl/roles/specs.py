@@ -99,7 +99,6 @@ def _serving(role: str) -> dict[str, Any]:
         "num_ranks": 1,
         "colocate_with": None,
         "holds_model": True,
-        "gets_mail": True,
         "serves": True,
         "peers": ("reward",),
         "least_ranks": lambda config: config.layout.of(role).min_ranks,
@@ -126,7 +125,6 @@ REWARD = RoleSpec(
     about="Ranks that score.",
     make="hpcrl.roles.reward:RewardRole",
     needed=_generates,
-    gets_mail=True,
     peers=("generator", "judge", "reward_model"),
     least_ranks=lambda config: config.layout.reward.min_ranks,
 )
@@ -135,7 +133,6 @@ ENV = RoleSpec(
     about="Ranks that run environments; only with env.",
     make="hpcrl.roles.env:EnvRole",
     needed=lambda config: _generates(config) and bool(config.envs),
-    gets_mail=True,
     peers=("generator",),
     least_ranks=lambda config: config.layout.env.min_ranks,
     imports=_tokenizer,

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.comm.transfer import Fabric, blames_peer
 from hpcrl.config import Config
-from hpcrl.control.listener import Listener
 from hpcrl.control.messages import Ask, BuildGroup, BuildRole, Done, Failed, Joined, Leave
-from hpcrl.control.queues import ControlError, StoreLost
+from hpcrl.control.queues import ControlError, ReaderLost, StoreLost
 from hpcrl.control.world import CONTROLLER_QUEUE, World
 from hpcrl.files import is_storage_error
 from hpcrl.node.devices import HIDDEN, VISIBLE, check_device
@@ -37,7 +36,6 @@ from hpcrl.spec.tables import ROLES
 
 IDLE_FIRST_S = 0.0005
 BUSY_MOST_S, IDLE_MOST_S = 0.004, 1.0  # between two polls, if a role has own work and if none has
-WAIT_S = 60.0
 
 
 class Reported(Exception):
@@ -65,7 +63,6 @@ class Worker:
         self._handlers |= Exchange(self).handlers() | self._publishing.handlers() | self._saving.handlers()
         self._peaks = Peaks()
         self._turns = Turns(self.roles) if takes_turns(config, layout) else None
-        self._commands: Listener | None = None
         self._left = False
 
     @functools.cached_property
@@ -80,19 +77,12 @@ class Worker:
         self.join()
         idle_s = IDLE_FIRST_S
         while not self._left:
-            if self._commands is None:
-                self.execute_one(WAIT_S)
-                self._look_after()
-                if any(ROLES[name].gets_mail for name in self.roles):  # from now on mail may arrive as well as commands
-                    self._commands = Listener(self.world.commands, self.world.mailbox.news)
-                continue
-            news = self.world.mailbox.news
-            news.clear()
+            self.world.intake.news.clear()
             # Always both: commands queue up, and the own work of a role must not wait for them.
             if self.execute_one(0.0) | self._look_after():
                 idle_s = IDLE_FIRST_S
             elif not self._left:
-                news.wait(idle_s)
+                self.world.intake.news.wait(idle_s)
                 busy = any(role.busy for role in self.roles.values())
                 idle_s = min(BUSY_MOST_S if busy else IDLE_MOST_S, idle_s * 2)
 
@@ -114,9 +104,7 @@ class Worker:
     def execute_one(self, timeout_s: float) -> bool:
         """Execute the next command if one arrives within timeout_s. Reported if it raises."""
         try:
-            message = (self._commands or self.world.commands).get(timeout_s)
-        except StoreLost:
-            raise
+            message = self.world.commands.get(timeout_s)
         except ControlError as error:  # commands may be missing, and only this rank knows
             self.emit(Failed(0, "reading its commands", str(error), "control"))
             raise Reported from error
@@ -223,7 +211,7 @@ def _kind(error: BaseException) -> Literal["", "input", "storage", "numbers", "p
         return "input"
     if isinstance(error, FloatingPointError):
         return "numbers"
-    if isinstance(error, StoreLost) or blames_peer(error):
+    if isinstance(error, StoreLost | ReaderLost) or blames_peer(error):
         return "peer"
     return "control" if isinstance(error, ControlError) else ""
 

@@ -122,8 +122,6 @@ class RoleSpec(Spec):
     """Whether its engine uses the default process group; two such roles share all their ranks or none."""
     forms_replicas: bool = False
     """Whether its ranks form replicas of `tensor_parallel` ranks."""
-    gets_mail: bool = False
-    """Whether it receives responses and turns by mail, or requests, besides the controller's commands."""
     serves: bool = False
     """Whether its ranks answer requests of rewards (hpcrl.roles.base.Serves), and the question `load`."""
     peers: tuple[str, ...] = ()

@@ -56,7 +56,7 @@ def main() -> None:
         section = {"path": str(path), "max_prompt_tokens": 1500, "max_new_tokens": TOKENS}
         config = parse({"data": {"train": "rows.jsonl"}, "judge": section})
         news = threading.Event()
-        world = SimpleNamespace(rank=0, address="127.0.0.1", token="bench", mailbox=SimpleNamespace(news=news))
+        world = SimpleNamespace(rank=0, address="127.0.0.1", token="bench", intake=SimpleNamespace(news=news))
         role = JudgeRole(SimpleNamespace(config=config, world=world))  # type: ignore[arg-type]
         ended = threading.Event()
 

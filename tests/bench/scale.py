@@ -3,8 +3,8 @@
     python -m tests.bench.scale [--quick]
 
 Prints one JSON line per size. `virtual`: replicas and scorers are scripted (tests/bench/scale_ranks.py), their time is
-virtual but passes while rank 0 works, so that events queue up meanwhile. `store`: the same ranks in processes of
-their own, that answer at once, over a real TCPStore.
+virtual but passes while rank 0 works, so that events queue up meanwhile. `connected`: the same ranks in processes of
+their own, that answer at once, over real connections.
 
 `utilisation` is the time that rank 0 worked over the time that passed, `events_per_cpu_s` what one core can take,
 `needed_events_per_s` what the replicas send if they never wait. Every run asserts that each sample trained once.
@@ -27,6 +27,7 @@ from typing import Any
 from hpcrl.control import messages as m
 from hpcrl.control import queues
 from hpcrl.control.controller import Controller
+from hpcrl.control.intake import Dialer, Intake
 from hpcrl.control.trace import Trace
 from hpcrl.control.world import CONTROLLER_QUEUE
 from hpcrl.rollout.loop import RolloutLoop
@@ -44,7 +45,7 @@ MEAN_BURSTS = 16  # of a response
 REPLICAS_PER_SCORER = 64
 MAX_LAG = 4  # keeps the replicas full: five batches are on their way
 PROMPT_TOKENS = 200
-CLIENTS = 3  # processes that play the ranks of a real store
+CLIENTS = 3  # processes that play the ranks
 SAMPLING = m.Sampling(4096, 1.0, 1.0, 0, 0.0, [])
 FOREVER_S = 1e6
 
@@ -111,8 +112,8 @@ def virtual(num_replicas: int, in_flight: int, steps: int) -> dict[str, Any]:
     burst_s = BURST_TOKENS * ITERATION_S
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(num_replicas, burst_s, MEAN_BURSTS)
-        inbox: Any = queues.Inbox(cluster, CONTROLLER_QUEUE, KEY, m.Event)  # type: ignore[arg-type]
-        sender: Any = queues.Sender(cluster, KEY, 0)  # type: ignore[arg-type]
+        inbox = queues.Inbox(cluster, CONTROLLER_QUEUE, KEY, m.Event)  # type: ignore[arg-type]
+        sender = queues.Sender(cluster.dial, KEY, 0)
         controller = make_controller(folder, sender, inbox, num_replicas + 1 + len(scorers))
         loop = loop_of(controller, capacities, scorers)
         began, cpu = time.perf_counter(), time.process_time()
@@ -150,15 +151,17 @@ def virtual(num_replicas: int, in_flight: int, steps: int) -> dict[str, Any]:
     }
 
 
-def over_store(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
-    """One size over a real store, every rank with a connection of its own."""
+def connected(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
+    """One size over real connections, of its own for every rank."""
     capacity = max(GROUP_SIZE, in_flight // num_ranks)
     capacities = dict.fromkeys(range(1, num_ranks + 1), capacity)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = queues.serve("127.0.0.1", 60.0)
-        inbox = queues.Inbox(queues.connect("127.0.0.1", store.port, 60.0), CONTROLLER_QUEUE, KEY, m.Event)
-        sender = queues.Sender(queues.connect("127.0.0.1", store.port, 60.0), KEY, 0)
+        intake = Intake("127.0.0.1")
+        inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, KEY, m.Event)
+        intake.publish(store, 0)
+        sender = queues.Sender(Dialer(store, 60.0, 60.0), KEY, 0)
         controller = make_controller(folder, sender, inbox, num_ranks + 1)
         controller._hosts[0] = "here"
         ranks = [list(capacities)[client::CLIENTS] for client in range(CLIENTS)]
@@ -176,12 +179,12 @@ def over_store(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
                 start = time.monotonic()
                 controller.call({rank: m.Peek([]) for rank in capacities})
                 call_ms.append(1e3 * (time.monotonic() - start))
-            first_seq, events = sum(sender._seq.values()), sum(inbox._last.values())
+            sent, heard = -_count(sender), -sum(inbox._last.values())
             start, cpu, own = time.monotonic(), time.process_time(), time.thread_time()
             counts = train_steps(loop_of(controller, capacities, list(capacities)), capacities, in_flight, steps)
             wall_s = time.monotonic() - start
             cpu_s, own_s = time.process_time() - cpu, time.thread_time() - own
-            sent, heard = sum(sender._seq.values()) - first_seq, sum(inbox._last.values()) - events
+            sent, heard = sent + _count(sender), heard + sum(inbox._last.values())
             controller.dismiss()
         finally:
             for client in clients:
@@ -189,7 +192,7 @@ def over_store(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
                 client.kill()
     return {
         "bench": "scale",
-        "part": "store",
+        "part": "connected",
         "ranks": num_ranks,
         "capacity": capacity,
         "clients": CLIENTS,
@@ -201,11 +204,15 @@ def over_store(num_ranks: int, in_flight: int, steps: int) -> dict[str, Any]:
         "messages_per_s": round((heard + sent) / wall_s),
         "events_per_cpu_s": round(heard / own_s),
         "utilisation": round(own_s / wall_s, 3),
-        "store_thread_utilisation": round((cpu_s - own_s) / wall_s, 3),
+        "other_threads_utilisation": round((cpu_s - own_s) / wall_s, 3),
         "wall_s": round(wall_s, 2),
         "peak_mib": round(rss_mib(peak=True)),
         "cores": os.cpu_count(),
     }
+
+
+def _count(sender: queues.Sender) -> int:
+    return sum(line.seq for line in sender._lines.values())
 
 
 def alone(measure: Callable[..., dict[str, Any]], *arguments: int) -> dict[str, Any]:
@@ -218,15 +225,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="16 replicas, 512 samples")
     parser.add_argument("--virtual", type=int, nargs="*", default=[512, 1024, 4096], help="replicas")
-    parser.add_argument("--store", type=int, nargs="*", default=[64, 256, 512], help="ranks")
+    parser.add_argument("--connected", type=int, nargs="*", default=[64, 256, 512], help="ranks")
     options = parser.parse_args()
     if options.quick:
-        options.virtual, options.store = [16], [4]
+        options.virtual, options.connected = [16], [4]
     in_flight, steps = (512, 2) if options.quick else (IN_FLIGHT, 1)
     for num_replicas in options.virtual:
         tell(alone(virtual, num_replicas, in_flight, steps))
-    for num_ranks in options.store:
-        tell(alone(over_store, num_ranks, min(in_flight, 16 * num_ranks), steps))
+    for num_ranks in options.connected:
+        tell(alone(connected, num_ranks, min(in_flight, 16 * num_ranks), steps))
 
 
 if __name__ == "__main__":

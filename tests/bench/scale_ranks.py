@@ -1,4 +1,4 @@
-"""Scripted generator ranks: what they answer to the controller's commands, in virtual time or over a real store."""
+"""Scripted generator ranks: what they answer to the controller's commands, in virtual time or over real connections."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import random
 import threading
 import time
 from collections import deque
-from datetime import timedelta
+from functools import partial
+from queue import Empty
 from typing import Any
 
 import msgspec
-from torch.distributed import QueueEmptyError
+from torch.distributed import TCPStore
 
 from hpcrl.control import messages as m
 from hpcrl.control import queues
+from hpcrl.control.intake import Dialer, Intake, Push
 from hpcrl.control.world import CONTROLLER_QUEUE, rank_queue
 from hpcrl.rollout.types import split_sample_id
 
@@ -78,8 +80,8 @@ class Flow:
 
 
 class Cluster:
-    """Ranks in virtual time, behind the face of a store's client. While rank 0 works, time passes as it does; when it
-    waits, until the next message. What the ranks themselves take is not counted."""
+    """Ranks in virtual time, behind the faces of a dialer and of the controller's queue. While rank 0 works, time
+    passes as it does; when it waits, until the next message. What the ranks themselves take is not counted."""
 
     def __init__(self, num_replicas: int, burst_s: float, mean_bursts: int):
         self.now, self.bursts = 0.0, 0
@@ -106,10 +108,10 @@ class Cluster:
         self.begin()
         return self._busy_s
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Virtual time needs none."""
+    def dial(self, name: str) -> Push:
+        return partial(self._push, name)
 
-    def queue_push(self, name: str, raw: bytes) -> None:
+    def _push(self, name: str, raw: bytes) -> None:
         """A command of rank 0, or an event that one of the ranks says."""
         if name == CONTROLLER_QUEUE:
             self.events.add(raw)
@@ -123,7 +125,7 @@ class Cluster:
         self._go_on(rank)
         self.begin()
 
-    def queue_pop(self, name: str, block: bool = True) -> bytes:
+    def get(self, block: bool = True, timeout: float | None = None) -> bytes:
         """The next event; with `block`, time passes until there is one."""
         self._pause()
         try:
@@ -132,7 +134,7 @@ class Cluster:
                 self.now = max(self.now, self._agenda[0][0])
                 self._advance()
             if not self._queue:
-                raise QueueEmptyError(name)
+                raise Empty
             return self._queue.popleft()
         finally:
             self.begin()
@@ -153,7 +155,7 @@ class Cluster:
 
     def _say(self, rank: int, event: Any) -> None:
         if rank not in self._senders:
-            self._senders[rank] = queues.Sender(self, KEY, rank)  # type: ignore[arg-type]
+            self._senders[rank] = queues.Sender(self.dial, KEY, rank)
         self._senders[rank].send(CONTROLLER_QUEUE, event)
 
     def _later(self, at: float, rank: int, event: Any) -> None:
@@ -189,20 +191,22 @@ class Cluster:
 
 
 def serve_ranks(port: int, ranks: list[int], mean_bursts: int) -> None:
-    """Play these ranks until they are told to leave: a thread and a store client each, as its inbox blocks; what they
-    send shares one client."""
+    """Play these ranks until they are told to leave: a thread each; they share an intake, and have connections of
+    their own to the controller."""
     threading.stack_size(1 << 18)
-    store = queues.connect("127.0.0.1", port, 60.0)
-    threads = [threading.Thread(target=_serve, args=(port, store, rank, mean_bursts)) for rank in ranks]
+    store, intake = queues.connect("127.0.0.1", port, 60.0), Intake("127.0.0.1")
+    threads = [threading.Thread(target=_serve, args=(store, intake, rank, mean_bursts)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _serve(port: int, store: Any, rank: int, mean_bursts: int) -> None:
-    inbox = queues.Inbox(queues.connect("127.0.0.1", port, 60.0), rank_queue(rank), KEY, m.Command)
-    sender, script = queues.Sender(store, KEY, rank), Script(rank, mean_bursts)
+def _serve(store: TCPStore, intake: Intake, rank: int, mean_bursts: int) -> None:
+    queue = rank_queue(rank)
+    inbox = queues.Inbox(intake.queue(queue), queue, KEY, m.Command)
+    intake.publish(store, rank)
+    sender, script = queues.Sender(Dialer(store, 60.0, 60.0), KEY, rank), Script(rank, mean_bursts)
     sender.send(CONTROLLER_QUEUE, m.Joined("here", rank))
     while (message := inbox.get(60.0)) is not None:
         _, seq, command = message

@@ -318,6 +318,7 @@ def test_an_earlier_start_in_the_same_folder_is_forgotten(node: Node) -> None:
 def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) -> None:
     from hpcrl.control import queues
     from hpcrl.control.bootstrap import make_key_file
+    from hpcrl.control.intake import Intake
     from hpcrl.control.messages import Event, Lost
     from hpcrl.control.world import CONTROLLER_QUEUE
 
@@ -329,7 +330,9 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     endpoint = {"host": "127.0.0.1", "port": store.port, "key_file": str(key), "world": "name"}
     (world / "endpoint.tmp").write_text(json.dumps(endpoint))
     (world / "endpoint.tmp").rename(world / "endpoint.json")
-    inbox = queues.Inbox(queues.connect("127.0.0.1", store.port, 20), CONTROLLER_QUEUE, key.read_bytes(), Event)
+    intake = Intake("127.0.0.1")
+    inbox = queues.Inbox(intake.queue(CONTROLLER_QUEUE), CONTROLLER_QUEUE, key.read_bytes(), Event)
+    intake.publish(store, 0)
     message = inbox.get(40)
     assert message is not None
     sender, _, lost = message
@@ -337,6 +340,7 @@ def test_a_loss_is_told_to_the_controller_even_if_it_comes_up_later(node: Node) 
     assert isinstance(lost, Lost)
     assert (lost.rank, lost.silent) == (1, False)
     assert lost.cause.endswith("exited with code 3")
+    intake.close()
     node.release()
     node.verdict()
 

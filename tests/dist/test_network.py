@@ -64,7 +64,7 @@ def listening() -> set[str]:
 def test_everything_listens_on_the_interface_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str | None
 ) -> None:
-    """Two ranks on two nodes: store, mailbox, a group between roles, and the interface of those that torch makes."""
+    """Two ranks on two nodes: store, boxes, a group between roles, and the interface of those that torch makes."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
@@ -77,8 +77,6 @@ def test_everything_listens_on_the_interface_alone(
     def rank(number: int) -> World:
         place = Place("rank", "agent", number, number, 2)
         world = join(place, 2, tmp_path, start_s=30, store_s=30, command_s=30, interface=interface)
-        if number == 1:
-            world.mailbox.open()
         group = world.group("between", [0, 1], 0)
         tensor = torch.tensor([float(number)])
         group.allreduce([tensor]).wait()

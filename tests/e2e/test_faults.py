@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from torch.distributed import TCPStore
 
 from hpcrl.checkpoint.commit import find_latest
 from hpcrl.control import messages, queues
+from hpcrl.control.intake import Dialer
 from hpcrl.exitcodes import ExitCode
 from hpcrl.metrics.log import read_metrics
 from tests.conftest import ROOT
@@ -183,26 +183,26 @@ def test_a_lost_reward_rank_bad_rewards_and_forged_messages_are_survived(runs: R
     assert sum(row.get("scheduler/score_errors", 0.0) for row in rows) == 3  # hung, killed its process, not a number
     for rank, queue in ((1, "rank/1"), (0, "controller")):
         refused = re.findall(rf"refused on queue {queue}: (.*)", log_of(run_dir, rank))
-        kinds = ["wrong signature", "wrong signature", "over the limit", "replayed"]
+        kinds = ["wrong signature", "wrong signature", "of 0 bytes", "replayed"]
         assert len(refused) == 4, refused
         assert all(kind in line for kind, line in zip(kinds, refused, strict=True)), refused
 
 
 def intrude(run_dir: Path, queue: str) -> None:
-    """What a process that knows host and port can push, and a message as it was sent before."""
+    """What a process that knows host and port can send, and a message as it was sent before."""
     folder = run_dir / "world" / "attempt_0001"
     endpoint = json.loads((folder / "endpoint.json").read_text())
-    store = queues.connect(endpoint["host"], endpoint["port"], 10)
-    store.queue_push(queue, b"no message at all, but longer than a signature is")
-    forge(store, os.urandom(32), queue, messages.Leave(), sender=0)
-    store.queue_push(queue, bytes(queues.PART_BYTES + 1000))
-    forge(store, Path(endpoint["key_file"]).read_bytes(), queue, messages.Leave(), sender=0)
+    push = Dialer(queues.connect(endpoint["host"], endpoint["port"], 10), 10, 10)(queue)
+    push(b"no message at all, but longer than a signature is")
+    push(forged(os.urandom(32), queue, messages.Leave(), sender=0))
+    push(b"")
+    push(forged(Path(endpoint["key_file"]).read_bytes(), queue, messages.Leave(), sender=0))
 
 
-def forge(store: TCPStore, key: bytes, queue: str, message: messages.Message, sender: int) -> None:
+def forged(key: bytes, queue: str, message: messages.Message, sender: int) -> bytes:
     """The first message of a sender. It was sent long ago: with the right key it is a replay."""
     frame = msgspec.msgpack.encode(queues.Frame(sender, 1, msgspec.msgpack.encode(message)))
-    store.queue_push(queue, queues._mac(key, queue, frame) + frame)
+    return queues._mac(key, queue, frame) + frame
 
 
 def test_an_environment_that_sleeps_costs_its_sample_a_rank_that_does_is_done_without(runs: Runs) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from hpcrl.cluster.layout import RoleLayout
 from hpcrl.config import TinyModel, parse
-from hpcrl.control.messages import Response, Turn, TurnDelta
+from hpcrl.control.messages import Joined, Response, Turn, TurnDelta
+from hpcrl.control.world import CONTROLLER_QUEUE
 from hpcrl.engines.tiny import make_tiny_model
 from hpcrl.roles.worker import Worker
 from tests.dist.conftest import Threads, threads
@@ -28,6 +29,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+LAST = Joined("that was all", 0)
+
+
 class Stage:
     """Workers of the world, and what rank 0 hears from them."""
 
@@ -41,10 +45,16 @@ class Stage:
 
     def heard(self) -> list[Any]:
         """Events that have come to rank 0."""
-        events, inbox = [], self._threads.worlds[0].events
-        while (message := inbox.get(0.2 if not events else 0.0)) is not None:
+        events, worlds = [], self._threads.worlds
+        if (message := worlds[0].events.get(0.2)) is not None:
             events.append(message[2])
-        return events
+        for world in worlds:  # comes after all that a rank has sent
+            world.sender.send(CONTROLLER_QUEUE, LAST)
+        while events.count(LAST) < len(worlds):
+            message = worlds[0].events.get(10)
+            assert message is not None
+            events.append(message[2])
+        return [event for event in events if event != LAST]
 
     def mail(self, rank: int, kind: type) -> list[Any]:
         """What the mailbox of a rank gets within a second."""
@@ -77,6 +87,4 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage(threads: Threads, model_folder: Path) -> Stage:
-    for world in threads.worlds[1:]:
-        world.mailbox.open()
     return Stage(threads, model_folder)

@@ -63,7 +63,6 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def replica(stage: Stage, model_folder: Path) -> Replica:
-    stage.worker(0, SETTINGS).world.mailbox.open()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hpcrl.engines.gen.native.engine.make", lambda *given: SplitEngine(make(*given), given[3]))
         return Replica(stage, model_folder)

@@ -39,7 +39,7 @@ class Serving:
 
     def __init__(self, make: Any, **sections: Any):
         news = threading.Event()
-        world = SimpleNamespace(rank=0, address="127.0.0.1", token=TOKEN, mailbox=SimpleNamespace(news=news))
+        world = SimpleNamespace(rank=0, address="127.0.0.1", token=TOKEN, intake=SimpleNamespace(news=news))
         config = parse({"data": {"train": "rows.jsonl"}, **sections})
         self.role = make(SimpleNamespace(config=config, world=world))
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._work)

@@ -20,16 +20,17 @@ def make_controller(threads: Threads) -> Controller:
     return Controller(threads.worlds[0], lambda _: (), command_s=20.0, start_s=20.0, survivable=lambda *_: False)
 
 
-@pytest.mark.parametrize(("rank", "attack"), [(1, "stolen"), (2, "reordered")])
+@pytest.mark.parametrize(("rank", "attack"), [(1, "lost"), (2, "reordered")])
 def test_a_rank_says_that_its_commands_were_tampered_with(
     threads: Threads, stage: Stage, rank: int, attack: str
 ) -> None:
-    worker, queue, store = stage.worker(rank, {}), rank_queue(rank), threads.worlds[0].store
+    worker, queue = stage.worker(rank, {}), rank_queue(rank)
     for batch in (1, 2):
         threads.worlds[0].sender.send(queue, DropBatch(batch))
-    first, second = store.queue_pop(queue), store.queue_pop(queue)
-    for raw in (second,) if attack == "stolen" else (second, first):
-        store.queue_push(queue, raw)
+    entries = threads.worlds[rank].intake.queue(queue)
+    first, second = entries.get(timeout=5), entries.get(timeout=5)
+    for raw in (second,) if attack == "lost" else (second, first):
+        entries.put(raw)
     with pytest.raises(Reported):
         worker.execute_one(5.0)
     with pytest.raises(RankFailed) as caught:
@@ -40,12 +41,12 @@ def test_a_rank_says_that_its_commands_were_tampered_with(
 
 
 def test_the_controller_says_that_its_events_were_reordered(threads: Threads, stage: Stage) -> None:
-    store = threads.worlds[0].store
     for seq in (1, 2):
         threads.worlds[2].sender.send(CONTROLLER_QUEUE, Done(seq))
-    first, second = store.queue_pop(CONTROLLER_QUEUE), store.queue_pop(CONTROLLER_QUEUE)
+    entries = threads.worlds[0].intake.queue(CONTROLLER_QUEUE)
+    first, second = entries.get(timeout=5), entries.get(timeout=5)
     for raw in (second, first):
-        store.queue_push(CONTROLLER_QUEUE, raw)
+        entries.put(raw)
     with pytest.raises(ControlError) as caught:
         make_controller(threads).events()
     code, message = _explain(caught.value, built=True)

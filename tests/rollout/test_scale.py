@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.scale import GROUP_SIZE, over_store, virtual
+from tests.bench.scale import GROUP_SIZE, connected, virtual
 
 
 def test_each_sample_trains_once_in_virtual_time() -> None:
@@ -14,7 +14,7 @@ def test_each_sample_trains_once_in_virtual_time() -> None:
 
 
 @pytest.mark.slow  # processes that import torch
-def test_each_sample_trains_once_over_a_store() -> None:
-    report = over_store(num_ranks=3, in_flight=96, steps=2)
+def test_each_sample_trains_once_over_connections() -> None:
+    report = connected(num_ranks=3, in_flight=96, steps=2)
     assert report["trained"] == 2 * 24
     assert report["events"] >= report["trained"] // GROUP_SIZE
