@@ -100,7 +100,7 @@ class Sender:
     def __init__(self, dial: Callable[[str], Push], key: bytes, sender: int):
         """dial: connects to a queue (hpcrl.control.intake)."""
         self._dial, self._key, self.sender = dial, key, sender
-        self._lines: dict[str, _Line] = defaultdict(_Line)
+        self._lines: dict[str, _Line] = {}
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, name: str, message: Any) -> int:
@@ -114,7 +114,7 @@ class Sender:
                 f"{type(message).__name__} to {name} has {len(body)} bytes, over the limit of {MAX_MESSAGE_BYTES}: "
                 "store large data in files and send their paths"
             )
-        line = self._lines[name]
+        line = self._lines.get(name) or self._lines.setdefault(name, _Line())  # one for all threads
         with line.lock:
             line.seq += 1
             if not line.lost:

@@ -1,4 +1,4 @@
-"""Control and bulk hand-over between two processes: hpcrl (store queues, gloo) against Ray (actor calls, object store).
+"""Control and bulk hand-over between two processes: hpcrl (messages, gloo) against Ray (actor calls, object store).
 
     python -m tests.bench.control
 

@@ -106,8 +106,8 @@ def means(rows: list[dict[str, Any]], skip: int = 1) -> dict[str, float]:
 
 
 def _decoding_s(row: dict[str, Any]) -> float:
-    """Seconds of both generators, from the tokens of the batch: those of dropped episodes are not among them."""
-    tokens = row["token/response_length/mean"] * row["system/samples"]
+    """Seconds of both generators, from the model's tokens in the batch, without those of dropped episodes."""
+    tokens = row["scheduler/kept_length"] * row["system/samples"]
     return float(tokens / row["system/decode_tps"])
 
 
